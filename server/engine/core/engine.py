@@ -351,7 +351,9 @@ class Engine:
         if request.request_id in self._arrivals:
             error = str(DuplicateRequestError(request.request_id))
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
-            self._send(StepEvents([(request.request_id, event)]), [], {})  # keeps the state of the other one
+            self._send(
+                StepEvents([(request.request_id, event)]), [], {}
+            )  # keeps the state of the other one
             return
         try:
             self._admit(request)

@@ -14,8 +14,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import msgspec
-
 from server.engine.core.accounting import Accounting
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
@@ -53,7 +51,9 @@ lengths, which often begin alike, are computed one after the other, so that the 
 
 _rank = attrgetter("rank")
 
-_RUNNING: Final = SequenceStatus.RUNNING  # looking a member up takes as long as the rest of what a row needs
+_RUNNING: Final = (
+    SequenceStatus.RUNNING
+)  # looking a member up takes as long as the rest of what a row needs
 
 
 _NONE_WAITING = NoneWaiting()
@@ -377,9 +377,7 @@ class Scheduler:
         """
         assert output is self._started[0], "an earlier step has not ended"
         rows = [
-            row
-            for row in chain(output.decode, output.prefill)
-            if row.sequence.status is _RUNNING
+            row for row in chain(output.decode, output.prefill) if row.sequence.status is _RUNNING
         ]
         in_flight = [row.sequence.num_tokens_in_flight for row in rows]
         for row in rows:
@@ -400,8 +398,9 @@ class Scheduler:
 
         Args:
             output: see `commit`.
-            results: by sequence, the tokens that continue it. A sequence that failed has one result, with an error, also if its row
-                has no logits; one that was preempted meanwhile has none and is computed again after its preemption.
+            results: by sequence, the tokens that continue it. A sequence that failed has one result, with an error,
+                also if its row has no logits; one that was preempted meanwhile has none and is computed again after its
+                preemption.
             device_seconds: see `commit`.
 
         Returns:
@@ -412,9 +411,7 @@ class Scheduler:
             self._enter(row, results.get(row.sequence, ()), ending)
         return self._complete_end(ending)
 
-    def fail(
-        self, output: SchedulerOutput, error: str, device_seconds: float = 0.0
-    ) -> StepEvents:
+    def fail(self, output: SchedulerOutput, error: str, device_seconds: float = 0.0) -> StepEvents:
         """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
 
         Args:

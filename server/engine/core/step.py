@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as TypingSequence
 from concurrent.futures import Future
@@ -88,7 +86,7 @@ class DecodeBatch:
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.request_ids = [sequence.request_id for sequence in sequences]
-        self.deterministic = any([sequence.deterministic for sequence in sequences])
+        self.deterministic = any(sequence.deterministic for sequence in sequences)
 
 
 class DecodeRows(TypingSequence[ScheduledSequence]):
@@ -192,7 +190,9 @@ class SampledRows(msgspec.Struct, frozen=True):
     others: dict[int, SampledResult] = {}
 
     @classmethod
-    def of(cls, decode: Iterable[SampledResult], prefill: TypingSequence[TypingSequence[SampledResult]]) -> SampledRows:
+    def of(
+        cls, decode: Iterable[SampledResult], prefill: TypingSequence[TypingSequence[SampledResult]]
+    ) -> SampledRows:
         """Return the columns of the results of the decode rows with logits."""
         token_ids: list[int] = []
         logprobs: dict[int, float] = {}

@@ -89,7 +89,8 @@ class StepEvents:
             request_ids: by row.
             token_ids: by row.
             logprobs: by row, where requested.
-            first, stop: the rows.
+            first: the first of the rows.
+            stop: the row after the last.
         """
         if logprobs:
             shift = len(self.request_ids) - first

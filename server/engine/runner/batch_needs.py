@@ -61,9 +61,9 @@ class DecodeNeeds:
             return self._needs
         sequences = decode.batch.sequences
         needs = BatchNeeds(
-            all([sequence.is_argmax for sequence in sequences[: decode.num_logits]]),
-            any([scores_prompt(sequence) for sequence in sequences]),
-            any([sequence.sampling.logprobs for sequence in sequences]),
+            all(sequence.is_argmax for sequence in sequences[: decode.num_logits]),
+            any(scores_prompt(sequence) for sequence in sequences),
+            any(sequence.sampling.logprobs for sequence in sequences),
         )
         # Later tokens stay argmax, and prompts stay scored; the opposite may change with any token.
         is_final = needs.all_argmax and not needs.any_scored

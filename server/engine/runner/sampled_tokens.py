@@ -38,7 +38,12 @@ class SampledTokens:
         """Return each token's id if the host knows it, else -1 - its row in `ids`: [rows] int64."""
         sequences, starts = decode.batch.sequences, decode.starts
         last = self._decode
-        if starts and last is not None and last.batch is decode.batch and last.num_logits == len(starts):
+        if (
+            starts
+            and last is not None
+            and last.batch is decode.batch
+            and last.num_logits == len(starts)
+        ):
             # All rows continue those of the last step, whose tokens the host has all read, or none.
             if len(sequences[0].token_ids) <= starts[0]:
                 return self._references[: len(starts)]

@@ -19,9 +19,7 @@ so that kernels compiled for whole rows can be used."""
 _FIRST_COLUMNS: Final = 8
 
 
-def shared_blocks(
-    decode: DecodeRows, block_size: int, rule: SharingRule | None
-) -> int:
+def shared_blocks(decode: DecodeRows, block_size: int, rule: SharingRule | None) -> int:
     """Count the leading blocks of all sequences that should be read once.
 
     Args:

@@ -32,9 +32,7 @@ def exact_bucket(
         block_size: tokens per block.
         shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
     """
-    deterministic = decode.batch.deterministic or any(
-        s.sequence.deterministic for s in prefill
-    )
+    deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
     if decode.starts:
         longest = max(longest, max(decode.starts) + 1)

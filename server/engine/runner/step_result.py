@@ -123,7 +123,9 @@ class GreedyStep:
         if logprobs:
             decoding = decode.batch.sequences[: decode.num_logits]
             self._wanted = [sequence.sampling.logprobs for sequence in decoding]
-            self._wanted += [s.sequence.sampling.logprobs for s in prefill for _ in range(s.num_logits)]
+            self._wanted += [
+                s.sequence.sampling.logprobs for s in prefill for _ in range(s.num_logits)
+            ]
             found = (part.logprobs for part in outputs)
             self._logprobs = [Download(values) for values in found if values is not None]
 
@@ -139,7 +141,11 @@ class GreedyStep:
             logprobs = {row: value for row, (value, wanted) in pairs if wanted}
         count = self._num_decode
         decoded = tokens[:count]
-        failed = [row for row, token in enumerate(decoded) if token < 0] if min(tokens, default=0) < 0 else []
+        failed = (
+            [row for row, token in enumerate(decoded) if token < 0]
+            if min(tokens, default=0) < 0
+            else []
+        )
         sampled = SampledRows(
             decoded,
             _split([_result(t, logprobs.get(row)) for row, t in enumerate(tokens[count:], count)], self._num_logits),
