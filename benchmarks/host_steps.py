@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from server.engine.core.engine import Engine
+    from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineMessage, FrontEndMessage
-    from server.engine.core.scheduler import SchedulerConfig
 
 _SINK = "sink"
 """First argument with which this script receives and drops the engine's messages; an address follows."""

@@ -643,6 +643,8 @@ class Scheduler:
                     self._set_check(sequence)
                     return
                 reason = append_forced(sequence, events)
+                if sequence.num_void_results:
+                    self._decode_batch = DecodeBatch([])  # the next step computes a forced token
         if reason is FinishReason.ERROR:
             ending.failures.append(self._fail(sequence))
         elif reason is not None:

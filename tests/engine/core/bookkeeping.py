@@ -12,7 +12,7 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
-from server.engine.core.step import SampledRows
+from server.engine.core.step import NO_ROWS, SampledRows
 
 VOCAB_SIZE = 11
 
@@ -115,9 +115,12 @@ class NumberModel:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.last_sampled: dict[Sequence, int] = {}
+        self.last_decode = NO_ROWS
+        self.last_tables: list[list[int]] = []
 
     def execute(self, output) -> list[list[Token]]:
         """Compute a step, possibly before the tokens of the previous step are committed."""
+        self.check_batch(output.decode)
         rows = (*output.decode, *output.prefill)
         sampled = {}
         for row in rows:
@@ -135,6 +138,17 @@ class NumberModel:
                 sampled[sequence] = sample_token(numbers, banned_ids(sequence))
         self.last_sampled = sampled
         return [[Token(sampled[row.sequence])] if row.num_logits else [] for row in rows]
+
+    def check_batch(self, decode) -> None:
+        """Check what the same batch in two steps in sequence means."""
+        tables = [sequence.block_table for sequence in decode.batch.sequences]
+        if decode.batch is self.last_decode.batch:
+            assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
+            rows = [*decode][: self.last_decode.num_logits]
+            assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
+            for row in rows:
+                assert row.start == row.sequence.num_known_tokens - 1
+        self.last_decode, self.last_tables = decode, tables
 
     def poison_empty_blocks(self, manager: BlockManager) -> None:
         for start, stop in manager._empty.stretches:

@@ -17,6 +17,7 @@ from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import CapacityError
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
+from server.engine.core.step import DecodeRows
 from tests.engine.core.bookkeeping import (
     VOCAB_SIZE,
     NumberModel,
@@ -462,7 +463,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for part in (healthy[::2], healthy[1::2]):
                 decode = tuple(row for row in part if row.num_tokens == 1)
                 prefill = tuple(row for row in part if row.num_tokens > 1)
-                again = msgspec.structs.replace(output, decode=decode, prefill=prefill)
+                again = msgspec.structs.replace(
+                    output, decode=DecodeRows.of(decode), prefill=prefill
+                )
                 results |= zip(
                     (row.sequence for row in decode + prefill),
                     self.model.execute(again),

@@ -110,8 +110,8 @@ def test_deterministic_steps_fit_deterministic_recordings_alone():
         ahead = list(grid.ahead())
 
         assert {it.deterministic for it in ahead} == {deterministic}
-        for step in (([row], []), ([], [chunk]), ([row], [chunk])):
-            fitting = list(grid.fitting(exact_bucket(*step, S)))
+        for decode, prefill in (([row], []), ([], [chunk]), ([row], [chunk])):
+            fitting = list(grid.fitting(exact_bucket(DecodeRows.of(decode), prefill, S)))
             assert fitting
             assert all(it.deterministic is deterministic for it in fitting)
             assert fitting[0] in ahead
