@@ -3,9 +3,10 @@
 The engine is the service's, with the bundled model on the CPU, one step ahead as on a GPU. Its recordings compute
 nothing: a replay returns at once and leaves the tokens of the recording. What remains is what the host does for a step:
 scheduling, packing, reading and committing tokens, and sending the message to a process that drops it. Calls of the GPU
-driver are missing.
+driver are missing. All sequences run through the measurement, or, with `--outputs`, each ends after that many tokens and
+another takes its place, so that steps also admit prompts and their decode rows change.
 
-    python -m benchmarks.host_steps [--rows 64 256 1024] [--prompt-tokens 128] [--steps 256] [--rounds 5]
+    python -m benchmarks.host_steps [--rows 64 256 1024] [--outputs 256] [--prompt-tokens 128] [--steps 256]
 """
 
 from __future__ import annotations
@@ -61,16 +62,19 @@ class _RequestChannel(Channel):
     Attributes:
         inbox: requests for the engine.
         num_tokens: tokens of the last message.
+        num_ended: sequences that have ended.
     """
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.inbox: list[FrontEndMessage] = []
         self.num_tokens = 0
+        self.num_ended = 0
 
     def send(self, message: EngineMessage) -> None:
         if isinstance(message, StepMessage):
             self.num_tokens = len(message.token_ids)
+            self.num_ended += sum(map(bool, message.finish_reasons))
         super().send(message)
 
     def receive(self, *, wait: float) -> Iterator[FrontEndMessage]:
@@ -92,6 +96,8 @@ class _Measurement:
         # The first sequences get tokens while the prompts of the others are computed.
         prefills = 2 * rows * options.prompt_tokens // _BUDGET + 8
         self._outputs = prefills + _WARM_STEPS + options.rounds * options.steps
+        if options.outputs:
+            self._outputs = options.outputs
         length = options.prompt_tokens + self._outputs
         self._channel = _RequestChannel(address)
         config = EngineConfig(
@@ -100,33 +106,47 @@ class _Measurement:
             kv_cache_tokens=rows * (length + 32),
         )  # fmt: skip
         self._engine = _start(config, self._channel)
+        self._generator = np.random.default_rng(0)
+        self._num_requests = 0
 
     def run(self) -> list[dict[str, Any]]:
         """Return the microseconds of a step in each round."""
-        generator = np.random.default_rng(0)
-        sampling = SamplingParams(
-            max_new_tokens=self._outputs, temperature=0.0, logprobs=self._options.logprobs
-        )
         for i in range(self._rows):
-            prompt = generator.integers(0, 4096, self._options.prompt_tokens).tolist()
-            self._channel.inbox.append(
-                GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling)
-            )
+            # The first sequences to be replaced end one after the other.
+            part = (i + 1) / self._rows if self._options.outputs else 1
+            self._request(max(2, round(part * self._outputs)))
         self._engine.receive(wait=math.inf)
-        while self._channel.num_tokens < self._rows:
+        for _ in range(self._options.rounds * self._options.steps if self._options.outputs else 0):
+            self._step()  # until every sequence was replaced, and their buckets are recorded
+        while self._channel.num_tokens < self._rows - self._rows // 16:
             self._step()
         for _ in range(_WARM_STEPS):
             self._step()
         freeze_startup_objects()
         found = [self._round() for _ in range(self._options.rounds)]
-        assert self._channel.num_tokens == self._rows, "all sequences are still running"
+        if not self._options.outputs:
+            assert self._channel.num_tokens == self._rows, "all sequences are still running"
         return found
+
+    def _request(self, outputs: int) -> None:
+        sampling = SamplingParams(
+            max_new_tokens=outputs, temperature=0.0, logprobs=self._options.logprobs
+        )
+        prompt = self._generator.integers(0, 4096, self._options.prompt_tokens).tolist()
+        self._num_requests += 1
+        self._channel.inbox.append(
+            GenerateRequest(
+                request_id=self._num_requests, prompt_token_ids=prompt, sampling=sampling
+            )
+        )
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
 
     def _step(self) -> None:
+        while self._options.outputs and self._num_requests < self._rows + self._channel.num_ended:
+            self._request(self._outputs)
         self._engine.receive(wait=0)
         self._engine.step()
 
@@ -186,6 +206,7 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, Any]:
     record = {name: round(value, 1) for name, value in best.items()}
     return {
         "rows": rows,
+        "outputs": options.outputs,
         "prompt_tokens": options.prompt_tokens,
         "logprobs": options.logprobs,
         **record,
@@ -200,6 +221,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--outputs", type=int, default=0, help="tokens of each sequence; 0: all")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=256, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="the fastest is reported")

@@ -71,10 +71,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 class DecodeBatch:
     """The sequences of decode rows, in the order of the rows; never changed.
 
-    Successive steps with the same sequences have the same object, if each computes the tokens that the one before sampled.
-    It therefore says more than equal sequences do: each sequence has kept its blocks, and the results that are still in
-    flight are those of all rows or of none. Who derives something from the sequences may keep it by the identity of the
-    batch.
+    Successive steps with the same sequences have the same object, if each computes the tokens that the one before
+    sampled. It therefore says more than equal sequences do: each sequence has kept its blocks, and the host knows the
+    tokens of all rows or of none. Who derives something from the sequences may keep it by the identity of the batch.
 
     Attributes:
         sequences: of the rows.

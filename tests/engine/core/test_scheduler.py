@@ -998,16 +998,75 @@ def test_a_failed_step_ends_its_sequences_after_the_results_of_the_previous_step
     scheduler.check_invariants()
 
 
+# Rows that only continue
+
+
+def decoding(count, max_new_tokens=40, **options):
+    scheduler = make_scheduler(64, **options)
+    for i in range(count):
+        add(scheduler, i, 3, max_new_tokens)
+    step(scheduler)
+    return scheduler
+
+
+def test_steps_of_the_same_sequences_have_the_same_batch_until_one_ends():
+    scheduler = decoding(3)
+    batches = [step(scheduler)[0].decode.batch for _ in range(5)]
+    scheduler.abort(1)
+    after = step(scheduler)[0].decode.batch
+
+    assert len(set(map(id, batches))) == 1
+    assert after is not batches[0]
+    assert [s.request_id for s in after.sequences] == after.request_ids == [0, 2]
+
+
+def test_events_are_in_the_order_of_rows_where_one_ends_among_rows_that_continue():
+    scheduler = make_scheduler(64)
+    for i in range(5):
+        add(scheduler, i, 3, 40, stop_token_ids=(9,))
+    step(scheduler)
+    output = begin(scheduler)
+    results = [[Token(20, -0.5)], [Token(9, -1.0)], [Token(None, error="broken")], [Token(21)]]
+    top = Token(22, -0.25, ((22, -0.25),))
+
+    events = commit(scheduler, output, [*results, [top]])
+
+    assert [(i, e.token_id, e.logprob, e.top_tokens, e.finish_reason) for i, e in events] == [
+        (0, 20, -0.5, (), None),
+        (1, 9, -1.0, (), FinishReason.STOP),
+        (3, 21, None, (), None),
+        (4, 22, -0.25, ((22, -0.25),), None),
+        (2, None, None, (), FinishReason.ERROR),
+    ]
+    scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("caching", "expected"),
+    [(True, [4, *[8] * 4, *[12] * 4, *[16] * 4, *[20] * 4, *[22] * 2]), (False, [22] * 19)],
+)
+def test_a_row_is_looked_at_when_it_fills_a_block_and_when_it_ends(caching, expected):
+    scheduler = decoding(1, 20, enable_prefix_caching=caching)
+    (sequence,) = scheduler._running
+    limits = []
+    while scheduler.has_work:
+        limits.append(sequence.check_at)
+        step(scheduler)
+
+    assert limits == expected
+
+
 # Grammars
 
 
 class Forcing:
-    """A grammar that forces three tokens after each sampled one, and is complete after `length` tokens."""
+    """A grammar that forces tokens after each sampled one, and is complete after `length` tokens."""
 
     error = ""
 
-    def __init__(self, length):
+    def __init__(self, length, forced=(1, 2, 3)):
         self.length = length
+        self.forced = list(forced)
         self.accepted = []
 
     def accept(self, token_id):
@@ -1015,7 +1074,7 @@ class Forcing:
         return True
 
     def forced_tokens(self):
-        return [1, 2, 3]
+        return self.forced
 
     @property
     def is_complete(self):
@@ -1064,6 +1123,25 @@ def test_the_result_of_a_step_in_flight_is_ignored_where_forced_tokens_took_its_
 
     assert [event.token_id for _, event in events] == [8, 1, 2, 3]
     assert sequence.output_token_ids == [7, 1, 2, 3, 8, 1, 2, 3]
+
+
+def test_a_step_that_computes_a_forced_token_has_another_batch_than_the_step_in_flight():
+    scheduler = make_scheduler(20)
+    sequence = constrained(1, 9)
+    sequence.matcher = Forcing(9, forced=[5])
+    scheduler.add(sequence)
+    scheduler.add(make_sequence(2, 3, max_new_tokens=9))
+    first, second = begin(scheduler), begin(scheduler)
+    commit(scheduler, first, [[Token(7)], [Token(8)]])
+
+    third = begin(scheduler)
+
+    assert rows_of(third) == [(1, 4, 1, 1), (2, 4, 1, 1)]
+    assert third.decode.batch.sequences == second.decode.batch.sequences
+    assert third.decode.batch is not second.decode.batch  # the host knows one of the two tokens
+    commit(scheduler, second, [[Token(9)], [Token(8)]])
+    fourth = begin(scheduler)
+    assert fourth.decode.batch is third.decode.batch
 
 
 def test_a_failed_step_in_flight_ends_a_sequence_whose_result_it_would_have_ignored():
