@@ -3,8 +3,8 @@
 The engine is the service's, with the bundled model on the CPU, one step ahead as on a GPU. Its recordings compute
 nothing: a replay returns at once and leaves the tokens of the recording. What remains is what the host does for a step:
 scheduling, packing, reading and committing tokens, and sending the message to a process that drops it. Calls of the GPU
-driver are missing. All sequences run through the measurement, or, with `--outputs`, each ends after that many tokens and
-another takes its place, so that steps also admit prompts and their decode rows change.
+driver are missing. All sequences run through the measurement, or, with `--outputs`, each ends after that many tokens
+and another takes its place, so that steps also admit prompts and their decode rows change.
 
     python -m benchmarks.host_steps [--rows 64 256 1024] [--outputs 256] [--prompt-tokens 128] [--steps 256]
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _SINK = "sink"
 """First argument with which this script receives and drops the engine's messages; an address follows."""
 _WARM_STEPS = 32
-_BUDGET = 2048
+_BUDGET = 1024
 """Tokens of a step while the prompts are computed."""
 
 
@@ -115,9 +115,12 @@ class _Measurement:
             # The first sequences to be replaced end one after the other.
             part = (i + 1) / self._rows if self._options.outputs else 1
             self._request(max(2, round(part * self._outputs)))
+        runner, _ = _parts(self._engine)
+        while self._options.outputs and runner.use_idle_time():
+            pass  # also steps with prompts are recorded, as in a service that has been idle for a while
         self._engine.receive(wait=math.inf)
-        for _ in range(self._options.rounds * self._options.steps if self._options.outputs else 0):
-            self._step()  # until every sequence was replaced, and their buckets are recorded
+        for _ in range(2 * self._options.outputs):
+            self._step()  # until every sequence was replaced
         while self._channel.num_tokens < self._rows - self._rows // 16:
             self._step()
         for _ in range(_WARM_STEPS):

@@ -681,12 +681,7 @@ class Scheduler:
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
-        block_size = self.block_manager.block_size
-        # The keys and values of the last token are never computed.
-        return sum(
-            sequence.max_num_tokens - 1 > len(sequence.block_table) * block_size
-            for sequence in self._running
-        )
+        return len([s for s in self._running if s.capacity < s.max_num_tokens - 1])
 
     def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
         """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt later sequences if necessary.

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as TypingSequence
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import Protocol, overload
 
 import msgspec
 
 from server.engine.core.grammar import Matcher
 from server.engine.core.sequence import Sequence
+
+_deterministic = attrgetter("deterministic")
 
 
 class SampledResult(Protocol):
@@ -86,7 +89,7 @@ class DecodeBatch:
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.request_ids = [sequence.request_id for sequence in sequences]
-        self.deterministic = any(sequence.deterministic for sequence in sequences)
+        self.deterministic = any(map(_deterministic, sequences))
 
 
 class DecodeRows(TypingSequence[ScheduledSequence]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -9,6 +10,11 @@ if TYPE_CHECKING:
 
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
+
+
+_argmax_from = attrgetter("argmax_from")
+_prompt_logprobs = attrgetter("prompt_logprobs")
+_logprobs = attrgetter("logprobs")
 
 
 class BatchNeeds(NamedTuple):
@@ -60,10 +66,14 @@ class DecodeNeeds:
         if decode.batch is self._batch and decode.num_logits == self._num_logits:
             return self._needs
         sequences = decode.batch.sequences
+        samplings = [sequence.sampling for sequence in sequences]
+        # Of most batches, the parameters alone tell.
+        argmax_from = max(map(_argmax_from, samplings[: decode.num_logits]), default=0)
         needs = BatchNeeds(
-            all(sequence.is_argmax for sequence in sequences[: decode.num_logits]),
-            any(scores_prompt(sequence) for sequence in sequences),
-            any(sequence.sampling.logprobs for sequence in sequences),
+            argmax_from == 0
+            or all(sequence.is_argmax for sequence in sequences[: decode.num_logits]),
+            any(map(_prompt_logprobs, samplings)) and any(map(scores_prompt, sequences)),
+            any(map(_logprobs, samplings)),
         )
         # Later tokens stay argmax, and prompts stay scored; the opposite may change with any token.
         is_final = needs.all_argmax and not needs.any_scored

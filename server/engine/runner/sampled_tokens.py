@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from server.engine.core.step import NO_ROWS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as TypingSequence
 
@@ -29,9 +31,9 @@ class SampledTokens:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.ids = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self._decode: DecodeRows | None = None
+        self._decode = NO_ROWS
         self._prefill: TypingSequence[ScheduledSequence] = ()
-        self._rows: dict[Sequence, int] | None = None
+        self._references_of: dict[Sequence, int] | None = None
         self._references = -1 - np.arange(capacity)  # to the rows, as in the input of a step
 
     def ids_or_rows(self, decode: DecodeRows) -> NDArray[np.int64]:
@@ -48,32 +50,32 @@ class SampledTokens:
             if len(sequences[0].token_ids) <= starts[0]:
                 return self._references[: len(starts)]
             return np.array([sequence.token_ids[-1] for sequence in sequences])
+        references = self._find_references()
         return np.array(
             [
                 sequence.token_ids[start]
                 if start < len(sequence.token_ids)
-                else -1 - self._row(sequence)
+                else references[sequence]
                 for sequence, start in zip(sequences, starts, strict=True)
             ],
             np.int64,
         )
 
-    def _row(self, sequence: Sequence) -> int:
-        """Return the row in `ids` of the last token that the last step samples for a sequence."""
-        if self._rows is None:
-            assert self._decode is not None, "a step was noted"
+    def _find_references(self) -> dict[Sequence, int]:
+        """Return the reference to the last token that the last step samples for each of its sequences."""
+        if self._references_of is None:
             members = self._decode.batch.sequences[: self._decode.num_logits]
-            self._rows = {member: row for row, member in enumerate(members)}
+            self._references_of = dict(zip(members, range(-1, -1 - len(members), -1), strict=True))
             end = len(members)
             for s in self._prefill:
                 end += s.num_logits
                 if s.num_logits:
-                    self._rows[s.sequence] = end - 1
-        return self._rows[sequence]
+                    self._references_of[s.sequence] = -end
+        return self._references_of
 
     def note(self, decode: DecodeRows, prefill: TypingSequence[ScheduledSequence]) -> None:
         """Record which sequences a step samples tokens for; decode rows come first."""
-        self._decode, self._prefill, self._rows = decode, prefill, None
+        self._decode, self._prefill, self._references_of = decode, prefill, None
 
     def put(self, tokens: Tensor) -> None:
         """Copy a step's tokens, [M] int64, to `ids`."""

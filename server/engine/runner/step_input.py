@@ -64,6 +64,7 @@ class PackedStep:
         self._batch: DecodeBatch | None = None
         self._num_blocks: list[int] = []
         self._row_numbers = np.arange(bucket.rows)
+        self._row_list = list(range(bucket.rows))
         self._logits_rows: tuple[int, list[int]] | None = None
         self._first_sampled = 0
 
@@ -123,7 +124,12 @@ class PackedStep:
             pairs = zip(num_blocks, self._num_blocks, strict=True)
             changed = [row for row, (new, old) in enumerate(pairs) if new != old]
         else:
-            changed = list(range(len(tables)))
+            self._move_rows(batch)
+            changed = [
+                row
+                for row, (table, (held, known)) in enumerate(zip(tables, self._held, strict=False))
+                if table is not held or len(table) != known
+            ]
         self._batch, self._num_blocks = batch, num_blocks
         block_table, columns = self.input.host.block_table, self.input.bucket.columns
         for row in changed:
@@ -137,6 +143,27 @@ class PackedStep:
             elif known < stop:
                 block_table[row, known:stop] = blocks[known:stop]
             self._held[row] = blocks, stop
+
+    def _move_rows(self, batch: DecodeBatch) -> None:
+        """Move the rows of the sequences that were in the last step: lists take longer to copy than arrays.
+
+        A sequence that ends moves all rows after its own.
+        """
+        before = (
+            {}
+            if self._batch is None
+            else dict(zip(self._batch.sequences, self._row_list, strict=False))
+        )
+        sources = [before.get(sequence, -1) for sequence in batch.sequences]
+        moved = [row for row, source in enumerate(sources) if source not in (row, -1)]
+        if not moved:
+            return
+        held = [self._held[sources[row]] for row in moved]
+        used = max(known for _, known in held)
+        block_table = self.input.host.block_table
+        block_table[moved, :used] = block_table[[sources[row] for row in moved], :used]
+        for row, entry in zip(moved, held, strict=True):
+            self._held[row] = entry
 
     def _pack_prompts(self, prefill: Sequence[ScheduledSequence]) -> None:
         """Write the chunks of the prompts."""
