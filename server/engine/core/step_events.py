@@ -92,8 +92,10 @@ class StepEvents:
             first: the first of the rows.
             stop: the row after the last.
         """
-        if logprobs:
-            shift = len(self.request_ids) - first
+        shift = len(self.request_ids) - first
+        if not (first or shift) and stop == len(token_ids) == len(logprobs):
+            self.logprobs.update(logprobs)  # as in nearly every step if all requests report them
+        elif logprobs:
             for row in range(first, stop):
                 if (logprob := logprobs.get(row)) is not None:
                     self.logprobs[row + shift] = logprob

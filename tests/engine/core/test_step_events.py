@@ -27,3 +27,11 @@ def test_tokens_of_some_rows_are_added_with_their_log_probabilities():
         (11, TokenEvent(token_id=21)),
         (12, TokenEvent(token_id=22, logprob=-0.2)),
     ]
+
+
+def test_all_rows_have_log_probabilities():
+    events = StepEvents()
+    events.add_tokens([10, 11], [20, 21], {0: -0.1, 1: -0.2}, 0, 2)
+    events.add_tokens([10, 11, 12], [20, 21, 22], {0: -0.1, 2: -0.2, 1: -0.3}, 1, 3)
+
+    assert events.logprobs == {0: -0.1, 1: -0.2, 2: -0.3, 3: -0.2}
