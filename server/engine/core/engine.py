@@ -351,9 +351,8 @@ class Engine:
         if request.request_id in self._arrivals:
             error = str(DuplicateRequestError(request.request_id))
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
-            self._send(
-                StepEvents([(request.request_id, event)]), [], {}
-            )  # keeps the state of the other one
+            # Not `_publish`: the state of the other one is kept.
+            self._send(StepEvents([(request.request_id, event)]), [], {})
             return
         try:
             self._admit(request)

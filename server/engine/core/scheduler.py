@@ -51,9 +51,8 @@ lengths, which often begin alike, are computed one after the other, so that the 
 
 _rank = attrgetter("rank")
 
-_RUNNING: Final = (
-    SequenceStatus.RUNNING
-)  # looking a member up takes as long as the rest of what a row needs
+_RUNNING: Final = SequenceStatus.RUNNING
+"""A constant, since looking the member up takes as long as the rest of what most rows need."""
 
 
 _NONE_WAITING = NoneWaiting()

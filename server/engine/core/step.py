@@ -84,7 +84,7 @@ class DecodeBatch:
         deterministic: whether one of them is.
     """
 
-    __slots__ = ("deterministic", "request_ids", "sequences")
+    __slots__ = ("__weakref__", "deterministic", "request_ids", "sequences")
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences

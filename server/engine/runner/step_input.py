@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from model.network.step import Bucket, StepInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -47,6 +48,10 @@ def exact_bucket(
     )
 
 
+def _no_batch() -> None:
+    """Stand in for a weak reference before the first step."""
+
+
 class PackedStep:
     """The input arrays of a bucket, reused for each of its steps.
 
@@ -60,11 +65,11 @@ class PackedStep:
         self.reads_sampled = False
         # For each decode row of the block table: the list of blocks it was copied from, and the number of its entries.
         self._held: list[tuple[list[int] | None, int]] = [(None, 0)] * bucket.rows
-        # The decode rows of the last step, and the lengths of their block tables then.
-        self._batch: DecodeBatch | None = None
+        # The decode rows of the last step, and the lengths of their block tables then. Weak: there are many inputs, and
+        # the sequences of their last steps may have ended.
+        self._batch: Callable[[], DecodeBatch | None] = _no_batch
         self._num_blocks: list[int] = []
         self._row_numbers = np.arange(bucket.rows)
-        self._row_list = list(range(bucket.rows))
         self._logits_rows: tuple[int, list[int]] | None = None
         self._first_sampled = 0
 
@@ -118,19 +123,19 @@ class PackedStep:
         """
         tables = [sequence.block_table for sequence in batch.sequences]
         num_blocks = [len(table) for table in tables]
-        if batch is self._batch:  # each row has kept its list
+        if batch is self._batch():  # each row has kept its list
             if num_blocks == self._num_blocks:
                 return
             pairs = zip(num_blocks, self._num_blocks, strict=True)
             changed = [row for row, (new, old) in enumerate(pairs) if new != old]
         else:
-            self._move_rows(batch)
+            self._move_rows(tables)
             changed = [
                 row
                 for row, (table, (held, known)) in enumerate(zip(tables, self._held, strict=False))
                 if table is not held or len(table) != known
             ]
-        self._batch, self._num_blocks = batch, num_blocks
+        self._batch, self._num_blocks = weakref.ref(batch), num_blocks
         block_table, columns = self.input.host.block_table, self.input.bucket.columns
         for row in changed:
             blocks = tables[row]
@@ -144,17 +149,16 @@ class PackedStep:
                 block_table[row, known:stop] = blocks[known:stop]
             self._held[row] = blocks, stop
 
-    def _move_rows(self, batch: DecodeBatch) -> None:
-        """Move the rows of the sequences that were in the last step: lists take longer to copy than arrays.
+    def _move_rows(self, tables: list[list[int]]) -> None:
+        """Move the rows that the block table has at other places: lists take longer to copy than arrays.
 
         A sequence that ends moves all rows after its own.
+
+        Args:
+            tables: the lists of blocks of the rows.
         """
-        before = (
-            {}
-            if self._batch is None
-            else dict(zip(self._batch.sequences, self._row_list, strict=False))
-        )
-        sources = [before.get(sequence, -1) for sequence in batch.sequences]
+        before = {id(held): row for row, (held, _) in enumerate(self._held)}
+        sources = [before.get(id(table), -1) for table in tables]
         moved = [row for row, source in enumerate(sources) if source not in (row, -1)]
         if not moved:
             return

@@ -1,6 +1,7 @@
 """The packed arrays of a step for any mix of sequences, in its exact bucket and in larger ones."""
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from model.network.step import Bucket, StepInput
 from model.sampling.parameters import SamplingParams
 from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
-from server.engine.core.step import DecodeRows, ScheduledSequence
+from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
 from server.engine.runner.sampled_tokens import SampledTokens
 from server.engine.runner.step_input import PackedStep, exact_bucket
 
@@ -151,6 +152,46 @@ def test_a_block_table_is_updated_after_growth_and_for_another_sequence():
     packed.pack(DecodeRows.of([scheduled(2, 3, 1)]), (), SampledTokens(4, CPU))
 
     assert packed.input.host.block_table[0, :2].tolist() == [20, 27]
+
+
+def test_rows_keep_their_blocks_while_sequences_end_begin_and_grow():
+    rng = random.Random(1)
+    bucket = Bucket(6, 0, 0, 12, 6)
+    again, sampled = PackedStep(bucket, S, CPU), SampledTokens(20, CPU)
+    alive, batch = [], None
+    for name in range(200):
+        changes = rng.random() < 0.6
+        if changes and alive:
+            alive.pop(rng.randrange(len(alive)))
+        if changes and len(alive) < 6:
+            alive.insert(rng.randrange(len(alive) + 1), sequence(name, rng.randrange(1, 9), name))
+        for it in alive:
+            it.token_ids.append(7)
+            if it.num_tokens > S * len(it.block_table):
+                it.block_table.append(1000 * name + rng.randrange(1000))
+        alive = [it for it in alive if it.num_tokens < 12 * S]
+        if batch is None or batch.sequences != alive:
+            batch = DecodeBatch(list(alive))
+        starts = [it.num_tokens - 1 for it in alive]
+
+        again.pack(DecodeRows(batch, starts, len(starts)), (), sampled)
+
+        host = again.input.host
+        for row, it in enumerate(alive):
+            table = it.block_table[:12]
+            assert host.block_table[row, : len(table)].tolist() == table
+            assert host.slot_mapping[row] == table[starts[row] // S] * S + starts[row] % S
+
+
+def test_an_input_does_not_keep_the_sequences_of_its_last_step():
+    packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
+    decode = DecodeRows.of([scheduled(1, 7, 1)])
+    packed.pack(decode, (), SampledTokens(4, CPU))
+    batch = weakref.ref(decode.batch)
+
+    del decode
+
+    assert batch() is None
 
 
 def test_an_unknown_token_is_referred_to_by_its_row():
