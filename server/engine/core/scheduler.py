@@ -587,7 +587,7 @@ class Scheduler:
         return (sequence.num_prompt_tokens - num_cached) * price > left
 
     def _enter_decode(self, decode: DecodeRows, sampled: SampledRows, ending: _Ending) -> None:
-        """Enter the results of the decode rows. Most only append their token; see `Sequence.check_at`."""
+        """Enter the results of the decode rows. Most only append their token, or also fill a block."""
         sequences, request_ids = decode.batch.sequences, decode.batch.request_ids
         token_ids, logprobs = sampled.token_ids, sampled.logprobs
         others: list[int] = []
@@ -595,13 +595,16 @@ class Scheduler:
         rows = zip(range(len(token_ids)), sequences, token_ids, strict=False)
         for row, sequence, token_id in rows:
             known = sequence.token_ids
-            if (
-                len(known) < sequence.check_at
-                and token_id >= 0
-                and token_id not in sequence.end_token_ids
-            ):
+            if token_id < 0 or token_id in sequence.end_token_ids:
+                others.append(row)
+            elif len(known) < sequence.check_at:
                 known.append(token_id)
                 sequence.num_tokens_in_flight -= 1
+            elif sequence.check_at and len(known) < sequence.max_num_tokens - 1:
+                known.append(token_id)
+                sequence.num_tokens_in_flight -= 1
+                self.block_manager.cache_full_blocks(sequence, len(known) - 1)
+                self._set_check(sequence)
             else:
                 others.append(row)
         first, events = 0, ending.events

@@ -121,14 +121,15 @@ class PackedStep:
 
         This is correct because a list of blocks only grows, and a sequence gets a new list after its blocks are freed.
         """
-        tables = [sequence.block_table for sequence in batch.sequences]
-        num_blocks = [len(table) for table in tables]
+        sequences = batch.sequences
+        num_blocks = [len(sequence.block_table) for sequence in sequences]
         if batch is self._batch():  # each row has kept its list
             if num_blocks == self._num_blocks:
                 return
             pairs = zip(num_blocks, self._num_blocks, strict=True)
             changed = [row for row, (new, old) in enumerate(pairs) if new != old]
         else:
+            tables = [sequence.block_table for sequence in sequences]
             self._move_rows(tables)
             changed = [
                 row
@@ -138,7 +139,7 @@ class PackedStep:
         self._batch, self._num_blocks = weakref.ref(batch), num_blocks
         block_table, columns = self.input.host.block_table, self.input.bucket.columns
         for row in changed:
-            blocks = tables[row]
+            blocks = sequences[row].block_table
             held, known = self._held[row]
             known = known if held is blocks else 0
             # Blocks allocated for later tokens may exceed the columns.
