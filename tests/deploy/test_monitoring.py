@@ -100,6 +100,8 @@ def test_every_alert_has_its_section_in_the_documents():
 
     assert set(re.findall(r"^### (Tessera\w+)$", text, re.MULTILINE)) == set(ALERTS)
     for name, rule in ALERTS.items():
+        paragraph = text.split(f"### {name}\n", 1)[1].split("\n#", 1)[0]
+        assert len(paragraph.split()) > 15, "says what to do"
         assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
         assert rule["labels"]["severity"] in ("critical", "warning")
 
@@ -114,6 +116,13 @@ def test_panels_have_unique_ids_and_do_not_overlap():
         cells |= covered
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     assert max(column for _, column in cells) < 24
+
+
+def test_the_picture_in_the_documents_shows_every_panel():
+    picture = (ROOT / "docs/dashboard.svg").read_text()
+
+    assert all(f">{panel['title']}</text>" in picture for panel in DASHBOARD["panels"])
+    assert "](dashboard.svg)" in (ROOT / "docs/operations.md").read_text()
 
 
 def test_compose_mounts_existing_files_and_grafana_asks_its_prometheus():
