@@ -311,14 +311,14 @@ def _timed(port: int, options: argparse.Namespace, pids: dict[str, list[int]]) -
 def kill_engine(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Kill the engine of one replica under load."""
     deploy(rule)
-    (pid, *_) = (it.pid for it in process_tree(processes(_REPLICA)[0]) if it.role is Role.ENGINE)
+    (pid, *_) = (it.pid for it in process_tree(both_replicas()[0]) if it.role is Role.ENGINE)
     return _killed(pid, options, lambda: None)
 
 
 def kill_replica(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Kill one replica under load, and wait until there are two again."""
     deploy(rule)
-    old = processes(_REPLICA)
+    old = both_replicas()
     start: list[float] = []
 
     def wait() -> None:
@@ -328,6 +328,12 @@ def kill_replica(rule: str, options: argparse.Namespace) -> dict[str, Any]:
 
     row = _killed(old[0], options, wait)
     return row | {"replaced_after_s": round(start[1] - start[0], 1)}
+
+
+def both_replicas() -> list[int]:
+    """Return the processes of two replicas, when those of earlier parts, which still drain, have ended."""
+    _until(lambda: len(processes(_REPLICA)) == 2)
+    return processes(_REPLICA)
 
 
 def running() -> int:
