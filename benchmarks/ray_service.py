@@ -54,6 +54,7 @@ _CACHED_PREFIXES: Final = 96
 _CACHED_REQUESTS: Final = 576
 _CACHED_CLIENTS: Final = 8
 _REPLICA: Final = b"ray::ServeReplica:tessera:tessera"
+_ROUTER: Final = _REPLICA + b"-router"
 _PROXY: Final = b"/bin/haproxy"
 _SETTINGS: Final[dict[str, Any]] = {
     "model": "bundled", "device": "cpu", "cpu_threads": 1, "kv_cache_tokens": 20_480, "access_log": "off",
@@ -193,14 +194,14 @@ def summary(streams: list[Stream], fault: float | None = None) -> dict[str, Any]
 
 
 def processes(part: bytes) -> list[int]:
-    """Return the ids of the processes whose command line contains a part."""
+    """Return the ids of the processes whose command line contains a part; not the router's, whose name is longer."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if part in command and entry.name != str(os.getpid()):
+        if part in command and _ROUTER not in command and entry.name != str(os.getpid()):
             found.append(int(entry.name))
     return found
 
