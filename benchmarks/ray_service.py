@@ -324,7 +324,8 @@ def kill_replica(rule: str, options: argparse.Namespace) -> dict[str, Any]:
 
     def wait() -> None:
         start.append(time.monotonic())
-        _until(lambda: running() == 2 and old[0] not in processes(_REPLICA))
+        # A new process: until there is one, Ray may count the killed replica.
+        _until(lambda: set(processes(_REPLICA)) - set(old) and running() == 2)
         start.append(time.monotonic())
 
     row = _killed(old[0], options, wait)
@@ -402,7 +403,7 @@ def autoscale(rule: str, _: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _until(is_true: Callable[[], bool]) -> None:
+def _until(is_true: Callable[[], object]) -> None:
     end = time.monotonic() + _WAIT_SECONDS
     while not is_true():
         if time.monotonic() > end:
