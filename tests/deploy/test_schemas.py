@@ -1,4 +1,4 @@
-"""The manifests have no unknown field and no wrong value, by the schemas of Kubernetes and of other projects' resources.
+"""The manifests have no unknown field and no wrong value, by the schemas of Kubernetes and of custom resources.
 
 Those of the custom resources are read from the folder that the variable CRD_FOLDER names (CONTRIBUTING.md).
 """
@@ -91,7 +91,10 @@ def test_kubernetes_accepts_all_fields(name, tmp_path):
     text = build(name)
     done = validate(text, tmp_path)
 
-    unknown = {line.split("for kind ")[1].split()[0] for line in done.stderr.splitlines() + done.stdout.splitlines() if "Couldn't find schema" in line}  # fmt: skip
+    lines = (done.stderr + "\n" + done.stdout).splitlines()
+    unknown = {
+        line.split("for kind ")[1].split()[0] for line in lines if "Couldn't find schema" in line
+    }
     kinds = {it["kind"] for it in yaml.safe_load_all(text)}
     assert done.returncode == 0, done.stdout + done.stderr
     assert unknown == kinds & RESOURCES.keys()
