@@ -4,6 +4,8 @@ import yaml
 from jsonschema import Draft4Validator
 from jsonschema.exceptions import best_match
 
+# Groups of Kubernetes itself; kustomize.config.k8s.io is kubectl's.
+BUILT_IN = {"", "apps", "autoscaling", "policy", "networking.k8s.io", "kustomize.config.k8s.io"}
 # Kubernetes checks these without a schema.
 _ROOT = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}  # fmt: skip
 _INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}

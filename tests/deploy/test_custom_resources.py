@@ -1,6 +1,6 @@
 """The custom resources of the manifests have the form that their operators define.
 
-CRD_FOLDER names a folder with the definitions (YAML files of the kind CustomResourceDefinition) of Prometheus' operator,
+CRD_FOLDER names a folder with the definitions (YAML files, kind CustomResourceDefinition) of Prometheus' operator,
 KEDA, the Gateway API, its inference extension and KServe; without it, only the validation itself is tested.
 """
 
@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.custom_resources import error_of, strict, validators
+from tests.deploy.custom_resources import BUILT_IN, error_of, strict, validators
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 CRDS = os.environ.get("CRD_FOLDER")
 needs_definitions = pytest.mark.skipif(
     CRDS is None, reason="CRD_FOLDER names no folder with definitions of custom resources"
 )
-# Groups of Kubernetes itself; kustomize.config.k8s.io is kubectl's.
-BUILT_IN = {"", "apps", "autoscaling", "policy", "networking.k8s.io", "kustomize.config.k8s.io"}
-# For each kind: places and values that its definition must refuse, one with an unknown field and one with a wrong value.
+# For each kind: places and values that its definition must refuse, an unknown field and a wrong value.
 WRONG = {
     "PodMonitor": [("spec.podMetricsEndpoints.0.intervall", "15s"), ("spec.podMetricsEndpoints.0.interval", "15 s")],
     "ScaledObject": [("spec.minReplicas", 1), ("spec.pollingInterval", "often")],
