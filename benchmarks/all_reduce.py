@@ -2,20 +2,23 @@
 
     python -m benchmarks.all_reduce [--ranks 2] [--sizes 65536 2097152] [--out results/]
 
-It compares the sums first: 1,000 replays must have the bits of the sum in the order of the ranks.
+It compares results first: 1,000 replays must have the bits of the sum in the order of the ranks, and 100 those of the
+residual stream to which it is added. `norm` is an RMS norm of that stream after the addition: in the same launch, in
+one of its own after our sum, or after NCCL's.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from benchmarks.rank_processes import main, slowest
-from kernels.collective.communicator import OrderedSum
 from kernels.collective.one_shot import OneShotSum
+from kernels.elementwise.pytorch import sum_in_order
+from kernels.linear.around import add_and_normalize
+from kernels.linear.weights import Norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +27,10 @@ if TYPE_CHECKING:
 
     from kernels.collective.communicator import TorchCommunicator
 
-_COLUMNS = 1024
-_SIZES = [2048 * 4**i for i in range(6)]
+_COLUMNS = 4096
+_SIZES = [8192 * rows for rows in (1, 4, 8, 16, 64, 256)]
 """Bytes."""
+_EPS = 1e-6
 _CALLS = 56
 """Calls of a recording: two for each of 28 layers."""
 _CHANGES = 100
@@ -66,7 +70,7 @@ def _check(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> 
     wrong = torch.zeros((), dtype=torch.int64, device=x.device)
     for _ in range(_CHANGES):
         x.normal_()
-        expected = OrderedSum.all_reduce(communicator, x)  # by gathering
+        expected = sum_in_order(communicator.all_gather(x))
         for _ in range(_REPLAYS):
             out.fill_(float("nan"))
             graph.replay()
@@ -75,21 +79,70 @@ def _check(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> 
         raise AssertionError(f"{wrong.item()} elements of the sums of {list(x.shape)} differ")
 
 
+def _check_norm(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> None:
+    """Raise unless replays add the sum to the residual stream and normalize it, with the same bits on all ranks."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    start = torch.randn(x.shape, device=x.device, generator=generator).bfloat16()
+    norm = Norm(torch.linspace(0.5, 1.5, x.shape[1], device=x.device).bfloat16(), _EPS)
+    hidden, out, parts = start.clone(), torch.empty_like(start), x[None]
+    graph = _record(
+        lambda: out.copy_(one_shot.add_and_normalize(parts, hidden, *norm, pdl=True)), calls=3
+    )
+    for _ in range(_CHANGES):
+        x.normal_()
+        total = sum_in_order(communicator.all_gather(x))
+        expected = start
+        for _ in range(3):
+            expected = (expected.float() + total).bfloat16()
+        hidden.copy_(start)
+        graph.replay()
+        if not torch.equal(hidden, expected):
+            raise AssertionError(f"the residual stream of {list(x.shape)} differs")
+        normalized = add_and_normalize(norm, expected, None, pdl=False)
+        torch.testing.assert_close(out, normalized, rtol=2**-7, atol=2**-7)
+        first = out.clone()
+        communicator.broadcast(first)
+        if not torch.equal(out, first):
+            raise AssertionError(f"the ranks' norms of {list(x.shape)} differ")
+
+
 def measure(communicator: TorchCommunicator, sizes: list[int]) -> list[dict[str, Any]]:
     """Check and measure each size, bytes, on every rank."""
     device = torch.device("cuda", communicator.rank)
     one_shot = OneShotSum(communicator.rank, communicator.size, device)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for num_bytes in sizes:
         torch.manual_seed(communicator.rank)
         x = torch.randn(num_bytes // 2 // _COLUMNS, _COLUMNS, device=device).bfloat16()
         assert one_shot.supports(x), num_bytes
+        assert one_shot.normalizes(x), num_bytes
         _check(communicator, one_shot, x)
+        _check_norm(communicator, one_shot, x)
         row: dict[str, Any] = {"ranks": communicator.size, "bytes": num_bytes}
-        for name, compute in (("one_shot_us", one_shot), ("nccl_us", distributed.all_reduce)):
-            row[name] = round(_microseconds(functools.partial(compute, x)), 2)
+        for name, compute in _contenders(one_shot, x).items():
+            row[f"{name}_us"] = round(_microseconds(compute), 2)
         rows.append(row)
     return rows
+
+
+def _contenders(one_shot: OneShotSum, x: Tensor) -> dict[str, Callable[[], object]]:
+    """Return what is timed, by name; the residual stream stays finite, because its parts are zero."""
+    hidden, parts = torch.randn_like(x), torch.zeros_like(x)[None]
+    norm = Norm(torch.ones_like(x[0]), _EPS)
+
+    def nccl_norm() -> Tensor:
+        distributed.all_reduce(parts)
+        return add_and_normalize(norm, hidden, parts, pdl=True)
+
+    return {
+        "one_shot": lambda: one_shot(x),
+        "nccl": lambda: distributed.all_reduce(x),
+        "one_shot_norm": lambda: one_shot.add_and_normalize(parts, hidden, *norm, pdl=True),
+        "one_shot_then_norm": lambda: add_and_normalize(
+            norm, hidden, one_shot(parts[0])[None], pdl=True
+        ),
+        "nccl_then_norm": nccl_norm,
+    }
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from server.http.chat import load_chat_template
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from starlette.types import ASGIApp
+    from fastapi import FastAPI
 
     from model.text.chat_template import ChatTemplate
     from server.engine.core.messages import EngineConfig
@@ -47,7 +47,7 @@ class EmbeddedService:
         engine: submits requests to the engine, and has its state and statistics.
     """
 
-    app: ASGIApp
+    app: FastAPI
     engine: EngineClient
 
     async def wait_until_ready(self) -> None:
@@ -57,6 +57,16 @@ class EmbeddedService:
             ChildStartError: the engine cannot start; the text says why.
         """
         await self.engine.wait_until_ready()
+
+    async def drain(self) -> None:
+        """Refuse new requests after `drain_delay`, and return when those in progress have ended.
+
+        Those that still run after `drain_timeout` get an error.
+        """
+        lifecycle = self.app.state.lifecycle
+        lifecycle.stop()
+        await lifecycle.run()
+        lifecycle.cancel_requests()
 
 
 @contextlib.asynccontextmanager
@@ -106,7 +116,7 @@ def _prepare(
     check_tracing(settings)
     model_path, model = find_model(settings)
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
-    limits = http_config(settings, model, api_keys(settings), hosts)
+    limits = http_config(settings, model_path, model, api_keys(settings), hosts)
     folder = tokenizer_path(settings, model_path)
     tokenizer = Tokenizer.from_folder(folder)
     chat_template = load_chat_template(folder, tokenizer, limits)

@@ -1,8 +1,8 @@
-r"""Tessera on Ray Serve: replicas of the service behind Ray's proxy, on many machines.
+"""Tessera on Ray Serve: replicas of the service behind Ray's proxy, on many machines.
 
-    RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
-        serve run server.ray_app:build model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
+    python -m tessera.server.ray_main model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
 
+starts it on one machine; on a cluster, a configuration file names `tessera.server.ray_app:build` (docs/operations.md).
 Each replica is one engine process and the ASGI application in Ray's replica process. Needs the extra `ray`.
 """
 
@@ -22,6 +22,7 @@ from server.engine.link.protocol import EngineState
 from server.ray_router import SEQUENCES, check_version, router_config, with_prefix_routing
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from typing import Self
 
     from ray.serve import Application
@@ -41,6 +42,8 @@ class Options(BaseModel):
     Attributes:
         min_replicas: replicas that always run.
         max_replicas: replicas under load; None for `min_replicas`, without autoscaling.
+        upscale_delay: seconds for which the load must need more replicas before one is added.
+        downscale_delay: seconds for which the load must need fewer before one is removed.
         gpus: GPUs of a replica; 0 for a CPU.
         cpus: processors that a replica reserves.
         prefix_routing: send requests whose prompts begin alike to the same replica.
@@ -51,6 +54,8 @@ class Options(BaseModel):
 
     min_replicas: int = Field(1, ge=1)
     max_replicas: int | None = Field(None, ge=1)
+    upscale_delay: float = Field(30, ge=0)
+    downscale_delay: float = Field(600, ge=0)
     gpus: float = Field(0, ge=0, le=1)
     cpus: float = Field(1, ge=0)
     prefix_routing: bool = False
@@ -76,18 +81,31 @@ class Tessera:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = Settings.model_validate(settings)
-        self._held = contextlib.AsyncExitStack()
+        self._held: contextlib.AsyncExitStack | None = None
         self._service: EmbeddedService | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Start the engine; the replica is ready when the model is loaded."""
+        self._held = contextlib.AsyncExitStack()
         self._service = await self._held.enter_async_context(embedded_service(self._settings))
         await self._service.wait_until_ready()
         return self._service.app
 
-    async def __del__(self) -> None:
-        """End the engine. Ray calls this when it stops the replica."""
-        await self._held.aclose()
+    def __del__(self) -> Coroutine[None, None, None] | None:
+        """Return what ends the engine: Ray awaits it when it stops the replica. Python's later call finds nothing."""
+        held, self._held = self._held, None
+        return None if held is None else held.aclose()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when those in progress have ended, at the latest after `drain_timeout`."""
+        assert self._service is not None
+        await self._service.drain()
+
+    async def end(self) -> None:
+        """End the engine. What runs gets an error."""
+        ending = self.__del__()
+        if ending is not None:
+            await ending
 
     def check_health(self) -> None:
         """Have the replica replaced if its engine cannot be started again. An engine that is starting is healthy.
@@ -130,6 +148,19 @@ def replicas_for_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]
     return min(max(wanted, bounds[0]), bounds[1]), {}
 
 
+def options_of(arguments: dict[str, Any]) -> Options:
+    """Check the arguments of `build`.
+
+    Raises:
+        pydantic.ValidationError: a name or a value is wrong, or Ray's version.
+    """
+    own = Options.model_fields.keys() - {"settings"}
+    given = {name: value for name, value in arguments.items() if name not in own}
+    return Options.model_validate(
+        {name: value for name, value in arguments.items() if name in own} | {"settings": given}
+    )
+
+
 def build(arguments: dict[str, Any]) -> Application:
     """Make the application that `serve run` or a configuration file of Ray Serve deploys.
 
@@ -139,17 +170,16 @@ def build(arguments: dict[str, Any]) -> Application:
     Raises:
         pydantic.ValidationError: a name or a value is wrong, or Ray's version.
     """
-    own = Options.model_fields.keys() - {"settings"}
-    given = {name: value for name, value in arguments.items() if name not in own}
-    options = Options.model_validate(
-        {name: value for name, value in arguments.items() if name in own} | {"settings": given}
-    )
+    options = options_of(arguments)
+    given = {name: it for name, it in arguments.items() if name in Settings.model_fields}
     replicas: dict[str, Any] = {"num_replicas": options.min_replicas}
     if options.max_replicas is not None:
         replicas = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=options.min_replicas,
                 max_replicas=options.max_replicas,
+                upscale_delay_s=options.upscale_delay,
+                downscale_delay_s=options.downscale_delay,
                 policy=AutoscalingPolicy(policy_function=replicas_for_load),
             )
         }

@@ -34,7 +34,8 @@ RAY: Final = "2.60."
 SEQUENCES: Final = "sequences"
 """Name of the load in a replica's `record_routing_stats`."""
 _REPORT_SECONDS: Final = 1.0
-_ROUTERS: Final = 2
+_LEAVING_SECONDS: Final = 15.0
+"""How long a router that was replaced answers: HAProxy learns of the new one within some seconds."""
 _log = logging.getLogger("tessera.ray_router")
 
 
@@ -124,6 +125,12 @@ def router_config() -> RequestRouterConfig:
 def with_prefix_routing(application: Application) -> Any:  # noqa: ANN401 - an `Application`
     """Put the router before an application, whose deployment has `router_config`."""
     deployment = serve.deployment(
-        name="tessera-router", num_replicas=_ROUTERS, ray_actor_options={"num_cpus": 0}
+        name="tessera-router",
+        # Ray runs one on each node with a proxy. By default it stops that before the new one has started, and HAProxy
+        # answers 503 meanwhile.
+        max_surge_percent=100,
+        graceful_shutdown_wait_loop_s=_LEAVING_SECONDS,
+        graceful_shutdown_timeout_s=2 * _LEAVING_SECONDS,
+        ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(PrefixRouter))
     return application._with_ingress_request_router(deployment.bind(application))  # noqa: SLF001 - no public way

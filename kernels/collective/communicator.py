@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import distributed
 
+from kernels.elementwise.pytorch import sum_in_order
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
@@ -33,13 +35,42 @@ class Communicator(Protocol):
     Attributes:
         rank: 0 to N - 1.
         size: N.
+        fuses_norm: whether `add_and_normalize` computes small residual streams. Projections then leave it the partial
+            sums of a split product, which otherwise would take launches to add.
     """
 
     rank: int
     size: int
+    fuses_norm: bool
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x, [T, C], over all ranks; returns a new tensor [T, C] in float32, the same bits on each rank."""
+
+    def summands(self, x: Tensor) -> Tensor:
+        """Return tensors whose sum in their order is that of x, [T, C], over all ranks.
+
+        A kernel that reads the sum can add several of them itself.
+
+        Returns:
+            A new tensor, [N, T, C] in the dtype of x or [1, T, C] float32.
+        """
+
+    def add_and_normalize(
+        self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
+    ) -> Tensor | None:
+        """Add the partial sums of all ranks to the residual stream in place and compute its RMS norm, in one launch.
+
+        Args:
+            parts: [S, T, C] contiguous, of this rank, float32 or the dtype of `hidden`.
+            hidden: [T, C], contiguous in C, the same on all ranks; written.
+            weight: [C], in the dtype of `hidden` or float32.
+            eps: added to the mean square.
+            pdl: use programmatic dependent launch.
+
+        Returns:
+            [T, C], a new tensor, the same bits on each rank; or None, with nothing done, where it takes several
+            launches.
+        """
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, [N, ...] for x of [...], in the order of the ranks."""
@@ -60,17 +91,26 @@ class Communicator(Protocol):
 class OrderedSum:
     """The all-reduce of communicators that gather: every rank adds the parts of all ranks in their order."""
 
+    fuses_norm = False
+
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""
         raise NotImplementedError
 
+    def summands(self, x: Tensor) -> Tensor:
+        """See `Communicator.summands`; the parts of all ranks."""
+        return self.all_gather(x)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`."""
-        parts = self.all_gather(x)
-        total = parts[0].to(torch.float32, copy=True)
-        for part in parts[1:]:
-            total += part
-        return total
+        return sum_in_order(self.summands(x))
+
+    def add_and_normalize(
+        self, _parts: Tensor, _hidden: Tensor, _weight: Tensor, _eps: float, *, pdl: bool
+    ) -> Tensor | None:
+        """See `Communicator.add_and_normalize`; it takes several launches."""
+        del pdl
+        return None
 
 
 class AbsentRanks(OrderedSum):
@@ -78,12 +118,13 @@ class AbsentRanks(OrderedSum):
 
     Args:
         size: number of ranks.
+        unmeasured: as for `TorchCommunicator`.
     """
 
     rank = 0
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *, unmeasured: bool = False) -> None:
+        self.size, self.fuses_norm = size, unmeasured
 
     def detached(self) -> AbstractContextManager[None]:
         """See `Communicator.detached`; it always is."""
@@ -113,9 +154,12 @@ class TorchCommunicator(OrderedSum):
         size: number of ranks.
         store: path of a file that does not exist yet, the same for all ranks; they find each other by it.
         device: of the tensors; a GPU of its own for each rank.
+        unmeasured: whether small sums and the norms after them may take one launch, which no GPU has run yet.
     """
 
-    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, store: str, device: torch.device, *, unmeasured: bool = False
+    ) -> None:
         self.rank, self.size = rank, size
         self._detached = False
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -123,12 +167,22 @@ class TorchCommunicator(OrderedSum):
             backend, init_method=f"file://{store}", rank=rank, world_size=size
         )
         self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
+        self.fuses_norm = unmeasured and self._one_shot is not None
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Communicator.all_reduce`; small tensors on GPUs take one launch, the others are gathered and added."""
+    def summands(self, x: Tensor) -> Tensor:
+        """See `Communicator.summands`; the sum if one launch can compute it, which is for small tensors on GPUs."""
         if self._one_shot is None or self._detached or not self._one_shot.supports(x):
-            return super().all_reduce(x)
-        return self._one_shot(x)
+            return self.all_gather(x)
+        return self._one_shot(x)[None]
+
+    def add_and_normalize(
+        self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
+    ) -> Tensor | None:
+        """See `Communicator.add_and_normalize`; for small tensors on GPUs."""
+        fuses = self.fuses_norm and not self._detached
+        if self._one_shot is None or not fuses or not self._one_shot.normalizes(hidden):
+            return None
+        return self._one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
 
     @contextlib.contextmanager
     def detached(self) -> Iterator[None]:
@@ -168,8 +222,8 @@ def _one_shot(rank: int, size: int, device: torch.device) -> OneShotSum | None:
         found = OneShotSum(rank, size, device)
     except (ImportError, RuntimeError) as error:
         _logger.warning("rank %d sums by NCCL, which is slower for small steps: %s", rank, error)
-    most_programs = torch.tensor([found.most_programs if found else 0])
-    distributed.all_reduce(most_programs, distributed.ReduceOp.MIN)
+    most_warps = torch.tensor([found.most_warps if found else 0])
+    distributed.all_reduce(most_warps, distributed.ReduceOp.MIN)
     if found:
-        found.most_programs = int(most_programs)
-    return found if most_programs.item() else None
+        found.most_warps = int(most_warps)
+    return found if most_warps.item() else None

@@ -147,3 +147,18 @@ def activate(x: Tensor, function: ActivationName, *, gated: bool) -> Tensor:
         return _ACTIVATIONS[function](x)
     gate, up = x.chunk(2, dim=-1)
     return _ACTIVATIONS[function](gate) * up
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Add tensors in their order, in float32.
+
+    Args:
+        parts: [S, ...], at least one.
+
+    Returns:
+        [...] float32; a view of `parts` if it is the only one and float32 already.
+    """
+    total = parts[0].to(torch.float32, copy=len(parts) > 1)
+    for part in parts[1:]:
+        total += part
+    return total

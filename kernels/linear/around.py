@@ -15,6 +15,7 @@ from kernels.linear.weights import Norm
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.collective.communicator import Communicator
     from kernels.linear.weights import Activation, LayerNorm
 
 
@@ -33,21 +34,39 @@ def activate(activation: Activation | None, x: Tensor) -> Tensor:
 
 
 def add_and_normalize(
-    norm: Norm | LayerNorm, hidden: Tensor, parts: Tensor | None, *, pdl: bool
+    norm: Norm | LayerNorm,
+    hidden: Tensor,
+    parts: Tensor | None,
+    ranks: Communicator | None = None,
+    *,
+    pdl: bool,
 ) -> Tensor:
-    """Add partial sums to the residual stream in place and normalize it, in one launch.
+    """Add partial sums to the residual stream in place and normalize it; ranks exchange them first if they are large.
 
     Args:
         norm: the norm.
         hidden: [T, C], contiguous in C; written if there are partial sums.
-        parts: [S, T, C] float32 contiguous; None for none.
+        parts: [S, T, C] contiguous, float32 or, with `ranks`, the dtype of `hidden`; None for none.
+        ranks: have partial sums too, all of which are added; None if these are all.
         pdl: use programmatic dependent launch.
     """
     from kernels.elementwise.gpu.norm_and_gate import add_layer_norm, add_rms_norm  # noqa: PLC0415
 
+    if ranks is not None:
+        assert parts is not None
+        if isinstance(norm, Norm):
+            result = ranks.add_and_normalize(parts, hidden, *norm, pdl=pdl)
+            if result is not None:
+                return result
+        parts = ranks.summands(joined(parts, hidden.dtype))
     if isinstance(norm, Norm):
         return add_rms_norm(hidden, *norm, parts=parts, pdl=pdl)
     return add_layer_norm(hidden, *norm, parts=parts, pdl=pdl)
+
+
+def joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add partial sums, [S, T, C], in their order and round the sum, [T, C], to `dtype`."""
+    return (parts[0] if len(parts) == 1 else pytorch.sum_in_order(parts)).to(dtype)
 
 
 def normalized_part(norm: Norm, y: Tensor, *, pdl: bool) -> Tensor:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
+    from kernels.collective.communicator import Communicator
     from kernels.linear.select import LinearChoice
 
 __all__ = [
@@ -82,11 +83,14 @@ class Residual(NamedTuple):
 
     Attributes:
         hidden: [..., C]; updated in place on a GPU.
-        partials: [S, T, C] float32 contiguous, partial sums that are not yet added to `hidden`; None for none.
+        partials: [S, T, C] contiguous, partial sums that are not yet added to `hidden`, float32 or, with `ranks`, its
+            dtype; None for none.
+        ranks: have partial sums too, all of which are to be added; None if `partials` are all. Only on a GPU.
     """
 
     hidden: Tensor
     partials: Tensor | None = None
+    ranks: Communicator | None = None
 
 
 class ResidualWriter(Protocol):
@@ -120,6 +124,14 @@ class Projection(ResidualWriter, Protocol):
 
         Returns:
             [T, N], and the residual stream with its partial sums added.
+        """
+
+    def partials(self, x: Tensor) -> Tensor:
+        """Project x, [T, C], for the residual stream but do not add it.
+
+        Returns:
+            The result, [1, T, N] in the dtype of x; or its partial sums, [S, T, N] float32, if the projection was
+            bound with `Operations.residual`.
         """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -237,6 +249,10 @@ class FixedProjection:
             y = normalize(self._operations.post_norm, y)
         return Residual(residual.hidden + y)
 
+    def partials(self, x: Tensor) -> Tensor:
+        """See `Projection.partials`."""
+        return self._multiply(x)[None]
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Projection.__call__`."""
         y = self._multiply(x)
@@ -276,7 +292,7 @@ class _RowProjection:
         if residual.partials is None and choice.spec.absorbs_norm and isinstance(norm, Norm):
             absorbed = norm
         else:
-            hidden = add_and_normalize(norm, hidden, residual.partials, pdl=self._pdl)
+            hidden = add_and_normalize(norm, *residual, pdl=self._pdl)
         y = product(hidden, choice, None, LinearArguments(norm=absorbed, pdl=self._pdl))
         absorbs_activation = self._problem.gated and choice.spec.absorbs_gate
         if self._activation is not None and not absorbs_activation:
@@ -284,8 +300,8 @@ class _RowProjection:
         return y, Residual(residual.hidden)
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
-        hidden, partials = residual
-        assert partials is None, "`from_residual` comes first, and adds them"
+        hidden = residual.hidden
+        assert residual.partials is None, "`from_residual` comes first, and adds them"
         if self._post_norm is not None:
             return Residual(hidden, normalized_part(self._post_norm, self(x), pdl=self._pdl))
         choice, product = self._choose(len(x))
@@ -294,6 +310,11 @@ class _RowProjection:
         assert choice.spec.absorbs_residual, choice.spec.name
         arguments = LinearArguments(residual=hidden, pdl=self._pdl)
         return Residual(product(x, choice, hidden, arguments))
+
+    def partials(self, x: Tensor) -> Tensor:
+        choice, product = self._choose(len(x))
+        parts = product(x, choice, None, LinearArguments(pdl=self._pdl))
+        return parts if self._problem.residual and choice.spec.leaves_partials else parts[None]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         choice, product = self._choose(len(x))
@@ -342,7 +363,7 @@ def _normalize(norm: Norm | LayerNorm, residual: Residual) -> Tensor:
 
 
 def _add_and_normalize(norm: Norm | LayerNorm, residual: Residual, *, pdl: bool) -> Tensor:
-    return add_and_normalize(norm, residual.hidden, residual.partials, pdl=pdl)
+    return add_and_normalize(norm, *residual, pdl=pdl)
 
 
 @functools.cache

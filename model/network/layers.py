@@ -186,7 +186,8 @@ class DecoderLayer(nn.Module):
             numbers = weights(name)
             if communicator is None:
                 return bind(numbers, operations=Operations(residual=True, post_norm=after))
-            product = bind(numbers._replace(bias=None))
+            operations = Operations(residual=communicator.fuses_norm)
+            product = bind(numbers._replace(bias=None), operations=operations)
             return ReducedProjection(product, numbers.bias, after, communicator)
 
         head_norms = None

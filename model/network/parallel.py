@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.elementwise import pytorch
+from kernels.linear.around import joined
 from kernels.linear.projection import FixedProjection, Residual
 from kernels.sampling.tokens import argmax_tokens
 
@@ -79,8 +80,10 @@ def head_rows(vocab_size: int, size: int) -> int:
 class ReducedProjection:
     """A projection that adds to the residual stream, with the columns of one rank; sums them over all ranks.
 
+    On a GPU the sum is left to the norm that reads the residual stream.
+
     Args:
-        product: of this rank's columns, without bias, norm and residual.
+        product: of this rank's columns, without bias and norm.
         bias: [C], of the sum; None for none.
         post_norm: of the sum, before it is added to the residual stream; None for none.
         communicator: of the ranks.
@@ -110,9 +113,12 @@ class ReducedProjection:
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
         """See `Projection.to_residual`."""
-        hidden, partials = residual
-        assert partials is None, "`from_residual` comes first, and adds them"
-        total = self._communicator.all_reduce(self._product(x))
+        hidden = residual.hidden
+        assert residual.partials is None, "`from_residual` comes first, and adds them"
+        parts = self._product.partials(x)
+        if self._leaves_partials and self._bias is None and self._post_norm is None:
+            return Residual(hidden, parts, self._communicator)
+        total = self._communicator.all_reduce(joined(parts, x.dtype))
         if self._bias is not None:
             total += self._bias
         if self._post_norm is not None:

@@ -46,6 +46,11 @@ class Settings(BaseModel):
     revision: str | None = Field(
         None, description="branch, tag or commit of a Hugging Face model id"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto takes the sampling parameters that a request to the OpenAI API does not set from the "
+        "checkpoint's generation_config.json, none from the service's own defaults",
+    )
     chat_template: str | None = Field(
         None,
         description="file with a chat template in Jinja, or the template itself; default: the checkpoint's",
@@ -170,8 +175,9 @@ class Settings(BaseModel):
     )
     unmeasured_kernels: bool = Field(
         False,
-        description="allow kernels that have only been compiled, because no such GPUs were at hand: "
-        "`blackwell_prefill` on sm_100 and sm_103; compare its answers before you rely on them",
+        description="allow kernels that have only been compiled: `blackwell_prefill` on sm_100 and sm_103, and with "
+        "--tensor-parallel on GPUs the sum of ranks and the norm after it in one launch; compare their answers before "
+        "you rely on them",
     )
     cpu_threads: int | None = Field(
         None,

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from server.engine.link.protocol import EngineState
 from server.ray_app import Options, Tessera, build, replicas_for_load
+from server.ray_main import parse
 from server.ray_router import SEQUENCES, PrefixRequestRouter, check_version
 
 pytestmark = pytest.mark.e2e
@@ -66,13 +67,15 @@ def test_replicas_follow_the_sequences_within_the_bounds(sequences, replicas):
 
 def test_arguments_are_options_of_the_deployment_and_settings_of_the_service():
     one = deployment(build({"gpus": "1", "cpus": "2", "max_num_seqs": "48"}))
-    several = deployment(build({"min_replicas": "2", "max_replicas": "5"}))
+    limits = {"min_replicas": "2", "max_replicas": "5", "upscale_delay": "5"}
+    several = deployment(build(limits))
 
     assert one.num_replicas == 1
     assert one.ray_actor_options["num_gpus"] == 1
     assert one.init_args == ({"max_num_seqs": "48"},)
     config = several._deployment_config.autoscaling_config
     assert (config.min_replicas, config.max_replicas) == (2, 5)
+    assert (config.upscale_delay_s, config.downscale_delay_s) == (5, 600)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +105,14 @@ def test_prefix_routing_puts_the_router_before_the_replicas_that_report_their_lo
     assert build({})._ingress_request_router is None
 
 
+def test_a_router_starts_before_the_one_that_it_replaces_stops():
+    router = deployment(build({"prefix_routing": "true"})._ingress_request_router)
+    config = router._deployment_config
+
+    assert config.max_surge_percent == 100
+    assert config.graceful_shutdown_timeout_s > config.graceful_shutdown_wait_loop_s >= 10
+
+
 def test_another_version_of_ray_is_refused():
     with pytest.raises(ValueError, match=r"this is Ray 2\.61\.0"):
         check_version("2.61.0")
@@ -129,3 +140,40 @@ def test_a_request_follows_its_prefix_unless_the_replica_is_loaded():
     assert sorted(first) == ["r0", "r1", "r2"]
     assert second[:2] == first[1:]
     assert none == []
+
+
+def test_a_replica_that_drains_completes_what_runs_and_refuses_what_comes():
+    request = {"inputs": "def", "parameters": {"max_new_tokens": 64, "ignore_eos": True}}
+
+    async def use():
+        replica = Tessera(SMALL | {"drain_delay": 0})
+        app = await replica.__serve_build_asgi_app__()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+            running = asyncio.create_task(client.post("/generate", json=request))
+            while not replica.record_routing_stats()[SEQUENCES]:  # noqa: ASYNC110 - a statistic, not an event
+                await asyncio.sleep(0.01)
+            draining = asyncio.create_task(replica.drain())
+            await asyncio.sleep(0.05)  # past drain_delay; the refusal outlasts the drain
+            late = await client.post("/generate", json=request)
+            await draining
+            whole = await running
+        await replica.end()
+        return whole, late, replica._engine.state
+
+    whole, late, state = asyncio.run(use())
+
+    assert whole.status_code == 200
+    assert late.status_code == 503
+    assert late.headers["retry-after"]
+    assert state is EngineState.STOPPED
+
+
+def test_arguments_of_the_command_are_names_and_values():
+    assert parse(["model=bundled", "cpus=1", "chat_template=a=b"]) == {
+        "model": "bundled",
+        "cpus": "1",
+        "chat_template": "a=b",
+    }
+    with pytest.raises(ValueError, match="'bundled' is not name=value"):
+        parse(["bundled"])

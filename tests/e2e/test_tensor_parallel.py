@@ -41,7 +41,11 @@ def alone():
 
 
 def test_a_killed_rank_is_replaced_and_the_replies_are_those_of_one_process(service):
-    expected = alone()
+    kill_a_rank(service, expected=alone())
+
+
+def kill_a_rank(service, expected):
+    """Kill the rank beside the engine; require that both are replaced, and that replies are as before."""
     assert generate(service).json()["generated_text"] == expected
     engine = service.engine_pid()
     (rank,) = children(engine)

@@ -14,7 +14,12 @@ import torch
 from tests.kernels import triton_interpreter
 
 SIZES = (8, 2048, 4104, 16, 4096) * 4
-"""Elements of each launch: of one to three programs, with part of a program and in no order."""
+"""Elements of each sum: of one to three programs, with part of a program and in no order."""
+COLUMNS, EPS = 72, 1e-5
+ROWS = (1, 3, 2, 3, 1)
+"""Rows of the residual stream in the launches after each sum."""
+SPLITS = (1, 2, 3)
+"""Partial sums of each rank in turn; a single one is rounded already."""
 
 
 def part(rank: int, launch: int) -> torch.Tensor:
@@ -24,15 +29,40 @@ def part(rank: int, launch: int) -> torch.Tensor:
     return x.to(torch.bfloat16)
 
 
+def partials(rank: int, launch: int) -> torch.Tensor:
+    """Return a rank's partial sums of the residual stream in a launch."""
+    splits = SPLITS[launch % len(SPLITS)]
+    generator = torch.Generator().manual_seed(1000 * rank + launch)
+    x = torch.randn(splits, ROWS[launch % len(ROWS)], COLUMNS, generator=generator)
+    return x.to(torch.bfloat16) if splits == 1 else x
+
+
+def hidden(launch: int) -> torch.Tensor:
+    """Return the residual stream before a launch, some columns of a wider tensor."""
+    generator = torch.Generator().manual_seed(launch)
+    wide = torch.randn(ROWS[launch % len(ROWS)], COLUMNS + 8, generator=generator)
+    return wide.to(torch.bfloat16)[:, :COLUMNS]
+
+
+def weight() -> torch.Tensor:
+    """Return the weight of the norm."""
+    return torch.linspace(0.5, 1.5, COLUMNS).to(torch.bfloat16)
+
+
 def run(rank: int, size: int, folder: Path) -> None:
-    """Add all parts, replacing only the memory that GPUs share."""
+    """Add all parts and normalize the residual streams, replacing only the memory that GPUs share."""
     triton_interpreter.load()
     from kernels.collective import one_shot
 
+    numbers = iter(range(2))
+
     def share_memory(num_bytes: int, _device: torch.device) -> tuple[list[torch.Tensor], list[int]]:
         # The files have this size already, so that all of them are zero and exist.
+        number = next(numbers)
         shared = [
-            torch.from_file(str(folder / f"memory-{it}"), shared=True, size=num_bytes, dtype=torch.uint8)
+            torch.from_file(
+                str(folder / f"memory-{it}-{number}"), shared=True, size=num_bytes, dtype=torch.uint8
+            )
             for it in range(size)
         ]  # fmt: skip
         return shared, [it.data_ptr() for it in shared]
@@ -46,8 +76,12 @@ def run(rank: int, size: int, folder: Path) -> None:
     results = []
     for launch in range(len(SIZES)):
         x = part(rank, launch)
+        stream = hidden(launch)
         assert add.supports(x)
-        results.append(add(x))
+        assert add.normalizes(stream)
+        total = add(x)
+        normalized = add.add_and_normalize(partials(rank, launch), stream, weight(), EPS, pdl=False)
+        results.append((total, stream, normalized))
     torch.save(results, folder / f"{rank}.pt")
 
 

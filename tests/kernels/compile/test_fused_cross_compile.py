@@ -24,6 +24,8 @@ from tests.marks import slow_except
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 
 REGISTERS = 64 * 1024
+SUM_REGISTERS = 64
+"""Of a thread that waits for other GPUs; its program runs at once with as many as `one_shot` counts on."""
 ADA = 89
 HOPPER = 90
 FEW_TOKENS = 64
@@ -114,7 +116,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
             for around in ((), ("parts",), ("fp8", "parts"), ("float32",))
         ),
         FusedJob(sm, "embed", tokens=64),
-        FusedJob(sm, "sum_ranks"),
+        *(FusedJob(sm, "sum_ranks", around=it) for it in ((), ("norm",), ("norm", "parts"))),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "argmax", function=name) for name in ("rank_tiles", "choose_best")),
         FusedJob(sm, "chosen", function="score_chosen"),
@@ -194,7 +196,8 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    if waits != (job.sm >= HOPPER and job.operation not in ("embed", "step", "sum_ranks")):
+    independent = job.operation in ("embed", "step") or job == FusedJob(job.sm, "sum_ranks")
+    if waits != (job.sm >= HOPPER and not independent):
         found.append(f"waits {waits} times")
     if job.operation == "rope" and job.tokens > FEW_TOKENS and "fp8" not in job.around:
         # The only narrow loads are of a token's position and slot.
@@ -206,6 +209,8 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
         stores = {name: n for name, n in facts["sass"].items() if name.startswith("STG.")}
         if stores != {"STG.128": stores.get("STG.128", 0), "STG.32": 1}:
             found.append(f"stores {stores}")
+        if facts["registers"] > SUM_REGISTERS:
+            found.append(f"{facts['registers']} registers: not all programs run at once")
     if job.operation == "step":
         # Only the scales of keys and values are copied by less than 16 bytes at once, and halves of a head in FP8 that
         # are no multiple of 16 bytes.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import kernels.linear.select
 import model.network.attention
 import model.network.decoder
 from kernels.arch import CATALOGUE, CPU
+from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
@@ -95,8 +97,9 @@ LOAD = kernels.linear.projection._load
 FP8 = torch.float8_e4m3fn
 
 
-def build(weight_dtype=None, dtype=torch.float32, **changes):
-    made = DecoderLM(ModelConfig(**SHAPE | changes), dtype, weight_dtype=weight_dtype)
+def build(weight_dtype=None, dtype=torch.float32, communicator=None, **changes):
+    config = ModelConfig(**SHAPE | changes)
+    made = DecoderLM(config, dtype, weight_dtype=weight_dtype, communicator=communicator)
     made.init_weights(std=0.15, seed=0)
     # Random numbers of a seed in float16 differ between PyTorch versions.
     single = torch.Generator().manual_seed(0)
@@ -229,6 +232,50 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
     layers = SHAPE["num_layers"] if "num_layers" not in changes else changes["num_layers"]
     assert products.count("matrix") == layers * {"llama biases": 1, "gpt2": 2}.get(family, 4)
     assert fused.row_counts == (1, 2, 4, 16, 32, 64, 128, 256)
+
+
+class OneRank(AbsentRanks):
+    """The only rank of a model; the sum and the norm take one launch, or two."""
+
+    def __init__(self, *, one_launch):
+        super().__init__(1)
+        self.launches = 0
+
+        from kernels.collective import one_shot
+
+        def share_memory(num_bytes, _device):
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+            return memory, [memory.data_ptr()]
+
+        with (
+            mock.patch.object(one_shot, "share_memory", share_memory),
+            mock.patch.object(one_shot, "detect", return_value=H100),
+        ):
+            self.one_shot = one_shot.OneShotSum(0, 1, torch.device("cpu")) if one_launch else None
+        self.fuses_norm = one_launch
+
+    def add_and_normalize(self, parts, hidden, weight, eps, *, pdl):
+        if self.one_shot is None or not self.one_shot.normalizes(hidden):
+            return None
+        self.launches += 1
+        return self.one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
+
+
+@triton_interpreter.interpreted
+@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize("family", ["llama", "llama biases", "opt", "gemma3"])
+def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
+    """Layer norms, biases and norms of the sum follow it in launches of their own."""
+    expected = drive(build(**FAMILIES[family]), (1, 3))
+    on_a_gpu()
+    rank = OneRank(one_launch=one_launch)
+    shared = optimized(communicator=rank, **FAMILIES[family])
+
+    found = drive(shared, (1, 3))
+
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert bool(rank.launches) == (one_launch and family == "llama")
 
 
 @triton_interpreter.interpreted
