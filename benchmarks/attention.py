@@ -7,6 +7,9 @@ microseconds of FA3 and FlashInfer on another machine, and with the bandwidth of
 layer; planning, which happens once per step, is timed separately.
 
     python -m benchmarks.attention [--phase prefill] [--rows quick] [--launch block_m=128,num_warps=8]
+
+`--rows lengths` measures prefill from 128 to 131,072 tokens beside standard attention too (PyTorch's math backend),
+with the memory of every contender and the bytes that the tiles move beside the least possible.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from benchmarks.attention_inputs import (
     forced,
     make_inputs,
     parse_launch,
+    peak_mib,
     problem_of,
     spec_named,
     time_call,
@@ -40,14 +44,17 @@ from benchmarks.attention_peers import time_peers
 from benchmarks.attention_report import TABLES, Ceilings, summary
 from benchmarks.attention_shapes import (
     DECODE,
+    LENGTHS,
     MORE_DECODE,
     MORE_PREFILL,
     PEERS_SOURCE,
     PREFILL,
     SHARED_DECODE,
     TINY,
+    TINY_LENGTHS,
     Shape,
 )
+from benchmarks.attention_traffic import least_bytes, standard_bytes, tile_bytes
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.attention.problem import PagedBatch
 from server.cli.bench.result import number
@@ -66,6 +73,9 @@ _QUICK = {
     ("decode", 32, 4096),
     ("decode", 256, 1024),
 }
+_PAGED = {False: (False, True), True: (False,)}
+"""By whether a prefill belongs to a series: whether its keys are paged."""
+_SERIES = frozenset((*LENGTHS, *TINY_LENGTHS))
 _GEMM_SIZE = 8192
 _COPY_BYTES = 4 << 30
 
@@ -144,6 +154,8 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         record["launch"] = dataclasses.asdict(selection.launch_for(shape.length, shape.batch))
     if prefill:
         record["tflops"] = number(shape.flops / timing.median / 1e6)
+        if shape in _SERIES:
+            record |= _memory(inputs, selection)
         if not paged:
             record |= time_peers(inputs, inputs.out, device)
             record |= time_fp8(inputs, timing.median) if has_fp8_row(shape) else {}
@@ -151,6 +163,27 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         record["gbs"] = number(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
         record |= time_fp8_cache(inputs, timing.median) if has_fp8_cache_row(shape) else {}
     return record | (_without_sharing(inputs, selection, timing.median) if shape.shared else {})
+
+
+def _memory(inputs: Inputs, selection: Selection) -> dict[str, Any]:
+    """Return entries of a record: the memory that a call allocates with its output, and the MiB that it moves."""
+    shape, dtype = inputs.shape, str(inputs.q.dtype).removeprefix("torch.")
+    moved = {"least": least_bytes(shape, dtype), "standard": standard_bytes(shape, dtype)}
+    if selection.launches:
+        launch = selection.launch_for(shape.length, shape.batch)
+        moved["tiles"] = tile_bytes(shape, dtype, launch.block_m, launch.block_n)
+
+    def call() -> object:
+        whole = dataclasses.replace(inputs, out=torch.empty_like(inputs.out))
+        plan = whole.plan(selection)
+        whole.run(plan)
+        return plan, whole.out
+
+    return {
+        "series": "lengths",
+        "peak_mib": peak_mib(call, inputs.q.device),
+        "moved_mib": {name: round(count / 2**20, 2) for name, count in moved.items()},
+    }
 
 
 def _without_sharing(inputs: Inputs, selection: Selection, sharing_us: float) -> dict[str, Any]:
@@ -214,7 +247,9 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
     """Return the shapes to measure, each with a flag: whether its keys are paged."""
     tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE, *SHARED_DECODE)
     shapes: tuple[Shape, ...] = (*tables, *more)
-    shapes = {"tiny": TINY, "tables": tables, "more": more}.get(arguments.rows, shapes)
+    named = {"tiny": TINY, "tables": tables, "more": more}
+    named |= {"lengths": LENGTHS, "tiny-lengths": TINY_LENGTHS}
+    shapes = named.get(arguments.rows, shapes)
     if arguments.rows == "quick":
         shapes = tuple(
             shape
@@ -226,7 +261,7 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
         (shape, paged)
         for shape in shapes
         if arguments.phase in (shape.phase, "both")
-        for paged in ((False, True) if shape.phase == "prefill" else (True,))
+        for paged in ((True,) if shape.phase == "decode" else _PAGED[shape in _SERIES])
     ]
 
 
@@ -249,7 +284,7 @@ def main() -> None:
         ceilings = measure_ceilings(device)
         rows = measure_all(shapes, ceilings, arguments)
     write_report(
-        "attention",
+        "attention-lengths" if arguments.rows.endswith("lengths") else "attention",
         rows,
         ("torch", "triton"),
         device=arguments.device,
@@ -275,7 +310,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
-    parser.add_argument("--rows", choices=("all", "tables", "more", "quick", "tiny"), default="all")
+    rows = ("all", "tables", "more", "quick", "lengths", "tiny", "tiny-lengths")
+    parser.add_argument("--rows", choices=rows, default="all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--kernel", help="registry row; default: the registry's selection")
     parser.add_argument("--launch", help="launch fields, such as block_m=128,num_warps=8")

@@ -278,6 +278,19 @@ def time_call(
     return Timing(median, low, high)
 
 
+def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """Return the most memory that a call allocates, its result included, in MiB; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = call()
+    torch.cuda.synchronize(device)
+    del kept
+    return round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)
+
+
 def _timed(call: Callable[[], object], cleared: torch.Tensor, count: int) -> list[float]:
     """Return the milliseconds of each of `count` calls."""
     events = [

@@ -1,4 +1,4 @@
-"""Times PyTorch's attention kernels, cuDNN and FlashAttention-2, on the inputs of the attention benchmark.
+"""Times PyTorch's attention on the inputs of the attention benchmark: cuDNN, FlashAttention-2, standard attention.
 
 Sequences of one length use `scaled_dot_product_attention`. That function does not support different lengths, a history
 or a window; for these, the operators that it dispatches to are called directly.
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention_inputs import time_call
+from benchmarks.attention_inputs import peak_mib, time_call
 from kernels.attention.problem import PackedBatch
 from kernels.torch_private import packed_cudnn_attention, packed_flash_attention
 
@@ -24,16 +24,21 @@ if TYPE_CHECKING:
 
     from benchmarks.attention_inputs import Inputs
 
-_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "fa2": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""`math` is standard attention, which needs memory for all scores."""
 _NEAR_PEER = 1e-2
 """Largest relative difference from a peer's output: both round intermediate results to bf16."""
 
 
 def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, Any]:
-    """Return the TFLOP/s of PyTorch's backends, as entries of a record.
+    """Return the TFLOP/s of PyTorch's backends and the peak of their memory, as entries of a record.
 
-    A backend is left out if it does not support the problem or if its output differs from `out`; in the latter case the
-    record names it.
+    A backend is left out if it does not support the problem, if its output differs from `out`, or if it needs more
+    memory than there is; in the last two cases the record names it.
 
     Args:
         inputs: packed inputs.
@@ -41,26 +46,36 @@ def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, A
         device: device of the inputs.
     """
     figures: dict[str, float] = {}
-    copies: list[str] = []
-    differing: list[str] = []
+    peaks: dict[str, float | None] = {}
+    lists: dict[str, list[str]] = {
+        "peers_with_copied_heads": [], "peers_that_differ": [], "peers_out_of_memory": [],
+    }  # fmt: skip
     for name, backend in _BACKENDS.items():
-        found = _dense(inputs, backend) if _is_dense(inputs) else _ragged(inputs, name)
-        if found is None:
-            continue
-        call, copied = found
-        with sdpa_kernel(backend):
-            theirs = call().reshape(out.shape)
-            difference = float((theirs - out).norm() / out.norm())
-            if not difference <= _NEAR_PEER:
-                print(f"{inputs.shape}: {name}'s output differs by {difference:.2g}")
-                differing.append(name)
+        try:
+            found = _dense(inputs, backend) if _is_dense(inputs) else _ragged(inputs, name)
+            if found is None:
                 continue
-            timing = time_call(call, device)
+            call, copied = found
+            with sdpa_kernel(backend):
+                difference = _difference(call(), out)
+                if not difference <= _NEAR_PEER:
+                    print(f"{inputs.shape}: {name}'s output differs by {difference:.2g}")
+                    lists["peers_that_differ"].append(name)
+                    continue
+                peaks[name] = peak_mib(call, device)
+                timing = time_call(call, device)
+        except torch.OutOfMemoryError:
+            print(f"{inputs.shape}: {name} does not fit in memory")
+            lists["peers_out_of_memory"].append(name)
+            continue
         figures[name] = float(f"{inputs.shape.flops / timing.median / 1e6:.4g}")
-        copies += [name] if copied else []
-    record: dict[str, Any] = {"peer_tflops": figures}
-    record |= {"peers_with_copied_heads": copies} if copies else {}
-    return record | ({"peers_that_differ": differing} if differing else {})
+        lists["peers_with_copied_heads"] += [name] if copied else []
+    named = {key: names for key, names in lists.items() if names}
+    return {"peer_tflops": figures, "peer_peak_mib": peaks} | named
+
+
+def _difference(theirs: Tensor, out: Tensor) -> float:
+    return float((theirs.reshape(out.shape) - out).norm() / out.norm())
 
 
 def _is_dense(inputs: Inputs) -> bool:
@@ -111,7 +126,7 @@ def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | No
         return packed_cudnn_attention(inputs.q, k, v, lengths, causal=shape.causal)
 
     # cuDNN aligns the causal mask to the top left, which is wrong with a history, and this operator has no window.
-    if name == "cudnn" and (shape.history or shape.window):
+    if name == "math" or (name == "cudnn" and (shape.history or shape.window)):
         return None
     call = cudnn if name == "cudnn" else flash
     return (call, False) if _runs(call, f"{shape}: {name}") else None
@@ -120,6 +135,8 @@ def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | No
 def _runs(call: Callable[[], Tensor], what: str) -> bool:
     try:
         call()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         print(f"{what}: {str(error).splitlines()[0][:160]}")
         return False

@@ -109,6 +109,35 @@ def _more_prefill(rows: list[Row]) -> list[str]:
     return lines
 
 
+def _by_length(rows: list[Row]) -> list[str]:
+    """Format rows of a series of lengths."""
+    lines = [
+        "Prefill by length, causal, TFLOP/s; math is standard attention, with all scores in memory. Memory is what a",
+        "call allocates with its output; moved are the bytes that the tiles read and write if nothing is found in a",
+        "cache, beside those of every input and output once and of standard attention.",
+        "",
+        "| batch x tokens | ours | cuDNN | FA2 | math | MiB: ours | cuDNN | FA2 | math | moved by tiles, MiB | least "
+        "| standard |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        peaks, moved = row["peer_peak_mib"], row["moved_mib"]
+        too_large = row.get("peers_out_of_memory", ())
+        cells = [
+            f"{row['batch']} x {row['seqlen']}",
+            f"**{row['tflops']:.0f}**",
+            *(
+                "does not fit" if name in too_large else _figure(row["peer_tflops"].get(name), 0)
+                for name in ("cudnn", "fa2", "math")
+            ),
+            _figure(row["peak_mib"], 0),
+            *(_figure(peaks.get(name), 0) for name in ("cudnn", "fa2", "math")),
+            *(_figure(moved.get(name), 0) for name in ("tiles", "least", "standard")),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def _fp8_prefill(rows: list[Row]) -> list[str]:
     """Format rows that were also measured in FP8."""
     lines = [
@@ -261,8 +290,12 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 TABLES: tuple[tuple[Callable[[Row], bool], Callable[[list[Row]], list[str]]], ...] = (
+    (lambda row: row.get("series") == "lengths", _by_length),
     (lambda row: row["phase"] == "prefill" and _has_peers(row), _prefill),
-    (lambda row: row["phase"] == "prefill" and not _has_peers(row), _more_prefill),
+    (
+        lambda row: row["phase"] == "prefill" and not _has_peers(row) and "series" not in row,
+        _more_prefill,
+    ),
     (lambda row: "fp8_prefill" in row, _fp8_prefill),
     (lambda row: row["phase"] == "decode" and not {"gain", "size"} & row.keys(), _decode),
     (lambda row: row["phase"] == "decode" and "size" in row and "gain" not in row, _more_decode),

@@ -248,6 +248,13 @@ SHARED_DECODE = (
     Shape("decode", 32, 8, 128, 256, 1024 + 256, shared=1024),
 )
 """Sequences with a common prefix."""
+_LENGTHS_TOKENS = 16384
+LENGTHS = tuple(
+    Shape("prefill", 16, 16, 128, max(1, _LENGTHS_TOKENS // length), length)
+    for length in (2**power for power in range(7, 18))
+)
+"""Prefill by length, from 128 to 131,072 tokens, of equal work for the parts that grow with the tokens alone."""
+TINY_LENGTHS = tuple(Shape("prefill", 2, 2, 32, 64 // length, length) for length in (16, 32, 64))
 TINY = (
     Shape("prefill", 4, 2, 32, 2, 48),
     Shape("prefill", 4, 2, 32, 1, 48, history=32),

@@ -1,16 +1,18 @@
 """Measures attention for training: TFLOP/s of the forward, of the backward and of both, and peak memory.
 
     python -m benchmarks.attention_training [--lengths 2048 8192 16384] [--head-dims 64 128] [--tune] [--out results/]
+    python -m benchmarks.attention_training --masks causal --head-dims 128 --lengths 128 512 2048 8192 32768 131072
 
 The backward counts 2.5 times the operations of the forward, as in the papers; causal attention counts half. Before
-anything is timed, results and gradients are compared with those of PyTorch. `--tune` tries tile sizes and prints the
-fastest of each kernel.
+anything is timed, results and gradients are compared with those of PyTorch. What does not fit in memory says so.
+`--tune` tries tile sizes and prints the fastest of each kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -20,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import kernels
+from benchmarks.attention_inputs import peak_mib
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.attention import autograd
 from kernels.attention.portable import training
@@ -27,12 +30,16 @@ from kernels.attention.portable.training_launch import TrainingLaunch, training_
 from kernels.attention.training import TRAINING_REGISTRY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 _TOKENS = 16384
 """Tokens of a batch: shorter sequences come in greater numbers."""
+_COLUMNS = 2048
+"""Columns of all heads together."""
+_COMPARED_TOKENS = 1000
+_MASKS = {"all": False, "causal": True}
 _PEERS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -45,12 +52,12 @@ _CANDIDATES = [
 _KERNELS = ("forward", "backward of keys", "backward of queries")
 
 
-def inputs(length: int, heads: int, head_dim: int) -> list[Tensor]:
-    """Return q, k, v and the gradient of the result, [B, S, H, D] each."""
-    count = max(1, _TOKENS // length)
+def inputs(length: int, heads: int, head_dim: int, tokens: int, device: str) -> list[Tensor]:
+    """Return q, k, v and the gradient of the result, [B, S, H, D] each, of at least `tokens` in all."""
+    count = max(1, tokens // length)
     torch.manual_seed(0)
     return [
-        torch.randn(count, length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        torch.randn(count, length, heads, head_dim, device=device, dtype=torch.bfloat16)
         for _ in range(4)
     ]
 
@@ -73,27 +80,39 @@ def peer(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
     return compute
 
 
-def measure(compute: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, float]:
-    """Return milliseconds of the forward and the backward, and the peak of memory in MiB."""
+def measure(
+    compute: Callable[..., Tensor], tensors: list[Tensor]
+) -> tuple[float, float, float | None]:
+    """Return milliseconds of the forward and of the backward, and the peak of memory in MiB (None on a CPU)."""
     *leaves, dout = tensors
     leaves = [it.detach().requires_grad_() for it in leaves]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = compute(*leaves)
-    torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    peak = torch.cuda.max_memory_allocated() - before
+
+    def both() -> tuple[Tensor, ...]:
+        out = compute(*leaves)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    peak = peak_mib(both, dout.device)
     with torch.no_grad():
-        forward = do_bench(lambda: compute(*leaves), warmup=20, rep=60)
-    backward = do_bench(
-        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), warmup=20, rep=60
+        forward = _milliseconds(lambda: compute(*leaves), dout.device)
+    out = compute(*leaves)
+    backward = _milliseconds(
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), dout.device
     )
-    return {"forward_ms": forward, "backward_ms": backward, "peak_mib": peak / 2**20}
+    return forward, backward, peak
 
 
-def compare(head_dim: int, causal: bool) -> None:
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Time a call; once, by the host's clock, in a dry run on the CPU."""
+    if device.type == "cuda":
+        return float(do_bench(call, warmup=20, rep=60))
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def compare(head_dim: int, causal: bool, device: str) -> None:
     """Compare results and gradients with those of PyTorch; raise where they differ."""
-    *leaves, dout = (it[:1, :1000] for it in inputs(_TOKENS, 4, head_dim))
+    *leaves, dout = inputs(_COMPARED_TOKENS, 4, head_dim, _COMPARED_TOKENS, device)
     found = []
     for compute in (ours(causal), peer(SDPBackend.MATH, causal)):
         tensors = [it.detach().requires_grad_() for it in leaves]
@@ -106,7 +125,7 @@ def compare(head_dim: int, causal: bool) -> None:
 def tune(length: int, head_dim: int) -> None:
     """Print the fastest launches of each kernel."""
     chosen = list(training_launches(kernels.detect("cuda"), head_dim, torch.bfloat16))
-    tensors = inputs(length, 16, head_dim)
+    tensors = inputs(length, 16, head_dim, _TOKENS, "cuda")
     portable = next(row for row in TRAINING_REGISTRY if row.name == "portable_backward")
     for number, name in enumerate(_KERNELS):
         timed = []
@@ -121,66 +140,90 @@ def tune(length: int, head_dim: int) -> None:
             except Exception as error:  # noqa: BLE001 - a launch may need too much memory
                 print(f"{launch}: {str(error)[:60]}")
                 continue
-            timed.append((times["forward_ms"] if not number else times["backward_ms"], launch))
+            timed.append((times[1] if number else times[0], launch))
         timed.sort(key=lambda it: it[0])
         chosen[number] = timed[0][1]
         for milliseconds, launch in timed[:10]:
             print(f"D={head_dim} {name}: {milliseconds:.3f} ms {launch}", flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, then measure every combination and print one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--peers", nargs="*", choices=_PEERS, default=list(_PEERS))
-    parser.add_argument("--tune", action="store_true", help="find the fastest tiles instead")
-    add_bookkeeping(parser)
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for head_dim, causal in itertools.product(options.head_dims, (False, True)):
-        compare(head_dim, causal)
+    options = _parse(arguments)
+    masks = [_MASKS[name] for name in options.masks]
+    for head_dim, causal in itertools.product(options.head_dims, masks):
+        compare(head_dim, causal, options.device)
     if options.tune:
         for head_dim in options.head_dims:
             tune(options.lengths[-1], head_dim)
         return
     print("TFLOP/s             D  length  mask    forward backward   both  peak MiB")
-    for head_dim, length, causal in itertools.product(
-        options.head_dims, options.lengths, (False, True)
-    ):
-        heads = 2048 // head_dim
-        tensors = inputs(length, heads, head_dim)
-        work = 4 * tensors[0].numel() * length / (2 if causal else 1)
+    rows: list[dict[str, Any]] = []
+    for head_dim, length, causal in itertools.product(options.head_dims, options.lengths, masks):
+        tensors = inputs(
+            length, max(1, options.columns // head_dim), head_dim, options.tokens, options.device
+        )
         contenders = {"tessera": ours(causal)}
         contenders |= {name: peer(_PEERS[name], causal) for name in options.peers}
         for name, compute in contenders.items():
-            try:
-                times = measure(compute, tensors)
-            except torch.OutOfMemoryError:
-                row = {"kernel": name, "head_dim": head_dim, "length": length, "causal": causal}
-                rows.append(row | {"out_of_memory": True})
-                print(f"{name:16} {head_dim:4} {length:7}  does not fit in memory", flush=True)
-                torch.cuda.empty_cache()
-                continue
-            both = times["forward_ms"] + times["backward_ms"]
-            rates = {
-                "forward": work / times["forward_ms"] / 1e9,
-                "backward": 2.5 * work / times["backward_ms"] / 1e9,
-                "both": 3.5 * work / both / 1e9,
-            }
-            rows.append(
-                {"kernel": name, "head_dim": head_dim, "length": length, "causal": causal}
-                | times
-                | rates
-            )
-            print(
-                f"{name:16} {head_dim:4} {length:7}  {'causal' if causal else 'all':6}"
-                f" {rates['forward']:8.0f} {rates['backward']:8.0f} {rates['both']:6.0f} {times['peak_mib']:9.0f}",
-                flush=True,
-            )
+            row = {"kernel": name, "head_dim": head_dim, "length": length, "causal": causal}
+            rows.append(row | _result(name, compute, tensors, causal=causal))
+            print(_line(rows[-1]), flush=True)
     write_report(
-        "attention-training", rows, ("torch", "triton"), device="cuda", folder=options.out, revision=options.commit
+        "attention-training", rows, ("torch", "triton"), device=options.device, folder=options.out,
+        revision=options.commit, echo=False,
     )  # fmt: skip
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--masks", nargs="+", choices=_MASKS, default=list(_MASKS))
+    parser.add_argument("--peers", nargs="*", choices=_PEERS, default=list(_PEERS))
+    parser.add_argument("--tokens", type=int, default=_TOKENS, help="of a batch (%(default)s)")
+    parser.add_argument(
+        "--columns", type=int, default=_COLUMNS, help="of all heads together (%(default)s)"
+    )
+    parser.add_argument("--tune", action="store_true", help="find the fastest tiles instead")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run")
+    add_bookkeeping(parser)
+    return parser.parse_args(arguments)
+
+
+def _result(
+    name: str, compute: Callable[..., Tensor], tensors: list[Tensor], *, causal: bool
+) -> dict[str, Any]:
+    """Return the entries of a row: times, TFLOP/s and memory, or why there are none."""
+    work = 4 * tensors[0].numel() * tensors[0].shape[1] / (2 if causal else 1)
+    try:
+        forward, backward, peak = measure(compute, tensors)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return {"out_of_memory": True}
+    except RuntimeError as error:
+        if name == "tessera":
+            raise
+        return {"unsupported": str(error).splitlines()[0][:160]}
+    return {
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "peak_mib": peak,
+        "forward": work / forward / 1e9,
+        "backward": 2.5 * work / backward / 1e9,
+        "both": 3.5 * work / (forward + backward) / 1e9,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    line = f"{row['kernel']:16} {row['head_dim']:4} {row['length']:7}  "
+    if row.get("out_of_memory"):
+        return f"{line}does not fit in memory"
+    if "unsupported" in row:
+        return f"{line}{row['unsupported']}"
+    line += "causal" if row["causal"] else "all   "
+    peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:9.0f}"
+    return f"{line} {row['forward']:8.0f} {row['backward']:8.0f} {row['both']:6.0f} {peak}"
 
 
 if __name__ == "__main__":

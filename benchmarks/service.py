@@ -22,7 +22,7 @@ def service(
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = _SERVE,
 ) -> Iterator[tuple[str, float]]:
-    """Serve on a free port, without a prefix cache.
+    """Serve on a free port, without a prefix cache unless the options enable it.
 
     Args:
         options: options of `tessera serve`.
@@ -51,15 +51,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], port: int) -> Iterator[tuple[str, float]]:
+def serving(
+    command: Sequence[str], port: int, health: str = "/health"
+) -> Iterator[tuple[str, float]]:
     """Run a server.
 
     Args:
-        command: starts a server with a GET /health.
+        command: starts the server.
         port: on which it listens.
+        health: path that answers 200 when the server is ready.
 
     Yields:
-        The URL, and the seconds from starting the command to the first 200 of /health.
+        The URL, and the seconds from starting the command to the first 200 of that path.
 
     Raises:
         SystemExit: the server exited before it was ready.
@@ -69,7 +72,7 @@ def serving(command: Sequence[str], port: int) -> Iterator[tuple[str, float]]:
     url = f"http://127.0.0.1:{port}"
     try:
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as reply:  # noqa: S310
+            with contextlib.suppress(OSError), urllib.request.urlopen(url + health) as reply:  # noqa: S310
                 if reply.status == 200:
                     break
             if process.poll() is not None:

@@ -4,8 +4,9 @@
 
 The service runs as the image's user, without new privileges, on a read-only root with `/cache` as the only volume and a
 `/tmp` in memory. It must become healthy, by the image's own health check; answer `/generate`; refuse to write to its
-root; and at SIGTERM end all of 8 streams with status 0. Needs root, buildah, unshare and setpriv, on Linux. The network
-is the machine's, so that the port must be free. Prints one line for each check, and exits with 1 at the first failure.
+root; and at its stop signal end all of 8 streams with status 0. Needs root, buildah, unshare and setpriv, on Linux.
+The network is the machine's, so that the port must be free. Prints one line for each check, and exits with 1 at the
+first failure.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def check(image: str, port: int, command: Sequence[str] = ()) -> None:
                 port, "/generate", {"inputs": "def f(", "parameters": {"max_new_tokens": 8}}
             )
             _say(f"/generate: {json.loads(reply)['generated_text']!r}")
-            _check_drain(service, port)
+            _check_drain(service, port, signal.Signals[config.get("StopSignal", "SIGTERM")])
 
 
 def prepare(volume: Path, user: str) -> None:
@@ -172,8 +173,8 @@ def _check_writes(pid: int, root: str, user: str) -> None:
     _say("writes to /cache and /tmp, and to nothing else")
 
 
-def _check_drain(service: subprocess.Popen[bytes], port: int) -> None:
-    """Stop the service under streams, all of which must end as if nothing had happened."""
+def _check_drain(service: subprocess.Popen[bytes], port: int, stop: signal.Signals) -> None:
+    """Stop the service by the image's signal under streams, all of which must end as if nothing had happened."""
     ended: list[str] = []
     begun = threading.Barrier(STREAMS + 1)
 
@@ -196,7 +197,7 @@ def _check_drain(service: subprocess.Popen[bytes], port: int) -> None:
         thread.start()
     begun.wait(timeout=_READY_SECONDS)
     start = time.monotonic()
-    os.kill(_inside(service.pid), signal.SIGTERM)
+    os.kill(_inside(service.pid), stop)
     for thread in threads:
         thread.join(timeout=_STOP_SECONDS)
     status = service.wait(timeout=_STOP_SECONDS)

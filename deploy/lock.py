@@ -111,10 +111,10 @@ def _uv(arguments: Iterable[str]) -> None:
 
 def _compiler() -> str:
     """Return the requirement of the compiler, which is a build hook's and cannot be imported without hatchling."""
-    text = (ROOT / "deploy/build_native.py").read_text()
+    text = (ROOT / "deploy/build_hook.py").read_text()
     found = re.search(r'^COMPILER = "(.+)"$', text, re.MULTILINE)
     if found is None:
-        raise LockError("deploy/build_native.py has no COMPILER")
+        raise LockError("deploy/build_hook.py has no COMPILER")
     return found[1]
 
 

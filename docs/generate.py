@@ -11,6 +11,7 @@ from typing import Any
 
 from docs.attention_table import attention_table
 from docs.parameter_table import parameter_tables
+from docs.training_attention import memory_plot, newest_result, speed_plot, training_table
 from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
@@ -173,6 +174,18 @@ def http_page() -> str:
     return text
 
 
+def flash_attention_page() -> str:
+    """Return docs/flash-attention.md with its table up to date."""
+    text = (ROOT / "docs" / "flash-attention.md").read_text()
+    return fill(text, "training-table", training_table(newest_result()))
+
+
+def plots() -> dict[str, str]:
+    """Return the plots of docs/flash-attention.md by the names of their files in docs/."""
+    result = newest_result()
+    return {"attention-speed.svg": speed_plot(result), "attention-memory.svg": memory_plot(result)}
+
+
 def main() -> None:
     """Write all generated parts into the documents."""
     (ROOT / "docs" / "settings.md").write_text(settings_page())
@@ -180,6 +193,9 @@ def main() -> None:
     (ROOT / "docs" / "http.md").write_text(http_page())
     (ROOT / "docs" / "benchmarks.md").write_text(benchmarks_page())
     (ROOT / "README.md").write_text(readme())
+    (ROOT / "docs" / "flash-attention.md").write_text(flash_attention_page())
+    for name, plot in plots().items():
+        (ROOT / "docs" / name).write_text(plot)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from kernels.attention.functional import (
     prefill_attention,
     write_kv,
 )
+from kernels.attention.memory_efficient import memory_efficient_attention
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.ring import ring_attention
@@ -37,6 +38,7 @@ __all__ = [
     "decode_attention",
     "detect",
     "flash_attention",
+    "memory_efficient_attention",
     "plan_attention",
     "prefill_attention",
     "ring_attention",

@@ -116,7 +116,7 @@ def _prepare(
     check_tracing(settings)
     model_path, model = find_model(settings)
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
-    limits = http_config(settings, model, api_keys(settings), hosts)
+    limits = http_config(settings, model_path, model, api_keys(settings), hosts)
     folder = tokenizer_path(settings, model_path)
     tokenizer = Tokenizer.from_folder(folder)
     chat_template = load_chat_template(folder, tokenizer, limits)

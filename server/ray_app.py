@@ -1,9 +1,9 @@
 """Tessera on Ray Serve: replicas of the service behind Ray's proxy, on many machines.
 
-    python -m server.ray_main model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
+    python -m tessera.server.ray_main model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
 
-starts it on one machine; on a cluster, a configuration file names `server.ray_app:build` (docs/operations.md). Each
-replica is one engine process and the ASGI application in Ray's replica process. Needs the extra `ray`.
+starts it on one machine; on a cluster, a configuration file names `tessera.server.ray_app:build` (docs/operations.md).
+Each replica is one engine process and the ASGI application in Ray's replica process. Needs the extra `ray`.
 """
 
 from __future__ import annotations

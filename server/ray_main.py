@@ -1,6 +1,6 @@
 """Starts Ray Serve on this machine with the service, and ends it without breaking streams.
 
-    python -m server.ray_main model=bundled device=cpu min_replicas=2
+    python -m tessera.server.ray_main model=bundled device=cpu min_replicas=2
 
 The arguments are those of `server.ray_app.build`; `host` and `port` are the proxy's. At SIGTERM or SIGINT all replicas
 drain as `tessera serve` does (`drain_delay`, `drain_timeout`), and the status is 0. `serve run` breaks streams: it ends

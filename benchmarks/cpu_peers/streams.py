@@ -28,7 +28,7 @@ def tessera_body(prompt: list[int], tokens: int) -> dict[str, Any]:
     """Return a request to Tessera's /v1/completions."""
     return {
         "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
+        "repetition_penalty": 1, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
 
 

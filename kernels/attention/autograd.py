@@ -51,6 +51,8 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    deterministic: bool = ...,
+    unmeasured: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -73,6 +75,8 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    deterministic: bool = ...,
+    unmeasured: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -94,9 +98,11 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    deterministic: bool = True,
+    unmeasured: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of whole sequences, differentiably and with the same bits in every run.
+    """Compute attention of whole sequences, differentiably and, by default, with the same bits in every run.
 
     Dimensions: B sequences, S tokens of each, T tokens of all, H query heads, K key-value heads, D head dim.
 
@@ -108,7 +114,8 @@ def flash_attention(
         sliding_window: keys that a query sees at most, its own included; None for all. Only with `causal`.
         causal: whether query i of m sees no key after key n - m + i of n.
         softcap: c in c * tanh(score / c); None for none.
-        alibi_slopes: [H] float32; slope * |n - m + i - j| is subtracted from the score of query i and key j.
+        alibi_slopes: [H] or [B, H] float32; slope * |n - m + i - j| is subtracted from the score of query i and key j.
+            They get no gradient.
         block_mask: tiles that queries see; the other rules still apply. None for all.
         dropout_p: probability with which a weight is dropped, less than 1.
         dropout_seed: from 0 on; the same seed drops the same weights, on every device.
@@ -116,18 +123,23 @@ def flash_attention(
         cu_seqlens_k: the same for keys; None if they are those of the queries.
         max_seqlen_q: at least the longest sequence's queries; None reads it from `cu_seqlens_q`, which waits for a GPU.
         max_seqlen_k: the same for keys.
+        deterministic: whether the gradient of q must have the same bits in every run; if not, a faster kernel may add
+            it up in any order.
+        unmeasured: whether kernels may be chosen that have only been compiled, because no such GPU was at hand.
         return_lse: whether to return the log-sum-exps too; they are differentiable.
 
     Returns:
-        A tensor like `q`. Rows that see nothing are 0. With `return_lse` also [B, S, H] or [T, H] float32 (float64 for
-        float64), the natural logarithm of the sum of exponentials of a row's scores, -inf for rows that see nothing.
+        A tensor like `q`, inside `torch.autocast` in its dtype. Rows that see nothing are 0. With `return_lse` also
+        [B, S, H] or [T, H] float32 (float64 for float64), the natural logarithm of the sum of exponentials of a row's
+        scores, -inf for rows that see nothing.
 
     Raises:
         ShapeError: shapes, dtypes or arguments do not fit each other.
         NoKernelError: no row of `kernels.attention.training` supports it.
     """
+    q, k, v = in_autocast_dtype(q, k, v)
     _check_tensors(q, k, v, packed=cu_seqlens_q is not None)
-    _check_numbers(q, causal, sliding_window, softcap, alibi_slopes, dropout_p, dropout_seed)
+    _check_numbers(causal, sliding_window, softcap, dropout_p, dropout_seed)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     extras = (softcap, alibi_slopes, block_mask, cu_seqlens_q)
     is_plain = causal and not return_lse and not dropout_p and all(it is None for it in extras)
@@ -136,14 +148,16 @@ def flash_attention(
     if cu_seqlens_q is None:
         (count, length_q), length_k = q.shape[:2], k.shape[1]
         steps = torch.arange(count + 1, dtype=torch.int32, device=q.device)
-        batch = TrainingBatch(steps * length_q, steps * length_k, alibi_slopes)
+        batch = TrainingBatch(steps * length_q, steps * length_k)
     else:
         keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         _check_starts(cu_seqlens_q, keys, q, k)
-        batch = TrainingBatch(cu_seqlens_q, keys, alibi_slopes)
+        batch = TrainingBatch(cu_seqlens_q, keys)
         length_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
         given = max_seqlen_q if keys is cu_seqlens_q and max_seqlen_k is None else max_seqlen_k
         length_k = _longest(keys) if given is None else given
+    if alibi_slopes is not None:
+        batch = batch._replace(alibi_slopes=_slopes(alibi_slopes, q, len(batch.cu_seqlens_q) - 1))
     if block_mask is not None:
         _check_mask(block_mask, length_q, length_k)
         batch = batch._replace(mask=block_mask.arrays)
@@ -157,6 +171,8 @@ def flash_attention(
         max_seqlen_q=length_q,
         max_seqlen_k=length_k,
         mask_tile=(block_mask.block_q, block_mask.block_k) if block_mask else (0, 0),
+        deterministic=deterministic,
+        unmeasured=unmeasured,
     )
     rows = [it if cu_seqlens_q is not None else it.flatten(0, 1) for it in (q, k, v)]
     out, lse = torch.ops.tessera.flash_attention(*rows, batch.encode(), *problem.encode())
@@ -173,7 +189,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, batch: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel, sequences, problem = _select(q, k, batch, ints, floats)
-    return kernel.forward(_rows(q), _rows(k), _rows(v), sequences, problem)
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # it would change the products of the row in PyTorch
+        return kernel.forward(_rows(q), _rows(k), _rows(v), sequences, problem)
 
 
 @_forward.register_fake
@@ -198,12 +217,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     kernel, sequences, problem = _select(q, k, batch, ints, floats)
-    return kernel.backward(
-        (_rows(grads[0]), grads[1].contiguous()),
-        (_rows(q), _rows(k), _rows(v), out, lse),
-        sequences,
-        problem,
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        return kernel.backward(
+            (_rows(grads[0]), grads[1].contiguous()),
+            (_rows(q), _rows(k), _rows(v), out, lse),
+            sequences,
+            problem,
+        )
 
 
 @_backward.register_fake
@@ -233,6 +253,16 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None,
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in the dtype of `torch.autocast`, in which PyTorch computes attention; unchanged outside of it."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    narrow = (torch.float32, torch.bfloat16, torch.float16)
+    return tuple(it.to(dtype) if it.dtype in narrow else it for it in tensors)
 
 
 def _select(
@@ -273,20 +303,19 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
         or not k.shape[-2]
         or q.shape[-2] % k.shape[-2]
         or len({q.dtype, k.dtype, v.dtype}) > 1
+        or len({q.device, k.device, v.device}) > 1
     ):
         form = "[T, H, D], k and v [T, K, D]" if packed else "[B, S, H, D], k and v [B, S, K, D]"
         raise ShapeError(
             f"q is {describe(q)}, k is {describe(k)}, v is {describe(v)}; expected "
-            f"q {form}, H a multiple of K, all of one dtype"
+            f"q {form}, H a multiple of K, all of one dtype and on one device"
         )
 
 
 def _check_numbers(
-    q: Tensor,
     causal: bool,
     sliding_window: int | None,
     softcap: float | None,
-    alibi_slopes: Tensor | None,
     dropout_p: float,
     dropout_seed: int,
 ) -> None:
@@ -298,12 +327,18 @@ def _check_numbers(
         raise ShapeError(f"dropout_p is {dropout_p}; expected 0 or more, less than 1")
     if not 0 <= dropout_seed <= _LARGEST_SEED:
         raise ShapeError(f"dropout_seed is {dropout_seed}; expected 0 to {_LARGEST_SEED}")
-    if alibi_slopes is not None and (
-        alibi_slopes.shape != (q.shape[-2],) or alibi_slopes.dtype is not torch.float32
-    ):
+
+
+def _slopes(slopes: Tensor, q: Tensor, num_seqs: int) -> Tensor:
+    """Return slopes of every sequence, [B, H]."""
+    heads = q.shape[-2]
+    fits = slopes.shape in ((heads,), (num_seqs, heads))
+    if not fits or slopes.dtype is not torch.float32 or slopes.device != q.device:
         raise ShapeError(
-            f"alibi_slopes is {describe(alibi_slopes)}; expected float32 [{q.shape[-2]}]"
+            f"alibi_slopes is {describe(slopes)} on {slopes.device}; expected float32 [{heads}] or "
+            f"[{num_seqs}, {heads}] on {q.device}"
         )
+    return slopes.expand(num_seqs, heads).contiguous()
 
 
 def _check_starts(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor) -> None:

@@ -1,26 +1,47 @@
 """Attention of this package for models of `transformers`, in training and generation.
 
-    from kernels.attention import huggingface
+    from tessera.kernels.attention import huggingface
     huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tessera")
 
 Padded batches are packed before attention and unpacked after it, so that padding costs nothing; sequences that are
-packed already (`position_ids` that start again, or `cu_seq_lens_q`) stay so. Key-value heads are not repeated.
+packed already (`position_ids` that start again, or `cu_seq_lens_q`) stay so. Key-value heads are not repeated. Of a
+static cache only the keys that exist are read.
 """
 
 from __future__ import annotations
 
+import inspect
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from kernels.attention.autograd import flash_attention
+from kernels.attention.drop_in import dropout_seed, in_one_head_dim
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAME: Final = "tessera"
+_WITH_EFFECT: Final = (
+    "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "output_attentions",
+)  # fmt: skip
+"""Arguments of layers that would change the result."""
+_PACKED: Final = "packed_sequence_mask_function.<locals>.inner_mask"
+_PARTS: Final = frozenset(
+    {
+        "causal_mask_function",
+        "bidirectional_mask_function",
+        "and_masks.<locals>.and_mask",
+        "sliding_window_overlay.<locals>.inner_mask",
+        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+        _PACKED,
+        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+    }
+)
+"""Mask functions of `transformers` whose meaning `attention` is told by its arguments."""
 
 
 def register() -> None:
@@ -36,20 +57,55 @@ def register() -> None:
 
 
 def padding_mask(
-    kv_length: int, attention_mask: Tensor | None = None, **_others: object
+    batch_size: int,
+    kv_length: int,
+    q_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: FunctionType | None = None,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    device: torch.device | str | None = None,
+    **_others: object,
 ) -> Tensor | None:
     """Return the mask that `attention` takes; see `transformers.AttentionMaskInterface`.
 
     Args:
+        batch_size: B.
         kv_length: keys of this layer, of which a layer with a sliding window may have fewer than others.
+        q_length: queries.
+        q_offset: position of the first query; reading a tensor waits for a GPU.
+        kv_offset: position of the first key of this layer.
+        mask_function: what `transformers` makes of a causal or full mask, with a window and packed sequences, which
+            `attention` is told by other means.
         attention_mask: [B, n], true for tokens that are not padding; None if none is.
+        cache_position: positions of the queries, in place of `q_length` and `q_offset`, as version 5.0 gives them.
+        device: of a new mask.
 
     Returns:
-        [B, kv_length] bool, or None if there is no padding.
+        [B, n] bool for the first n keys, after which a static cache has none yet; or [B, n] integers, the sequence of
+        each token, if several are packed into a row; or None if all keys are there and none is padding.
+
+    Raises:
+        ShapeError: `mask_function` is another one, such as of chunks or of blocks that see themselves whole.
     """
+    parts = _parts(mask_function) if mask_function is not None else {"causal_mask_function": None}
+    if unknown := parts.keys() - _PARTS:
+        raise ShapeError(
+            f"a mask with {', '.join(sorted(unknown))} is not supported; use another attn_implementation"
+        )
+    if packed := parts.get(_PACKED):
+        sequences: Tensor = inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
+        return sequences
+    length = kv_length
+    if "causal_mask_function" in parts:
+        last = int(q_offset) + q_length if cache_position is None else int(cache_position[-1]) + 1
+        length = min(kv_length, last - kv_offset)
     if attention_mask is None:
-        return None
-    mask = attention_mask[:, -kv_length:].bool()
+        if length == kv_length:
+            return None
+        return torch.ones(batch_size, length, dtype=torch.bool, device=device)
+    mask = attention_mask[:, kv_offset : kv_offset + length].bool()
     return None if mask.shape[1] == kv_length and bool(mask.all()) else mask
 
 
@@ -72,45 +128,67 @@ def attention(
         module: the layer; its `is_causal` is the default.
         query: [B, H, S, D].
         key: [B, K, S_k, D].
-        value: [B, K, S_k, D].
-        attention_mask: [B, S_k] bool, true for tokens that are not padding; None for no padding.
+        value: [B, K, S_k, D_v].
+        attention_mask: what `padding_mask` returned.
         dropout: probability with which a weight is dropped.
         scaling: factor on the scores; None for 1 / sqrt(D).
         sliding_window: keys that a query sees at most; None for all.
         softcap: c in c * tanh(score / c); None for none.
         is_causal: whether a query sees only keys up to its own.
         others: `position_ids`, and `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` of packed
-            sequences; the rest has no effect.
+            sequences; those of `_WITH_EFFECT` must be absent, and the rest has no effect.
 
     Returns:
-        [B, S, H, D], and None in place of the weights.
+        [B, S, H, D_v], and None in place of the weights.
 
     Raises:
-        ShapeError: a layer has attention sinks, or a mask of another form.
+        ShapeError: a layer has attention sinks, position biases, a window without a causal mask or a mask of another
+            form, or is asked for its weights.
     """
-    if others.get("s_aux") is not None:
-        raise ShapeError(
-            "attention sinks (s_aux) are not supported; use another attn_implementation"
-        )
+    for name in _WITH_EFFECT:
+        given = others.get(name)
+        if given is not None and given is not False:
+            raise ShapeError(f"{name} is not supported; use another attn_implementation")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is not None and attention_mask.ndim == 2:
+        key, value = (it[:, :, : attention_mask.shape[1]] for it in (key, value))
+    if sliding_window is not None and not causal:
+        if key.shape[2] > sliding_window:
+            raise ShapeError(
+                f"a sliding window of {sliding_window} on {key.shape[2]} keys without a causal mask is not supported; "
+                "use another attn_implementation"
+            )
+        sliding_window = None
     options: dict[str, Any] = {
-        "softmax_scale": scaling,
-        "sliding_window": sliding_window if causal else None,
+        "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "sliding_window": sliding_window,
         "causal": causal,
         "softcap": softcap,
         "dropout_p": dropout,
-        "dropout_seed": int(torch.randint(1 << 62, ())) if dropout else 0,
+        "dropout_seed": dropout_seed(dropout),
     }
-    q, k, v = (it.transpose(1, 2) for it in (query, key, value))
+    q, k, v = (it.transpose(1, 2) for it in in_one_head_dim(query, key, value))
     packed = _packed(q, k, attention_mask, others)
     if packed is None:
-        return flash_attention(q, k, v, return_lse=False, **options), None
+        out = flash_attention(q, k, v, return_lse=False, **options)
+        return out[..., : value.shape[-1]], None
     rows = (packed.queries(q), packed.keys(k), packed.keys(v))
     out = flash_attention(*rows, return_lse=False, **(options | packed.arguments))
-    if packed.index_q is None:
-        return out.view(q.shape), None
-    whole = out.new_zeros(q.shape[0] * q.shape[1], *q.shape[2:])
-    return whole.index_copy(0, packed.index_q, out).view(q.shape), None
+    if packed.index_q is not None:
+        whole = out.new_zeros(q.shape[0] * q.shape[1], *q.shape[2:])
+        out = whole.index_copy(0, packed.index_q, out)
+    return out.view(q.shape)[..., : value.shape[-1]], None
+
+
+def _parts(function: FunctionType) -> dict[str, FunctionType | None]:
+    """Return a mask function of `transformers` and those that it combines, by their names."""
+    found: dict[str, FunctionType | None] = {function.__qualname__: function}
+    for cell in function.__closure__ or ():
+        content = cell.cell_contents
+        for it in content if isinstance(content, tuple) else (content,):
+            if isinstance(it, FunctionType):
+                found |= _parts(it)
+    return found
 
 
 class _Packed(NamedTuple):
@@ -148,9 +226,10 @@ def _packed(q: Tensor, k: Tensor, mask: Tensor | None, others: dict[str, Any]) -
         return _by_position(q, k, others.get("position_ids"))
     if mask.shape != (k.shape[0], k.shape[1]):
         raise ShapeError(
-            f"the mask is {list(mask.shape)}; expected [B, S_k] = {list(k.shape[:2])}; "
-            "a static cache is not supported"
+            f"the mask is {list(mask.shape)}; expected [B, S_k] = {list(k.shape[:2])} of tokens that are not padding"
         )
+    if mask.dtype is not torch.bool:
+        return _at(mask.diff(dim=1) != 0)
     mask_q = mask[:, -q.shape[1] :]
     starts_q, starts_k = (_cumulated(it.sum(1)) for it in (mask_q, mask))
     index_q, index_k = (it.flatten().nonzero()[:, 0] for it in (mask_q, mask))
@@ -159,16 +238,24 @@ def _packed(q: Tensor, k: Tensor, mask: Tensor | None, others: dict[str, Any]) -
 
 
 def _by_position(q: Tensor, k: Tensor, position_ids: Tensor | None) -> _Packed | None:
-    """Return the packing of a row of several sequences, whose positions start again at 0."""
-    if position_ids is None or q.shape[0] > 1 or q.shape[1] != k.shape[1] or q.shape[1] == 1:
+    """Return the packing of rows of several sequences, at whose first tokens the positions do not go on."""
+    batch, length = q.shape[:2]
+    if position_ids is None or position_ids.ndim != 2 or length == 1 or length != k.shape[1]:
         return None
-    positions = position_ids.reshape(-1)
-    if len(positions) != q.shape[1]:
+    if position_ids.shape not in ((batch, length), (1, length)):
         return None
-    firsts = (positions == 0).nonzero()[:, 0]
-    if len(firsts) <= 1:
-        return None
-    ends = torch.cat([firsts, firsts.new_tensor([len(positions)])]).to(torch.int32)
+    begins = position_ids.diff(dim=1) != 1
+    return _at(begins.expand(batch, -1)) if bool(begins.any()) else None
+
+
+def _at(begins: Tensor) -> _Packed:
+    """Return the packing of rows in which sequences begin.
+
+    Args:
+        begins: [B, S - 1] bool, whether one begins at each token but the first of a row, where one always does.
+    """
+    firsts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero()[:, 0]
+    ends = torch.cat([firsts, firsts.new_tensor([begins.shape[0] * (begins.shape[1] + 1)])])
     return _starts(ends, ends, None, None)
 
 

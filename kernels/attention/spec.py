@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _MOST_PARTS: Final = 8
 
 
+NEVER_RUN: Final = "never run, and unmeasured kernels are not allowed"
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedCache:
     """The quantized caches that a kernel reads.
@@ -173,10 +176,7 @@ class KernelSpec:
             (problem.lse and not self.lse, "no log-sum-exp"),
             (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
             (self.quantized_only and problem.kv_dtype is None, "reads quantized caches only"),
-            (
-                self.unmeasured and not problem.unmeasured,
-                "never run, and unmeasured kernels are not allowed",
-            ),
+            (self.unmeasured and not problem.unmeasured, NEVER_RUN),
         )
         reasons = tuple(reason for applies, reason in tests if applies)
         if problem.kv_dtype is None:

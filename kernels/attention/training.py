@@ -12,6 +12,7 @@ import torch
 from kernels.arch import HOPPER, TENSOR_CORES
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import HOPPER_PREFILL
+from kernels.attention.spec import NEVER_RUN
 from kernels.errors import NoKernelError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _NO_TENSOR_CORES: Final = "Triton's dot uses tensor cores from sm_80 on"
 _LARGEST_HEAD_DIM: Final = 256
-_A_MILLISECOND: Final = 4e11
+A_MILLISECOND: Final = 4e11
 """Operations of a forward that take Hopper's prefill kernel a millisecond; planning it takes the host about as long."""
 
 
@@ -44,6 +45,8 @@ class TrainingProblem:
         max_seqlen_q: tokens of the longest sequence of queries.
         max_seqlen_k: tokens of the longest sequence of keys.
         mask_tile: queries and keys of a tile of the block mask; (0, 0) without one.
+        deterministic: whether every run must have the same bits.
+        unmeasured: whether rows that no GPU has ever run may be chosen (`TrainingSpec.unmeasured`).
     """
 
     softmax_scale: float
@@ -55,6 +58,8 @@ class TrainingProblem:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     mask_tile: tuple[int, int] = (0, 0)
+    deterministic: bool = True
+    unmeasured: bool = False
 
     def as_prefill(self, q: Tensor, k: Tensor) -> AttentionProblem:
         """Return the forward without dropout, ALiBi and block mask as a problem of `kernels.plan_attention`.
@@ -98,13 +103,15 @@ class TrainingProblem:
             self.max_seqlen_q,
             self.max_seqlen_k,
             *self.mask_tile,
+            int(self.deterministic),
+            int(self.unmeasured),
         ]
         return ints, [self.softmax_scale, softcap, self.dropout_p]
 
     @classmethod
     def decode(cls, ints: Sequence[int], floats: Sequence[float]) -> TrainingProblem:
         """Return the problem that `encode` was called on."""
-        causal, window, seed, max_q, max_k, tile_q, tile_k = ints
+        causal, window, seed, max_q, max_k, tile_q, tile_k, deterministic, unmeasured = ints
         scale, softcap, dropout_p = floats
         return cls(
             softmax_scale=scale,
@@ -116,6 +123,8 @@ class TrainingProblem:
             max_seqlen_q=max_q,
             max_seqlen_k=max_k,
             mask_tile=(tile_q, tile_k),
+            deterministic=bool(deterministic),
+            unmeasured=bool(unmeasured),
         )
 
 
@@ -125,7 +134,7 @@ class TrainingBatch(NamedTuple):
     Attributes:
         cu_seqlens_q: [B + 1] int32, first query of each sequence, and T.
         cu_seqlens_k: [B + 1] int32, the same for keys.
-        alibi_slopes: [H] float32, slopes of the distance that is subtracted from the scores; None for none.
+        alibi_slopes: [B, H] float32, contiguous; slopes of the distance that is subtracted from scores, or None.
         mask: the arrays of a `BlockMask`; None for none.
     """
 
@@ -205,6 +214,10 @@ class TrainingSpec:
         arch_note: why other GPUs are unsupported.
         prefill: the row of `kernels.attention.registry` that computes its forward; None for a kernel of its own.
         fewest_operations: of a forward.
+        head_dims: the supported ones; None for all up to `largest_head_dim`.
+        softcap: whether scores can have one.
+        deterministic: whether every run has the same bits.
+        unmeasured: whether no GPU has ever run it; it then supports only problems that allow that.
     """
 
     name: str
@@ -217,6 +230,10 @@ class TrainingSpec:
     arch_note: str = _NO_TENSOR_CORES
     prefill: KernelSpec | None = None
     fewest_operations: float = 0.0
+    head_dims: frozenset[int] | None = None
+    softcap: bool = True
+    deterministic: bool = True
+    unmeasured: bool = False
 
     def unsupported(
         self, q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem, arch: GPUArch
@@ -240,6 +257,14 @@ class TrainingSpec:
             reasons.append(f"no {dtype}")
         if self.largest_head_dim is not None and q.shape[-1] > self.largest_head_dim:
             reasons.append(f"head_dim {q.shape[-1]} is more than {self.largest_head_dim}")
+        if self.head_dims is not None and q.shape[-1] not in self.head_dims:
+            reasons.append(f"head_dim {q.shape[-1]} is none of {sorted(self.head_dims)}")
+        if problem.softcap is not None and not self.softcap:
+            reasons.append("no softcap")
+        if problem.deterministic and not self.deterministic:
+            reasons.append("not deterministic")
+        if self.unmeasured and not problem.unmeasured:
+            reasons.append(NEVER_RUN)
         if any(tile % self.mask_tiles for tile in problem.mask_tile):
             reasons.append(
                 f"block mask tiles {problem.mask_tile} are no multiples of {self.mask_tiles}"
@@ -271,6 +296,18 @@ def _unsupported_by_prefill(
 
 TRAINING_REGISTRY: Final = (
     TrainingSpec(
+        name="hopper_backward",
+        target="kernels.attention.hopper.backward:ONE_PASS",
+        sm=HOPPER,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        arch_note=HOPPER_PREFILL.arch_note,
+        prefill=HOPPER_PREFILL,
+        head_dims=frozenset({64, 128}),
+        softcap=False,
+        deterministic=False,
+        unmeasured=True,
+    ),
+    TrainingSpec(
         name="hopper_forward",
         target="kernels.attention.hopper.training:HOPPER",
         sm=HOPPER,
@@ -278,7 +315,7 @@ TRAINING_REGISTRY: Final = (
         largest_head_dim=_LARGEST_HEAD_DIM,
         arch_note=HOPPER_PREFILL.arch_note,
         prefill=HOPPER_PREFILL,
-        fewest_operations=_A_MILLISECOND,
+        fewest_operations=A_MILLISECOND,
     ),
     TrainingSpec(
         name="portable_backward",

@@ -1,6 +1,6 @@
 """Selects and loads the C library for this processor.
 
-`deploy/build_native.py` compiles `native/step.c` once for each instruction set when the package is installed.
+`deploy/build_hook.py` compiles `native/step.c` once for each instruction set when the package is installed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kernels.sampling.rows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Set
 
     from torch import Tensor
 
@@ -144,8 +144,8 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def sample_tokens(
     logits: Tensor,
-    rows: Sequence[SampleRow],
     table: Tensor,
+    kinds: Set[int],
     masks: Tensor,
     tokens: Tensor,
     checked: Tensor,
@@ -154,8 +154,8 @@ def sample_tokens(
 
     Args:
         logits: [M, V], float32, bfloat16 or float16, contiguous in V. Not changed.
-        rows: at least one; their targets are distinct.
-        table: [R, fields of `SampleRow`] float64 contiguous: `rows` on the device.
+        table: [R, fields of `SampleRow`] float64 contiguous, R >= 1; the targets are distinct.
+        kinds: of the rows.
         masks: [K, ceil(V / 32)] int32 contiguous, K >= 0, which the rows refer to: bit i % 32 of word i // 32 is 1
             where token i may be sampled. A banned logit that is NaN or plus infinity still makes its row fail.
         tokens: [N] int64 contiguous, written at the rows' targets; valid ids whatever the logits.
@@ -164,6 +164,5 @@ def sample_tokens(
     # Imported here because Triton is not installed on every host.
     from kernels.sampling.gpu.sample_tokens import sample_tokens as sample  # noqa: PLC0415
 
-    kinds = {row.kind for row in rows}
     pdl = may_depend(detect(logits.device), logits.device)
     sample(logits, table, masks, kinds, tokens, checked, pdl=pdl)

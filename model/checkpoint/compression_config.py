@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from model.errors import UnsupportedModelError
@@ -17,7 +17,10 @@ _REQUIRED_OF_WEIGHTS: Final = {
     "symmetric": True,
     "strategy": "channel",
 }
-_HARMLESS_OF_GROUP: Final = (((), ("output_activations",)),)
+_HARMLESS_OF_GROUP: Final = (
+    ((), ("output_activations",)),
+    ((_REQUIRED["format"],), ("format",)),
+)
 _HARMLESS: Final = (((), ("kv_cache_scheme",)),)
 
 
@@ -59,18 +62,16 @@ def _require(found: object, required: Mapping[str, object], where: str) -> None:
             )
 
 
-def to_config(targets: Iterable[str]) -> dict[str, Any]:
-    """Return the value of `quantization_config` for matrices that `compress` returned.
-
-    Args:
-        targets: kinds of modules, such as "Linear".
-    """
+def to_config() -> dict[str, Any]:
+    """Return the value of `quantization_config` for layers whose matrices `compress` returned."""
     weights = {**_REQUIRED_OF_WEIGHTS, "dynamic": False, "group_size": None}
+    # Without a format of its own a group of weights alone is taken for packed by compressed-tensors 0.20.
     group = {
-        "targets": list(targets),
+        "format": _REQUIRED["format"],
+        "targets": ["Linear"],
         "weights": weights,
         "input_activations": None,
         "output_activations": None,
     }
-    return {**_REQUIRED, "config_groups": {"group_0": group}, "ignore": [], "kv_cache_scheme": None,
+    return {**_REQUIRED, "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
             "quantization_status": "compressed"}  # fmt: skip

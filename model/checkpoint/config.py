@@ -20,6 +20,8 @@ from model.checkpoint.families import (
     find_architecture,
     layer_windows,
 )
+from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
+from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.checkpoint.network_config import NetworkConfig
 from model.checkpoint.rope_config import RopeConfig
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
@@ -37,7 +39,6 @@ _HARMLESS: Final[Harmless] = (
           "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size", "attention_multiplier",
           "no_rope_layers", "clip_qkv", "dual_chunk_attention_config")),
 )  # fmt: skip
-_MAX_FILE_BYTES: Final = 4 * 2**20
 _TokenId = Annotated[int, Meta(ge=0)]
 _TokenIds = _TokenId | list[_TokenId] | None
 
@@ -90,11 +91,11 @@ class ModelConfig(NetworkConfig):
             raise ModelFolderError(
                 f"{folder} is not a folder; a model is a folder with a config.json"
             )
-        file, generation_file = folder / "config.json", folder / "generation_config.json"
+        file, generation_file = folder / "config.json", folder / GENERATION_CONFIG
         if not file.is_file():
             raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
         config, generation_config = (
-            read_json_object(it, _MAX_FILE_BYTES) if it.is_file() else {}
+            read_json_object(it, MAX_FILE_BYTES) if it.is_file() else {}
             for it in (file, generation_file)
         )
         try:

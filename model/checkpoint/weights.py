@@ -41,6 +41,7 @@ _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
+_IN_LAYER: Final = re.compile(r"\.\d+\.")
 # Old checkpoints store the rotary frequencies or GPT-2's causal mask, which the configuration determines.
 _IMPLIED: Final = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 
@@ -220,7 +221,7 @@ def save_checkpoint(
         model: any dtype, any device.
         path: folder, created if it does not exist; weight files in it are replaced, other files are kept.
         max_shard_bytes: maximum size of a file with more than one tensor.
-        int8: whether to store matrices in 8 bits, see `model.checkpoint.compressed`.
+        int8: whether to store the matrices of the layers in 8 bits, see `model.checkpoint.compressed`.
     """
     assert not model.is_quantized, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
@@ -228,7 +229,7 @@ def save_checkpoint(
         stale.unlink(missing_ok=True)
     dtype = model.embed_tokens.dtype
     config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
-    compression = {"quantization_config": to_config(("Linear", "Embedding"))} if int8 else {}
+    compression = {"quantization_config": to_config()} if int8 else {}
     _write_json(path / "config.json", config.to_dict() | compression)
     ends = list(config.eos_token_ids) or None
     _write_json(
@@ -284,7 +285,8 @@ class _StoredTensors:
     def _is_compressed(self, name: str) -> bool:
         part = self._parts[name]
         assert not (self._int8 and part.transposed), "the format has a scale for each output"
-        return self._int8 and part.values.ndim > 1
+        # `transformers` cannot load compressed embeddings, nor a compressed head that is tied to them.
+        return self._int8 and part.values.ndim > 1 and _IN_LAYER.search(name) is not None
 
 
 def _write_json(file: Path, value: dict[str, object]) -> None:

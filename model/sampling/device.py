@@ -8,9 +8,10 @@ of `model.sampling.host`. This module does not depend on CUDA; the tests also ru
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Sequence, Set
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,8 @@ from kernels.sampling.tokens import (
 from model.device.transfer import Download, HostArray, upload
 from model.sampling.logprobs import RANKING_ID_MASK, ranking_keys
 from model.sampling.mask import WORD_BITS, build_masks
-from model.sampling.noise import gumbel_noise, noise_key
-from model.sampling.parameters import SampledToken, no_token_error
+from model.sampling.noise import gumbel_noise, noise_keys
+from model.sampling.parameters import SampledToken, SamplingParams, no_token_error
 from model.sampling.rows import SamplingRow
 
 # Candidates of a filtered row that PyTorch considers first: sorting a whole vocabulary takes far longer, and top_p and
@@ -44,6 +45,10 @@ NUM_CANDIDATES = 1024
 _ROWS_AT_ONCE = 64
 
 _ENTROPY_SCALE = 2.0**36
+_KEPT_ROWS: Final = 1024
+_GREEDY_ROW: Final = SampleRow(0, 0, 0, GREEDY)
+_SOURCE, _TARGET, _MASK, _KIND = map(SampleRow._fields.index, ("source", "target", "mask", "kind"))
+_NOISE: Final = [SampleRow._fields.index(name) for name in ("noise_low", "noise_high")]
 _BROKEN: Final = -1
 _AGAIN: Final = -2
 
@@ -75,17 +80,17 @@ class DeviceTokens:
         bits, self._mask_of = build_masks(rows, size)
         unchanged, changed, *others = _groups(rows, by_kernel=by_kernel)
         tables = [
-            [kernel_row(rows[i], source, i, self._mask_of[i], size) for source, i in pairs]
-            for pairs in (zip(unchanged, unchanged, strict=True), enumerate(changed))
+            kernel_table([rows[i] for i in group], sources, group, self._mask_of, size)
+            for sources, group in ((unchanged, unchanged), (range(len(changed)), changed))
         ]
-        arrays: list[HostArray] = [bits, *(np.array(table, np.float64) for table in tables)]
+        arrays: list[HostArray] = [bits, *(table.columns for table in tables)]
         self._masks, *uploaded = upload(arrays, device)
         if unchanged:
-            self._sample_by_kernel(logits, tables[0], uploaded[0])
+            self._sample_by_kernel(logits, uploaded[0], tables[0].kinds)
         if changed:
             copies = logits[_indices(changed, device)].float()
             adjust_logits(copies, [rows[i] for i in changed])
-            self._sample_by_kernel(copies, tables[1], uploaded[1])
+            self._sample_by_kernel(copies, uploaded[1], tables[1].kinds)
         for group in others:
             self._sample_by_torch(group, NUM_CANDIDATES)
         # The last group holds the filtered rows that PyTorch samples, which may have to be sampled again.
@@ -111,8 +116,8 @@ class DeviceTokens:
                 tokens[i] = _with_logprobs(tokens[i], self._rows[i], values)
         return tokens
 
-    def _sample_by_kernel(self, logits: Tensor, rows: list[SampleRow], table: Tensor) -> None:
-        sample_tokens(logits, rows, table, self._masks, self.tokens, self._checked)
+    def _sample_by_kernel(self, logits: Tensor, table: Tensor, kinds: Set[int]) -> None:
+        sample_tokens(logits, table, kinds, self._masks, self.tokens, self._checked)
 
     def _sample_by_torch(self, group: list[int], num_candidates: int) -> None:
         """Sample the rows of one of PyTorch's groups, `_ROWS_AT_ONCE` rows at a time."""
@@ -192,29 +197,72 @@ def _indices(rows: list[int], device: torch.device) -> Tensor:
     return upload([np.array(rows, np.int64)], device)[0]
 
 
-def kernel_row(row: SamplingRow, source: int, target: int, mask: int, size: int) -> SampleRow:
-    """Return one row of the sampling kernels' table.
+class KernelTable(NamedTuple):
+    """The table of the sampling kernels.
+
+    Attributes:
+        columns: [R, fields of `SampleRow`] float64.
+        kinds: of the rows.
+    """
+
+    columns: npt.NDArray[np.float64]
+    kinds: Set[int]
+
+
+def kernel_table(
+    rows: Sequence[SamplingRow],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    mask_of: Sequence[int],
+    size: int,
+) -> KernelTable:
+    """Return the rows of the sampling kernels' table.
 
     Args:
-        row: how to sample.
-        source: row of the logits.
-        target: row of the output.
-        mask: row of the token masks; -1 for none.
+        rows: how to sample R rows.
+        sources: their rows of the logits.
+        targets: their rows of the output.
+        mask_of: index in the token masks of each row of the output; -1 for none.
         size: logits of a row.
     """
-    parameters = row.parameters
+    if not rows:
+        return KernelTable(np.empty((0, len(SampleRow._fields))), frozenset())
+    fixed = [_fixed_columns(row.parameters, size) for row in rows]
+    # Equal parameters have the same object, and few requests have parameters of their own.
+    distinct = {id(it): it for it in fixed}
+    numbers = {identity: number for number, identity in enumerate(distinct)}
+    columns = np.array(list(distinct.values()), np.float64)[[numbers[id(it)] for it in fixed]]
+    columns[:, _SOURCE], columns[:, _TARGET] = sources, targets
+    columns[:, _MASK] = [mask_of[target] for target in targets]
+    kinds = {it.kind for it in distinct.values()}
+    if kinds != {GREEDY}:
+        keys = noise_keys([row.parameters.seed for row in rows], [row.position for row in rows])
+        columns[:, _NOISE] = np.where(columns[:, _KIND] == GREEDY, 0, keys).T
+    return KernelTable(columns, kinds)
+
+
+def _fixed_columns(parameters: SamplingParams, size: int) -> SampleRow:
+    """Return the columns of a row that follow from its parameters; the others are 0."""
     if parameters.temperature == 0.0:
-        return SampleRow(source, target, mask, GREEDY)
-    key = noise_key(parameters.seed, row.position)
+        return _GREEDY_ROW
     scale = parameters.inverse_temperature
     if not parameters.is_filtered:
-        return SampleRow(source, target, mask, UNFILTERED, *key, scale)
+        return _unfiltered_row(scale)
     top_k = parameters.top_k if parameters.top_k < size else 0
-    bounds = candidate_bounds(size, top_k, parameters.top_p)
-    return SampleRow(
-        source, target, mask, FILTERED, *key, scale,
-        top_k, parameters.top_p, parameters.min_p_distance, *bounds,
-    )  # fmt: skip
+    return _filtered_row(size, scale, top_k, parameters.top_p, parameters.min_p_distance)
+
+
+@functools.lru_cache(_KEPT_ROWS)
+def _unfiltered_row(scale: float) -> SampleRow:
+    return SampleRow(0, 0, 0, UNFILTERED, inverse_temperature=scale)
+
+
+@functools.lru_cache(_KEPT_ROWS)
+def _filtered_row(
+    size: int, scale: float, top_k: int, top_p: float, min_p_distance: float
+) -> SampleRow:
+    bounds = candidate_bounds(size, top_k, top_p)
+    return SampleRow(0, 0, 0, FILTERED, 0, 0, scale, top_k, top_p, min_p_distance, *bounds)
 
 
 def _with_logprobs(token: SampledToken, row: SamplingRow, values: list[float]) -> SampledToken:
@@ -355,9 +403,11 @@ def sample_rows(
 
 def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ...]:
     """Return the parameters that `sample_rows` needs, each [R, 1] float64, in one transfer."""
+    keys = noise_keys([row.parameters.seed for row in rows], [row.position for row in rows])
     table = [
         (
-            *noise_key(row.parameters.seed, row.position),
+            low,
+            high,
             min(row.parameters.top_k, logits.shape[1]),
             # A mass of 1 never cuts: rounding the integer total to a float must not drop a token.
             row.parameters.top_p if row.parameters.top_p < 1.0 else 2.0,
@@ -365,7 +415,7 @@ def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ..
             row.parameters.typical_p if row.parameters.typical_p < 1.0 else 2.0,
             row.parameters.inverse_temperature,
         )
-        for row in rows
+        for row, low, high in zip(rows, *keys.tolist(), strict=True)
     ]
     return upload([np.array(table, np.float64)], logits.device)[0][:, :, None].unbind(1)
 

@@ -47,7 +47,7 @@ def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
     of_rows: list[int] = []
     grammars: list[tuple[int, tuple[int, ...]]] = []
     for i, row in enumerate(rows):
-        banned = row.banned_ids()
+        banned = row.banned_ids() if row.parameters.bans_tokens else ()
         if row.allowed is not None:
             grammars.append((i, banned))
             of_rows.append(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from kernels.sampling.noise import FIRST_FACTOR, ID_STEP, LARGEST_FRACTION, SECO
 _MASK32 = (1 << 32) - 1
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FIRST_MIX, _SECOND_MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN_WORD, _ONE = np.uint64(_GOLDEN), np.uint64(1)
 # More than the sum of a logarithm and a distance can be rounded by, where the sum is that of a token that can win.
 _MARGIN = 1e-4
 _LOG_SCALE = 32 * math.log(2.0)
@@ -43,9 +46,28 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
     return key & _MASK32, key >> 32
 
 
+def noise_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """Return `noise_key` of several tokens: [2, R], the low halves and the high ones.
+
+    Args:
+        seeds: R seeds.
+        positions: R positions.
+    """
+    mixed = _mix_all(np.array([seed & _MASK64 for seed in seeds], np.uint64) + _GOLDEN_WORD)
+    keys = _mix_all(mixed + (np.array(positions, np.uint64) + _ONE) * _GOLDEN_WORD)
+    return np.stack((keys & np.uint64(_MASK32), keys >> np.uint64(32)))
+
+
+def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Apply `_mix` to each value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST_MIX)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND_MIX)
+    return values ^ (values >> np.uint64(31))
+
+
 def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    value = ((value ^ (value >> 30)) * _FIRST_MIX) & _MASK64
+    value = ((value ^ (value >> 27)) * _SECOND_MIX) & _MASK64
     return value ^ (value >> 31)
 
 

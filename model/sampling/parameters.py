@@ -106,6 +106,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.logprobs or self.top_logprobs > 0
 
     @cached_property
+    def bans_tokens(self) -> bool:
+        """Whether `banned_ids` may return an id."""
+        return bool(self.bad_words) or self.min_new_tokens > 0
+
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits."""
         return (

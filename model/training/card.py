@@ -41,7 +41,7 @@ These are {library_files} library files ({library_mb:.1f} MB), {test_files} test
 ({test_mb:.1f} MB) and {fragments:,} fragments cut from the same files: functions, classes, loops and
 file heads, dedented, so that training text also begins where users begin to type. Data tables
 written as Python, codec tables, generated files, `pydoc_data` and third-party packages are excluded.
-
+{repeated}
 The text is under the Python Software Foundation License Version 2, Copyright (c) 2001 Python
 Software Foundation; all rights reserved (https://docs.python.org/3/license.html). The model can
 repeat passages of it: treat long verbatim output as that text, under that licence.
@@ -71,12 +71,11 @@ nor that of xz is counted. Measured with the shipped weights.
 Of {headers} function headers of held-out files (the dedented header alone, no docstring), the greedy
 completion parses as Python for **{parse}**. A completion has at most {max_new_tokens} new tokens and is cut at
 the end of the function, or after the last full line if it reaches that limit. {ended} completions ended
-within the limit, and {ended_and_parse} of these parse; most of the others repeat themselves, often in a
-docstring or a comment.
+within the limit, and **{loops}** end in a loop, often in a docstring or a comment.
+{with_defaults}
+{comparison}{uses}## Completions, verbatim
 
-{uses}## Completions, verbatim
-
-Greedy, at most {sample_tokens} new tokens, each after its prompt.
+{how_sampled}, at most {sample_tokens} new tokens, each after its prompt.
 
 {samples}
 ## Recipe
@@ -85,6 +84,9 @@ Greedy, at most {sample_tokens} new tokens, each after its prompt.
     python -m model.training.train --data build/training-data
     python -m model.training.evaluate --model build/bundled --data build/training-data \\
         --output build/bundled/evaluation.json
+    python -m model.training.card --model build/bundled
+
+`model/training/README.md` says how to run it on a machine that is lent for some minutes at a time.
 
 First a teacher of {teacher_layers} layers, hidden {teacher_hidden}, dropout {teacher_dropout}, is trained for \
 {teacher_steps} steps; then this model for
@@ -97,10 +99,23 @@ This took {seconds} s on one {device} with PyTorch {torch}, including compilatio
 
 The model is for trying a new installation, and for demonstrations, tests and benchmarks of the server. It
 imitates the style of the standard library: its code looks right and often parses, but seldom does what
-the function's name says. Greedy output of a model this small repeats itself, as above; a temperature
-near 0.7 or a repetition penalty of 1.1 to 1.2 reduces repetition but does not remove it. Output often
+the function's name says. Greedy output of a model this small repeats itself, which a
+repetition penalty of 1.3 in the request reduces and does not remove; a temperature near 0.7 helps too. Output often
 resembles a test suite, because two thirds of the training text are tests. It follows simple
 instructions for Python functions in form only; it generates only Python and English comments.
+"""
+
+_COMPARISON = """\
+| compared with the model before | this | before |
+|---|---|---|
+{rows}
+
+"""
+
+_REPEATED = """\
+Runs of lines of one form are shortened. Of the shingles of all files {files:.1%} occur more than once, of those
+of files and fragments {files_and_fragments:.1%}; of the held-out files' {held_out_in_training:.1%} occur in the
+training text.
 """
 
 _TOKENS = """\
@@ -164,7 +179,11 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
         headers=headers["headers"],
         parse=headers["parse"],
         ended=headers["ended"],
-        ended_and_parse=headers["ended_and_parse"],
+        loops=headers["loops"],
+        repeated=_repeated(data),
+        with_defaults=_with_defaults(evaluation),
+        comparison=_comparison(evaluation),
+        how_sampled=_how_sampled(evaluation["sampling_defaults"]),
         max_new_tokens=headers["max_new_tokens"],
         sample_tokens=evaluation["sample_new_tokens"],
         uses=_uses(evaluation, student),
@@ -173,8 +192,8 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
         teacher_layers=teacher["shape"]["num_layers"],
         teacher_hidden=teacher["shape"]["hidden_size"],
         teacher_dropout=teacher["dropout"],
-        teacher_steps=teacher["steps"],
-        student_steps=student["steps"],
+        teacher_steps=_steps(training, teacher),
+        student_steps=_steps(training, student),
         batch_tokens=student["batch_tokens"],
         distill_weight=student["distill_weight"],
         weight_decay=student["weight_decay"],
@@ -194,6 +213,66 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in ("config.json", "evaluation.json", "training.json")
     ]
     (folder / "README.md").write_text(render(*records))
+
+
+def figures_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    """Return the figures in which two models are compared, by their names in the card."""
+    headers = evaluation["headers"]
+    with_defaults = evaluation.get("headers_with_defaults", headers)
+    return {
+        "parameters": evaluation["parameters"],
+        "bits per byte": evaluation["compression"]["bits_per_byte"],
+        f"of {headers['headers']} headers, greedy: parse": headers["parse"],
+        "greedy: end in a loop": headers["loops"],
+        "with the sampling defaults: parse": with_defaults["parse"],
+        "with the sampling defaults: end in a loop": with_defaults["loops"],
+        f"of {evaluation['infilling']['lines']} lines, filled in exactly: PSM": evaluation["infilling"]["exact_psm"],
+        "filled in exactly: SPM": evaluation["infilling"]["exact_spm"],
+        f"of {evaluation['instructions']['instructions']} instructions: a function that parses":
+            evaluation["instructions"]["functions"],
+    }  # fmt: skip
+
+
+def _comparison(evaluation: dict[str, Any]) -> str:
+    before = evaluation.get("previous")
+    if before is None:
+        return ""
+    rows = "\n".join(
+        f"| {name} | {value:,} | {_number(before.get(name))} |"
+        for name, value in figures_of(evaluation).items()
+    )
+    return _COMPARISON.format(rows=rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _with_defaults(evaluation: dict[str, Any]) -> str:
+    penalty = evaluation["sampling_defaults"]["repetition_penalty"]
+    found = evaluation["headers_with_defaults"]
+    return (
+        f"With a repetition penalty of {penalty:g} in the request, **{found['parse']}** parse and "
+        f"**{found['loops']}** end in a loop.\n"
+    )
+
+
+def _how_sampled(defaults: dict[str, Any]) -> str:
+    return f"Greedy, with a repetition penalty of {defaults['repetition_penalty']:g}"
+
+
+def _repeated(data: dict[str, Any]) -> str:
+    """Return a sentence on repeated text, if it was measured."""
+    if "repeated_share" not in data:
+        return ""
+    share = data["repeated_share"]
+    return _REPEATED.format(**share)
+
+
+def _steps(training: dict[str, Any], stage: dict[str, Any]) -> int:
+    """Return the steps of a stage, which the log has if it ended by the clock."""
+    log = training.get("logs", {}).get(stage["name"])
+    return int(log[-1]["step"] if log else stage["steps"])
 
 
 def _uses(evaluation: dict[str, Any], student: dict[str, Any]) -> str:

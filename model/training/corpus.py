@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from model.training.repetition import without_runs
+
 SHINGLE_LINES = 4
 """Consecutive non-blank lines hashed together when two files are compared."""
 NEW_TEXT_SHARE = 0.5
@@ -25,6 +27,8 @@ LEAK_SHARE = 0.2
 """Training text is dropped when more than this share of its shingles occurs in a held-out file."""
 MIN_FRAGMENT_LINES = 3
 MAX_FRAGMENT_LINES = 400
+MAX_HEAD_LINES = 60
+"""A longer class or file head is cut after the last whole statement in this many lines: the rest is in the file."""
 MIN_HELD_OUT_BYTES, MAX_HELD_OUT_BYTES = 1_000, 60_000
 """Limits for held-out files: stubs are excluded, and so are files that would dominate the measurement."""
 
@@ -140,6 +144,7 @@ def build_corpus(folders: Sequence[Path], held_out_share: float, seed: int) -> C
     leak: set[bytes] = set()
     for file in held_out:
         leak.update(shingles(file.text))
+        leak.update(shingles(without_runs(file.text)))
     seen: set[bytes] = set()
     files: list[SourceFile] = []
     fragments: dict[str, bool] = {}
@@ -169,6 +174,18 @@ def shingles(text: str) -> list[bytes]:
     return [hashlib.blake2b(part.encode(), digest_size=8).digest() for part in joined]
 
 
+def repeated_share(texts: Iterable[str]) -> float:
+    """Return the share of shingles, of all texts together, that occur in an earlier text or earlier in their own."""
+    found = [shingle for text in texts for shingle in shingles(text)]
+    return 1 - len(set(found)) / max(1, len(found))
+
+
+def shared_share(texts: Iterable[str], others: Iterable[str]) -> float:
+    """Return the share of the shingles of some texts that occur in others."""
+    known = {shingle for text in others for shingle in shingles(text)}
+    return _share([shingle for text in texts for shingle in shingles(text)], known)
+
+
 def without_licence(text: str) -> str:
     """Return a file's text without its first comment if that states a copyright or a licence."""
     lines = text.splitlines(keepends=True)
@@ -196,10 +213,11 @@ def distinct(pieces: Iterable[str]) -> list[str]:
 
 
 def fragments_of(text: str) -> Iterator[str]:
-    """Yield every definition and every loop or `with` block of a source file, dedented.
+    """Yield every function, loop and `with` block of a source file and the head of every class, dedented.
 
     Also yields the head of the file without its leading comments and docstring: the imports and the text up to the
-    third definition, since users begin with `import`.
+    third definition, since users begin with `import`. A head has `MAX_HEAD_LINES`, or its first statement if that is
+    longer.
     """
     lines = text.splitlines(keepends=True)
     tree = ast.parse(text)
@@ -208,6 +226,8 @@ def fragments_of(text: str) -> Iterator[str]:
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(d.lineno for d in decorators)])
             last = node.end_lineno or node.lineno
+            if isinstance(node, ast.ClassDef):
+                last = _head_end(node.body, first + MAX_HEAD_LINES, last)
             if MIN_FRAGMENT_LINES <= last - first + 1 <= MAX_FRAGMENT_LINES:
                 yield _dedent(lines[first - 1 : last], node.col_offset)
     header = _header(tree, lines)
@@ -221,8 +241,18 @@ def _header(tree: ast.Module, lines: list[str]) -> str:
         return ""
     definitions = [node for node in tree.body if isinstance(node, _FRAGMENTS[:3])]
     last = definitions[:_HEADER_DEFINITIONS][-1].end_lineno if definitions else len(lines)
-    stop = min(last or len(lines), imports[0] + MAX_FRAGMENT_LINES)
+    body = [node for node in tree.body if node.lineno >= imports[0]]
+    stop = _head_end(body, imports[0] + MAX_HEAD_LINES, last or len(lines))
+    stop = min(stop, imports[0] + MAX_FRAGMENT_LINES)
     return "".join(lines[imports[0] - 1 : stop]) if stop - imports[0] >= MIN_FRAGMENT_LINES else ""
+
+
+def _head_end(body: Sequence[ast.stmt], limit: int, last: int) -> int:
+    """Return the last line of a head: of the last statement that ends before a limit, else of the first one."""
+    if last < limit:
+        return last
+    ends = [node.end_lineno or node.lineno for node in body]
+    return min(last, max((end for end in ends if end < limit), default=ends[0]))
 
 
 def _dedent(lines: Iterable[str], indent: int) -> str:
@@ -254,9 +284,10 @@ def _take(
     Returns:
         Why the file is left out; empty if it is not.
     """
-    own = shingles(file.text)
-    if _share(own, leak) > LEAK_SHARE:
+    if _share(shingles(file.text), leak) > LEAK_SHARE:
         return "repeats a held-out file"
+    file = dataclasses.replace(file, text=without_runs(file.text))
+    own = shingles(file.text)
     new = 1 - _share(own, seen)
     if new < NEW_TEXT_SHARE and whole:
         return "repeats an earlier file"

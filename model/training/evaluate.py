@@ -10,15 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.weights import load_model
 from model.network.decoder import DecoderLM
-from model.training.completion import complete_greedily
+from model.sampling.parameters import SamplingParams
+from model.training.card import figures_of
+from model.training.completion import complete_prompts
 from model.training.corpus import SourceFile, fragments_of
 from model.training.infilling import MAX_CHARACTERS, infilling_prompt
 from model.training.instructions import instruction
@@ -34,6 +38,7 @@ from model.training.tokenization import (
 STRIDE = CONTEXT_LENGTH // 2
 NUM_HEADERS = 200
 MAX_NEW_TOKENS = 256
+LONGEST_PERIOD = 80
 SAMPLE_NEW_TOKENS = 96
 NUM_LINES = 200
 MAX_LINE_TOKENS = 48
@@ -54,21 +59,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=Path("model/bundled"))
     parser.add_argument("--data", type=Path, default=Path("build/training-data"))
     parser.add_argument("--output", type=Path, default=Path("model/bundled/evaluation.json"))
+    parser.add_argument(
+        "--previous",
+        type=Path,
+        help="evaluation.json of the model before, for the card's comparison",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     config = ModelConfig.from_folder(options.model)
     model = load_model(options.model, config, torch.float32, options.device, pack=False)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     files = read_held_out(options.data)
+    defaults = read_sampling_defaults(options.model)
     report = {
         "parameters": model.config.num_parameters,
         "compression": compression(model, tokenizer, files),
-        "headers": header_completions(model, tokenizer, files),
+        "headers": header_completions(model, tokenizer, files, greedy(MAX_NEW_TOKENS)),
+        "sampling_defaults": msgspec.to_builtins(defaults),
+        "headers_with_defaults": header_completions(
+            model,
+            tokenizer,
+            files,
+            greedy(MAX_NEW_TOKENS, repetition_penalty=defaults.repetition_penalty),
+        ),
         **special_figures(model, tokenizer, files),
         "sample_new_tokens": SAMPLE_NEW_TOKENS,
-        "samples": samples(model, tokenizer),
+        "samples": samples(model, tokenizer, defaults.repetition_penalty),
         "data": json.loads((options.data / "manifest.json").read_text()),
     }
+    if options.previous:
+        report["previous"] = figures_of(json.loads(options.previous.read_text()))
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps({key: report[key] for key in ("parameters", "compression", "headers")}))
 
@@ -136,34 +156,46 @@ def scoring_windows(ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
         scored = first + len(window) - 1
 
 
+def greedy(max_new_tokens: int, repetition_penalty: float = 1.0) -> SamplingParams:
+    """Return the parameters of a greedy completion."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=0.0, repetition_penalty=repetition_penalty
+    )
+
+
 def header_completions(
-    model: DecoderLM, tokenizer: Tokenizer, files: Sequence[SourceFile]
+    model: DecoderLM, tokenizer: Tokenizer, files: Sequence[SourceFile], sampling: SamplingParams
 ) -> dict[str, Any]:
-    """Complete held-out function headers greedily and count those that parse as Python.
+    """Complete held-out function headers; count those that parse as Python and those that end in a loop.
 
     The prompt is the header alone, dedented. A completion is cut where the function ends; one that
-    reaches `MAX_NEW_TOKENS` first is cut after its last full line.
+    reaches the limit of tokens first is cut after its last full line.
     """
+    limit = sampling.max_new_tokens
     headers = function_headers(files)
     order = np.random.default_rng(0).permutation(len(headers))[:NUM_HEADERS]
     prompts = [headers[index] for index in sorted(order)]
-    completions = complete(model, tokenizer, prompts, MAX_NEW_TOKENS)
-    ended = [
-        cut_function(prompt, completion)
-        for prompt, completion in zip(prompts, completions, strict=True)
-        if len(tokenizer.encode(completion, add_special_tokens=False).ids) < MAX_NEW_TOKENS - 1
-    ]
+    ids = complete_ids(model, tokenizer, prompts, sampling)
+    completions = tokenizer.decode_batch(ids, skip_special_tokens=False)
     functions = [
         cut_function(prompt, completion)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     return {
         "headers": len(prompts),
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_new_tokens": limit,
         "parse": sum(parses(function) for function in functions),
-        "ended": len(ended),
-        "ended_and_parse": sum(parses(function) for function in ended),
+        "ended": sum(len(tokens) < limit for tokens in ids),
+        "loops": sum(is_loop(tokens) for tokens in ids),
     }
+
+
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Return whether the last tokens, up to `LONGEST_PERIOD`, occur three times in a row."""
+    return any(
+        len(tokens) >= 3 * period and tokens[-2 * period :] == tokens[-3 * period : -period]
+        for period in range(1, LONGEST_PERIOD + 1)
+    )
 
 
 def special_figures(
@@ -201,7 +233,7 @@ def infilled_lines(
     figures = {"lines": len(gaps)}
     for order, spm in (("psm", False), ("spm", True)):
         prompts = [infilling_prompt(*gap, spm=spm) for gap in gaps]
-        found = complete(model, tokenizer, prompts, MAX_LINE_TOKENS)
+        found = complete(model, tokenizer, prompts, greedy(MAX_LINE_TOKENS))
         figures[f"exact_{order}"] = sum(
             text.partition("\n")[0].strip() == line
             for text, line in zip(found, wanted, strict=True)
@@ -219,7 +251,7 @@ def answered_instructions(
     prompts = [chat_turn("user", request) + ANSWER_START for request in requests]
     answers = [
         answer.partition(TURN_END)[0]
-        for answer in complete(model, tokenizer, prompts, MAX_NEW_TOKENS)
+        for answer in complete(model, tokenizer, prompts, greedy(MAX_NEW_TOKENS))
     ]
     good = 0
     for answer in answers:
@@ -244,15 +276,22 @@ def function_headers(files: Sequence[SourceFile]) -> list[str]:
 
 
 def complete(
-    model: DecoderLM, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
+    model: DecoderLM, tokenizer: Tokenizer, prompts: Sequence[str], sampling: SamplingParams
 ) -> list[str]:
-    """Complete texts greedily, up to the separator."""
-    completions: list[str] = []
+    """Complete texts, up to the separator."""
+    ids = complete_ids(model, tokenizer, prompts, sampling)
+    return list(tokenizer.decode_batch(ids, skip_special_tokens=False))
+
+
+def complete_ids(
+    model: DecoderLM, tokenizer: Tokenizer, prompts: Sequence[str], sampling: SamplingParams
+) -> list[list[int]]:
+    """Complete texts and return the new tokens, up to the separator."""
+    completions: list[list[int]] = []
     batch = 50
     for first in tqdm(range(0, len(prompts), batch), desc="completions"):
         ids = [tokenizer.encode(prompt).ids for prompt in prompts[first : first + batch]]
-        new = complete_greedily(model, ids, max_new_tokens, END_OF_TEXT_ID)
-        completions.extend(tokenizer.decode_batch(new, skip_special_tokens=False))
+        completions += complete_prompts(model, ids, sampling, END_OF_TEXT_ID)
     return completions
 
 
@@ -276,9 +315,12 @@ def parses(source: str) -> bool:
     return True
 
 
-def samples(model: DecoderLM, tokenizer: Tokenizer) -> list[dict[str, str]]:
+def samples(
+    model: DecoderLM, tokenizer: Tokenizer, repetition_penalty: float
+) -> list[dict[str, str]]:
     """Complete the card's prompts."""
-    completions = complete(model, tokenizer, SAMPLE_PROMPTS, SAMPLE_NEW_TOKENS)
+    sampling = greedy(SAMPLE_NEW_TOKENS, repetition_penalty)
+    completions = complete(model, tokenizer, SAMPLE_PROMPTS, sampling)
     return [
         {"prompt": prompt, "completion": completion}
         for prompt, completion in zip(SAMPLE_PROMPTS, completions, strict=True)

@@ -1,4 +1,8 @@
-"""Trains one model for a number of steps or of seconds and keeps its best weights."""
+"""Trains one model for a number of steps or of seconds, over several processes if need be, and keeps its best weights.
+
+A process that must end before its stage does leaves `state.pt`, from which the next one continues with the same batches
+and the same dropout.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from model.training.prepare import CONTEXT_LENGTH, read_held_out
 from model.training.streams import PackedTokens, TokenStreams, pack, to_device
 from model.training.tokenization import END_OF_TEXT_ID, TURN_END_ID, encode_documents
 
+STATE_FILE = "state.pt"
 _ROWS = 16
 """Rows of the held-out files that are measured at once."""
 
@@ -45,13 +50,14 @@ class Stage:
     Attributes:
         name: of the progress bar and of the log.
         steps: most optimizer updates; 0 for as many as `seconds` allow.
-        seconds: most time, from the call of `run_stage` on; 0 for as much as `steps` need.
+        seconds: most time, over all processes, without the first step of each; 0 for as much as `steps` need.
         batch_tokens: tokens per update.
         lengths: as in `TokenStreams.batch`.
         learning_rate: peak, after `warmup_share` of the progress; then it falls linearly to zero.
         distill_weight: share of the teachers' term in the loss.
         start_share, split, infilling_share: as in `TokenStreams.batch`.
         stream_weights: share of tokens from each of `prepare.STREAMS`.
+        measurements: of the held-out files, evenly over the progress, the last one at the end.
     """
 
     name: str
@@ -70,6 +76,7 @@ class Stage:
     split: float = 0.1
     infilling_share: float = 0.5
     stream_weights: tuple[float, ...] = (0.33, 0.28, 0.1, 0.24, 0.05)
+    measurements: int = 10
     seed: int = 0
 
 
@@ -103,29 +110,40 @@ def learning_rate(stage: Stage, progress: float) -> float:
 class Clock:
     """The progress of a stage, by steps or by time, whichever is further.
 
-    Time counts from the end of the first step, in which kernels are compiled, up to the end of the stage's seconds.
+    Time does not count before the end of a process's first step, in which kernels are compiled.
+
+    Args:
+        stage: the stage.
+        first_step: of this process.
+        trained: seconds that counted in earlier processes.
+        now: the clock, in seconds.
     """
 
-    def __init__(self, stage: Stage, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        first_step: int = 0,
+        trained: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not stage.steps and not stage.seconds:
             raise ValueError(f"the stage {stage.name} has neither steps nor seconds")
-        self._stage, self._now = stage, now
-        self._began = now()
+        self._stage, self._first_step, self._now = stage, first_step, now
+        self._trained = trained
         self._compiled: float | None = None
 
     @property
-    def seconds(self) -> float:
-        """Time since the beginning."""
-        return self._now() - self._began
+    def trained(self) -> float:
+        """Seconds that counted, of all processes."""
+        return self._trained + (0.0 if self._compiled is None else self._now() - self._compiled)
 
     def progress(self, step: int) -> float:
         """Return the progress before a step, in [0, 1]; 1 when the stage is over."""
+        if step > self._first_step and self._compiled is None:
+            self._compiled = self._now()
         share = step / self._stage.steps if self._stage.steps else 0.0
-        if self._stage.seconds and step:
-            if self._compiled is None:
-                self._compiled = self.seconds
-            left = max(1e-9, self._stage.seconds - self._compiled)
-            share = max(share, (self.seconds - self._compiled) / left)
+        if self._stage.seconds:
+            share = max(share, self.trained / self._stage.seconds)
         return min(1.0, share)
 
 
@@ -178,36 +196,47 @@ def run_stage(
     *,
     device: torch.device,
     compiled: bool,
-    measurements: int = 10,
     keep: Callable[[TrainedLM], None] | None = None,
-) -> TrainedLM:
-    """Train one model for the stage's steps or seconds and return the best one measured.
+    deadline: float = math.inf,
+) -> tuple[TrainedLM | None, float]:
+    """Train one model for the stage's steps or seconds, from where an earlier process ended.
 
     Args:
         stage: how to train.
         data: folder written by `prepare`.
-        output: folder of `log.jsonl`, which is replaced; every measurement appends a line.
+        output: folder of the log, to which every measurement adds a line, and of the state.
         teachers: trained models to learn from.
         device: where to train.
         compiled: whether to use `torch.compile`.
-        measurements: of the held-out files, evenly over the progress, the last one at the end.
         keep: called with the model whenever a measurement after half of the progress is the best so far, so that a
             run that is ended early has a result.
+        deadline: `time.monotonic()` at which the process stops training, after a step at least.
 
     Returns:
-        The model in evaluation mode with the weights of the best measurement.
+        The model in evaluation mode with the weights of the best measurement, or None if the deadline came first; and
+        the seconds that all processes have spent on the stage.
+
+    Raises:
+        ValueError: the state is that of another stage.
     """
-    clock = Clock(stage)
+    began = time.monotonic()
     run = _Run(stage, data, output, device)
+    first = step = run.step
+    clock = Clock(stage, first, run.trained)
     if compiled:
         torch.compiler.reset()
     loss_of = torch.compile(training_loss, dynamic=False) if compiled else training_loss
     run.model.train()
-    total = torch.zeros((), device=device)
-    since = step = 0
-    with ThreadPoolExecutor(1) as sampler, tqdm(total=measurements, desc=stage.name) as bar:
-        coming = sampler.submit(run.sample, 0)
+    done = run.measured
+    with (
+        ThreadPoolExecutor(1) as sampler,
+        tqdm(total=stage.measurements, desc=stage.name, initial=done) as bar,
+    ):
+        coming = sampler.submit(run.sample, step)
         while (progress := clock.progress(step)) < 1:
+            if step > first and time.monotonic() > deadline:
+                spent = run.save(step, done, clock.trained, time.monotonic() - began)
+                return None, spent
             torch.manual_seed(stage.seed * 1_000_003 + step)
             batch = to_device(coming.result(), device)
             coming = sampler.submit(run.sample, step + 1)
@@ -215,39 +244,54 @@ def run_stage(
                 loss = loss_of(run.model, batch, teachers, stage.distill_weight)
             torch.autograd.backward(loss)
             run.optimizer.step(learning_rate(stage, progress))
-            total += loss.detach()
-            since, step = since + 1, step + 1
-            if clock.progress(step) * measurements >= bar.n + 1:
-                line = run.measure(step, total.item() / since, clock)
+            run.add_loss(loss)
+            step += 1
+            progress = clock.progress(step)
+            if progress * stage.measurements >= done + 1:
+                line = run.measure(step, clock)
+                done = int(progress * stage.measurements)
                 bar.set_postfix(line)
-                bar.update(int(clock.progress(step) * measurements) - bar.n)
-                if keep is not None and clock.progress(step) >= 0.5 and run.is_best:
+                bar.update(done - bar.n)
+                if keep is not None and progress >= 0.5 and run.is_best:
                     keep(run.model)
-                total.zero_()
-                since = 0
-    run.load_best()
-    return run.model.eval()
+                if progress < 1:
+                    run.save(step, done, clock.trained, time.monotonic() - began)
+    return run.finish(), run.spent + time.monotonic() - began
 
 
 class _Run:
-    """Owns the model, the optimizer, the data and the log of a stage."""
+    """Owns the model, the optimizer, the data, the log and the state of a stage.
+
+    Attributes:
+        step, measured: of the state: steps done, and measurements.
+        trained, spent: seconds of earlier processes: those that the clock counts, and all.
+        is_best: whether the last measurement was the best so far.
+    """
 
     def __init__(self, stage: Stage, data: Path, output: Path, device: torch.device) -> None:
         output.mkdir(parents=True, exist_ok=True)
         vocab_size = len(json.loads((data / "tokenizer.json").read_text())["model"]["vocab"])
         self._stage = stage
-        self._log = output / "log.jsonl"
-        self._log.unlink(missing_ok=True)
+        self._log, self._state = output / "log.jsonl", output / STATE_FILE
         self._streams = TokenStreams(data, stage.stream_weights)
         self._held_out = HeldOut(data, device)
         self._best = math.inf
         self._best_weights: dict[str, Tensor] = {}
+        self._losses = torch.zeros(
+            2, device=device
+        )  # their sum and number since the last measurement
+        self.step = self.measured = 0
+        self.trained = self.spent = 0.0
         self.is_best = False
         self.model = TrainedLM(model_config(stage.shape, vocab_size), stage.dropout, device)
         self.model.init_weights(seed=stage.seed)
         self.optimizer = MuonAdamW(
             self.model.named_parameters(), stage.weight_decay, embedding_rate=stage.embedding_rate
         )
+        if self._state.exists():
+            self._load(device)
+        else:
+            self._log.unlink(missing_ok=True)
 
     def sample(self, step: int) -> PackedTokens:
         """Sample a step's batch."""
@@ -262,25 +306,75 @@ class _Run:
             infilling_share=stage.infilling_share,
         )
 
-    def measure(self, step: int, loss: float, clock: Clock) -> dict[str, float]:
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a step to those that the next measurement reports."""
+        self._losses += torch.stack((loss.detach().float(), torch.ones_like(self._losses[0])))
+
+    def measure(self, step: int, clock: Clock) -> dict[str, float]:
         """Measure, keep the weights if they are the best, append a line to the log and return it."""
         bits = self._held_out.bits_per_byte(self.model)
         self.is_best = bits < self._best
         if self.is_best:
             self._best = bits
             self._best_weights = {k: v.clone() for k, v in self.model.state_dict().items()}
+        total, count = self._losses.tolist()
+        self._losses.zero_()
         line = {
             "step": step,
             "tokens": step * self._stage.batch_tokens,
-            "loss": round(loss, 4),
+            "loss": round(total / count, 4),
             "held_out_bits_per_byte": round(bits, 4),
-            "seconds": round(clock.seconds, 1),
+            "seconds": round(clock.trained, 1),
         }
         with self._log.open("a") as log:
             log.write(json.dumps(line) + "\n")
         return line
 
-    def load_best(self) -> None:
-        """Load the weights of the best measurement, if there was one."""
+    def save(self, step: int, measured: int, trained: float, seconds: float) -> float:
+        """Write the state; returns the seconds that all processes have spent.
+
+        Args:
+            step: steps done.
+            measured: measurements done.
+            trained: seconds that the clock counts, of all processes.
+            seconds: that this process has spent.
+        """
+        state = {
+            "stage": dataclasses.asdict(self._stage),
+            "step": step,
+            "measured": measured,
+            "trained": trained,
+            "spent": self.spent + seconds,
+            "weights": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "best": self._best,
+            "best_weights": self._best_weights,
+            "losses": self._losses,
+        }
+        unfinished = self._state.with_suffix(".new")
+        torch.save(state, unfinished)
+        unfinished.replace(self._state)
+        return self.spent + seconds
+
+    def _load(self, device: torch.device) -> None:
+        state = torch.load(self._state, map_location=device, weights_only=True)
+        if (theirs := state["stage"]) != (ours := dataclasses.asdict(self._stage)):
+            changed = ", ".join(
+                f"{key} {theirs.get(key)}" for key in ours if theirs.get(key) != ours[key]
+            )
+            raise ValueError(
+                f"{self._state} is of a run with {changed}; continue that one, or remove the file"
+            )
+        self.step, self.measured = state["step"], state["measured"]
+        self.trained, self.spent = state["trained"], state["spent"]
+        self._best, self._best_weights = state["best"], state["best_weights"]
+        self._losses.copy_(state["losses"])
+        self.model.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def finish(self) -> TrainedLM:
+        """Return the model with the weights of the best measurement, if there was one; remove the state."""
         if self._best_weights:
             self.model.load_state_dict(self._best_weights)
+        self._state.unlink(missing_ok=True)
+        return self.model.eval()

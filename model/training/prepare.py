@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model.training.corpus import Corpus, SourceFile, build_corpus
+from model.training.corpus import Corpus, SourceFile, build_corpus, repeated_share, shared_share
 from model.training.infilling import LINES_SHARE, SPM_SHARE, infilling_documents
 from model.training.instructions import instruction_documents
 from model.training.tokenization import encode_documents, save_tokenizer, train_tokenizer
@@ -143,6 +143,8 @@ def _manifest(
     def fragments(texts: Sequence[str]) -> dict[str, int]:
         return {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
 
+    files = [file.text for file in (*corpus.library, *corpus.tests)]
+    everything = (*files, *corpus.library_fragments, *corpus.test_fragments)
     return {
         "versions": [folder.name for folder in folders],
         "prepared_with": f"CPython {platform.python_version()}",
@@ -153,6 +155,13 @@ def _manifest(
         "tests": summary(corpus.tests),
         "library_fragments": fragments(corpus.library_fragments),
         "test_fragments": fragments(corpus.test_fragments),
+        "repeated_share": {
+            "files": round(repeated_share(files), 4),
+            "files_and_fragments": round(repeated_share(everything), 4),
+            "held_out_in_training": round(
+                shared_share([file.text for file in corpus.held_out], everything), 4
+            ),
+        },
         "instructions": {"documents": len(arrays["instructions_starts"])},
         "infilling": {
             "copies": options.infilling_copies,

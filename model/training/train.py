@@ -1,9 +1,9 @@
-"""Trains the bundled model: `python -m model.training.train --data build/training-data --minutes 7`.
+"""Trains the bundled model: `python -m model.training.train --data build/training-data`.
 
 First larger, heavily regularized teachers, then the small model, which learns from the text and from the teachers'
-predictions. All stop by the clock, and the checkpoint is written whenever the small model is the best so far in the
-second half of its time. Teachers are kept in the folder of the logs, so that two processes can share the work:
-`--minutes 9 --only teachers`, then `--minutes 9 --only student`.
+predictions. Each has its minutes; the checkpoint is written whenever the small model is the best so far in the second
+half of its time. `--minutes` limits the process: what is not finished by then is continued by the same command, and the
+exit status is 75. Finished teachers and the state of an unfinished model are in the folder of the logs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import shutil
 import time
@@ -19,30 +20,42 @@ from pathlib import Path
 
 import torch
 
+from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.weights import save_checkpoint
 from model.network.decoder import DecoderLM
 from model.training.loop import Shape, Stage, model_config, run_stage
 from model.training.network import TrainedLM
 
 MAX_SHARD_BYTES = 15 * 2**20
-TEACHER = Stage(name="teacher", shape=Shape(768, 8, 12, 4, 2048), dropout=0.3)
-STUDENT = Stage(name="student", shape=Shape(512, 7, 8, 2, 1280), dropout=0.1, distill_weight=0.8)
+TEACHER = Stage("teacher", Shape(768, 8, 12, 4, 2048), seconds=240.0, dropout=0.3)
+STUDENT = Stage(
+    "student", Shape(512, 7, 8, 2, 1280), seconds=600.0, dropout=0.1, distill_weight=0.8
+)
+SAMPLING_DEFAULTS = {"repetition_penalty": 1.3}
+"""Entries of generation_config.json: a model this small repeats itself without them."""
+UNFINISHED = 75
+"""Exit status of a process that another one must follow (`EX_TEMPFAIL`)."""
 _EXPORT_SECONDS = 8.0
 """Time left for the last measurement, the export and the end of the process."""
 _TEACHER_FILE = "teacher.pt"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the recipe from command-line arguments (default: `sys.argv`)."""
+    """Run the recipe from command-line arguments (default: `sys.argv`).
+
+    Raises:
+        SystemExit: with status 75, the process's minutes are over before the training is.
+        ValueError: an earlier process trained with other settings.
+    """
+    began = time.monotonic()
     options = _parse(arguments)
     device = torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     work: Path = options.work
-    began = time.monotonic()
-    whole = 60 * options.minutes - _EXPORT_SECONDS if options.minutes else 0.0
+    deadline = began + 60 * options.minutes - _EXPORT_SECONDS if options.minutes else math.inf
 
-    def train(stage: Stage, teachers: Sequence[TrainedLM] = ()) -> TrainedLM:
-        return run_stage(
+    def train(stage: Stage, teachers: Sequence[TrainedLM] = ()) -> tuple[TrainedLM, float]:
+        model, spent = run_stage(
             stage,
             options.data,
             work / stage.name,
@@ -50,44 +63,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device=device,
             compiled=options.compile,
             keep=None if stage.name.startswith("teacher") else keep,
+            deadline=deadline,
         )
+        if model is None:
+            print(f"{stage.name} is not finished: the same command continues it")
+            raise SystemExit(UNFINISHED)
+        return model, spent
 
     def keep(model: TrainedLM) -> None:
         export(model, options.data, options.output)
 
-    share = (1.0 if options.only else options.teacher_share) * whole / max(1, options.teachers)
-    stages = []
-    teachers = []
-    earlier = 0.0
+    stages, teachers, seconds = [], [], 0.0
     for number in range(options.teachers):
         stage = _override(TEACHER, options, "teacher", seed=options.seed + 1 + number)
-        stage = dataclasses.replace(stage, seconds=share)
         kept = work / stage.name / _TEACHER_FILE
-        if options.only == "student":
-            stage, teacher, seconds = load_teacher(kept, device)
-            earlier += seconds
+        if kept.exists():
+            teacher, spent = load_teacher(kept, stage, device)
         else:
-            started = time.monotonic()
-            teacher = train(stage)
-            save_teacher(kept, stage, teacher, time.monotonic() - started)
+            teacher, spent = train(stage)
+            save_teacher(kept, stage, teacher, spent)
         stages.append(stage)
         teachers.append(teacher)
-    if options.only == "teachers":
-        print(f"trained {len(teachers)} teachers in {time.monotonic() - began:.0f} s")
-        return
+        seconds += spent
     student = _override(STUDENT, options, "student", seed=options.seed)
-    if whole:
-        left = max(1.0, whole - (time.monotonic() - began))
-        student = dataclasses.replace(student, seconds=left)
     if not teachers:
         student = dataclasses.replace(student, distill_weight=0.0)
-    model = train(student, teachers)
+    model, spent = train(student, teachers)
+    seconds += spent
     export(model, options.data, options.output)
     record = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "seconds": round(earlier + time.monotonic() - began),
+        "seconds": round(seconds),
         "teachers": options.teachers,
         "teacher": dataclasses.asdict(stages[0]) if stages else None,
         "student": dataclasses.asdict(student),
@@ -98,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(model: DecoderLM, data: Path, output: Path) -> None:
-    """Write the checkpoint with matrices in 8 bits and the rest in bfloat16, the tokenizer and the chat template.
+    """Write the checkpoint: matrices in 8 bits, the rest in bfloat16; sampling defaults, tokenizer, chat template.
 
     Args:
         model: the trained model.
@@ -108,6 +116,8 @@ def export(model: DecoderLM, data: Path, output: Path) -> None:
     rounded = DecoderLM(model.config, torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
     save_checkpoint(rounded, output, MAX_SHARD_BYTES, int8=True)
+    file = output / GENERATION_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | SAMPLING_DEFAULTS, indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(data / name, output / name)
 
@@ -122,19 +132,20 @@ def save_teacher(file: Path, stage: Stage, model: TrainedLM, seconds: float) -> 
     torch.save(content, file)
 
 
-def load_teacher(file: Path, device: torch.device) -> tuple[Stage, TrainedLM, float]:
-    """Read what `save_teacher` wrote: the stage, the teacher in evaluation mode, and the seconds.
+def load_teacher(file: Path, stage: Stage, device: torch.device) -> tuple[TrainedLM, float]:
+    """Read what `save_teacher` wrote: the teacher in evaluation mode, and the seconds.
 
     Raises:
-        FileNotFoundError: the teacher was not trained.
+        ValueError: the teacher is not one of this stage.
     """
     content = torch.load(file, map_location=device, weights_only=True)
-    stage = Stage(**content["stage"] | {"shape": Shape(**content["stage"]["shape"])})
+    if content["stage"] != dataclasses.asdict(stage):
+        raise ValueError(f"{file} was trained with other settings; train with those, or remove it")
     weights = content["weights"]
     config = model_config(stage.shape, len(weights["embed_tokens"]))
     model = TrainedLM(config, stage.dropout, device)
     model.load_state_dict(weights)
-    return stage, model.eval(), content["seconds"]
+    return model.eval(), content["seconds"]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -150,17 +161,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--minutes", type=float, default=7.0, help="for everything; 0 for as long as the steps need"
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="of this process; 0 for as many as the training needs",
     )
-    parser.add_argument(
-        "--teacher-share", type=float, default=0.3, help="of the minutes, unless --only is given"
-    )
+    for role, stage in (("teacher", TEACHER), ("student", STUDENT)):
+        parser.add_argument(
+            f"--{role}-minutes",
+            type=float,
+            default=stage.seconds / 60,
+            help=f"of the {role}, without compilation; 0 for as many as the steps need (default %(default).3g)",
+        )
     parser.add_argument("--teachers", type=int, default=1, help="0 trains on the text alone")
-    parser.add_argument(
-        "--only",
-        choices=("teachers", "student"),
-        help="train these; the student's teachers are read from --work",
-    )
     for role, stage in (("teacher", TEACHER), ("student", STUDENT)):
         group = parser.add_argument_group(role)
         for name, value in _settings(stage).items():
@@ -191,7 +204,10 @@ def _override(stage: Stage, options: argparse.Namespace, role: str, seed: int) -
     values = {name: getattr(options, f"{role}_{name}") for name in _settings(stage)}
     sizes = {field.name: values.pop(field.name) for field in dataclasses.fields(Shape)}
     name = f"{role}-{seed}" if role == "teacher" else role
-    return dataclasses.replace(stage, name=name, shape=Shape(**sizes), seed=seed, **values)
+    seconds = 60 * getattr(options, f"{role}_minutes")
+    return dataclasses.replace(
+        stage, name=name, shape=Shape(**sizes), seed=seed, seconds=seconds, **values
+    )
 
 
 if __name__ == "__main__":

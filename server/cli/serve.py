@@ -79,7 +79,7 @@ def serve(
         tokenizer_folder = tokenizer_path(settings, model_path)
         keys = api_keys(settings)
         allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
-        limits = http_config(settings, model_config, keys, allowed_hosts)
+        limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
     except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
         fail(str(error))
     log.info("starting with the model %s", settings.model)

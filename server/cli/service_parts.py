@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from model.checkpoint.generation_config import SamplingDefaults, read_sampling_defaults
 from model.checkpoint.hub import BUNDLED, resolve
 from model.text.template_files import read_template
 from server.http.config import HTTPConfig
@@ -19,24 +20,31 @@ log = logging.getLogger("tessera")
 
 
 def http_config(
-    settings: Settings, model: ModelConfig, keys: tuple[str, ...], allowed_hosts: tuple[str, ...]
+    settings: Settings,
+    folder: Path,
+    model: ModelConfig,
+    keys: tuple[str, ...],
+    allowed_hosts: tuple[str, ...],
 ) -> HTTPConfig:
     """Return the HTTP layer's part of the settings.
 
     Args:
         settings: of the service.
+        folder: of the checkpoint.
         model: configuration of the checkpoint.
         keys: the API keys; none if the service has none.
         allowed_hosts: hosts that requests may name; none for any.
 
     Raises:
-        ModelError: the chat template cannot be read.
+        ModelError: the chat template or the checkpoint's sampling defaults cannot be read.
     """
+    from_file = settings.generation_config == "auto"
     return HTTPConfig(
         model_id=settings.model,
         served_model_names=settings.served_model_name,
         strict_fields=settings.strict_fields,
         eos_token_ids=model.eos_token_ids,
+        sampling_defaults=read_sampling_defaults(folder) if from_file else SamplingDefaults(),
         chat_template=settings.chat_template and read_template(settings.chat_template),
         tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,

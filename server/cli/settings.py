@@ -46,6 +46,11 @@ class Settings(BaseModel):
     revision: str | None = Field(
         None, description="branch, tag or commit of a Hugging Face model id"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto takes the sampling parameters that a request to the OpenAI API does not set from the "
+        "checkpoint's generation_config.json, none from the service's own defaults",
+    )
     chat_template: str | None = Field(
         None,
         description="file with a chat template in Jinja, or the template itself; default: the checkpoint's",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from model.checkpoint.generation_config import SamplingDefaults
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPConfig:
@@ -16,6 +18,7 @@ class HTTPConfig:
         served_model_names: names that requests may give the model; empty means `model_id`.
         strict_fields: whether unknown fields are refused in dialects that otherwise accept and report them.
         eos_token_ids: the model's own end tokens, from its configuration.
+        sampling_defaults: sampling parameters of the checkpoint, in dialects where requests that set none take them.
         chat_template: source of a chat template that takes the place of the checkpoint's; None for that one.
         tool_call_format: name of the format of calls of tools (`model.text.tools.formats`); `auto` finds the
             checkpoint's.
@@ -69,6 +72,7 @@ class HTTPConfig:
     served_model_names: tuple[str, ...] = ()
     strict_fields: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
     chat_template: str | None = None
     tool_call_format: str = "auto"
     max_concurrent_requests: int | None = None

@@ -12,6 +12,7 @@ from server.http.limits import MAX_BAD_WORD_CHARACTERS, given, logit_biases
 from server.http.request_options import RequestOptionFields
 
 if TYPE_CHECKING:
+    from model.checkpoint.generation_config import SamplingDefaults
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
@@ -60,6 +61,7 @@ class CommonSamplingFields(RequestOptionFields):
         self,
         config: HTTPConfig,
         info: EngineInfo,
+        defaults: SamplingDefaults,
         **own: Any,  # noqa: ANN401 - the fields of `SamplingParams`
     ) -> SamplingParams:
         """Make sampling parameters with `max_new_tokens` 1, which depends on the prompt, and without `bad_words`.
@@ -67,6 +69,7 @@ class CommonSamplingFields(RequestOptionFields):
         Args:
             config: the model's end tokens.
             info: limits of the engine.
+            defaults: of fields that the request leaves out.
             own: the parameters whose fields differ between dialects.
 
         Raises:
@@ -74,10 +77,10 @@ class CommonSamplingFields(RequestOptionFields):
         """
         return SamplingParams(
             max_new_tokens=1,
-            top_p=given(self.top_p, 1.0),
-            min_p=given(self.min_p, 0.0),
-            typical_p=given(self.typical_p, 1.0),
-            repetition_penalty=given(self.repetition_penalty, 1.0),
+            top_p=given(self.top_p, defaults.top_p),
+            min_p=given(self.min_p, defaults.min_p),
+            typical_p=given(self.typical_p, defaults.typical_p),
+            repetition_penalty=given(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=given(self.presence_penalty, 0.0),
             frequency_penalty=given(self.frequency_penalty, 0.0),
             logit_bias=logit_biases(self.logit_bias or {}, info),

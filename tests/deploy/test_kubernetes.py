@@ -12,6 +12,7 @@ from server.cli.command_settings import read_settings
 from server.cli.settings import Settings, environment_variable
 from server.http.edge.probes import HEALTH_PATHS
 from server.http.metrics.specs import ENGINE_GAUGES
+from tests.deploy.monitoring import rules, selectors
 from tests.meta.test_routes import ROUTES
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -35,6 +36,7 @@ def settings(folder):
     return found
 
 
+CHART = FOLDER.parent / "helm" / "tessera"
 DEPLOYMENT = yaml.safe_load((FOLDER / "base" / "deployment.yaml").read_text())
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
@@ -50,7 +52,50 @@ def test_the_grace_period_is_longer_than_draining():
     given = settings(FOLDER / "base")
     draining = int(given["TESSERA_DRAIN_DELAY"]) + int(given["TESSERA_DRAIN_TIMEOUT"])
 
-    assert POD["terminationGracePeriodSeconds"] > draining + 10
+    sleep = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep == 15
+    assert POD["terminationGracePeriodSeconds"] == 75
+    assert sleep + draining + 10 < 75
+
+
+def test_the_pods_start_and_end_in_the_time_of_the_probes():
+    probes = {
+        name: (probe["httpGet"]["path"], probe["periodSeconds"], probe["failureThreshold"])
+        for name in ("startup", "readiness", "liveness")
+        for probe in [CONTAINER[f"{name}Probe"]]
+    }
+
+    assert probes == {
+        "startup": ("/health", 1, 600),
+        "readiness": ("/health", 1, 3),
+        "liveness": ("/health/live", 5, 5),
+    }
+
+
+def test_pods_on_gpus_have_the_label_by_which_endpoint_pickers_read_their_metrics():
+    (label,) = read(FOLDER / "overlays" / "gpu")["labels"]
+    chart = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
+
+    assert label["pairs"] == chart["podLabels"] == {"llm-d.ai/engine-type": "vllm"}
+    assert label["includeTemplates"]
+    assert "../gpu" in read(FOLDER / "overlays" / "gateway")["resources"]
+
+
+def test_keda_and_the_alerts_select_the_job_that_the_pod_monitor_names():
+    keda = FOLDER / "overlays" / "keda"
+    monitor = yaml.safe_load((keda / "pod-monitor.yaml").read_text())["spec"]
+    (trigger,) = yaml.safe_load((keda / "scaled-object.yaml").read_text())["spec"]["triggers"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+
+    job = monitor["selector"]["matchLabels"][monitor["jobLabel"]]
+    assert trigger["metadata"]["query"] == f'sum(vllm:num_requests_waiting{{job="{job}"}})'
+    assert {
+        dict(matchers).get("job", job)
+        for rule in rules("alerts.yml")
+        for _, matchers in selectors(rule["expr"])
+    } == {job}
+    assert endpoint["port"] == CONTAINER["ports"][0]["name"]
+    assert "GET" in ROUTES[endpoint["path"]]
 
 
 def test_probes_ask_health_routes_on_the_services_port():
@@ -82,11 +127,12 @@ def test_the_runtime_for_kserve_starts_the_service_with_its_flags_and_probes():
 
     assert container["name"] == "kserve-container"
     assert given.port == container["ports"][0]["containerPort"]
-    for name in ("readiness", "liveness"):
-        probe = container[f"{name}Probe"]["httpGet"]
-        assert probe["path"] in HEALTH_PATHS
-        assert probe["port"] == given.port
-    assert given.drain_delay + given.drain_timeout <= 60
+    for name in ("startup", "readiness", "liveness"):
+        probe, ours = container[f"{name}Probe"], CONTAINER[f"{name}Probe"]
+        assert probe["httpGet"] == {"path": ours["httpGet"]["path"], "port": given.port}
+        assert probe | {"httpGet": {}} == ours | {"httpGet": {}}
+    # KServe ends its pods 30 seconds after SIGTERM.
+    assert given.drain_delay + given.drain_timeout + 10 <= 30
     for key in ("securityContext", "volumeMounts"):
         assert container[key] == CONTAINER[key]
     assert runtime["spec"]["volumes"][1:] == POD["volumes"][1:]
@@ -116,7 +162,6 @@ def test_an_overlay_builds_and_selects_its_own_pods(overlay):
     assert "tessera-settings-" in json.dumps(objects["Deployment"])
 
 
-CHART = FOLDER.parent / "helm" / "tessera"
 VALUES = {"cpu": (), "gpu": (f"--values={CHART / 'values-gpu.yaml'}",)}
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from model.sampling.parameters import NOT_FINITE, SampledToken
 from server.engine.core.sequence import SequenceStatus
+from server.engine.core.step import SampledRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as TypingSequence
@@ -66,7 +67,7 @@ class FaultyRunner:
             else:
                 self._act(state.fault)
         pending: PendingStep = self._runner.launch(output)
-        return _with_errors(pending, replaced) if replaced else pending
+        return _with_errors(pending, replaced, len(output.decode)) if replaced else pending
 
     def recover(self, error: Exception) -> bool:
         """Return what the runner does; False after the fault `fatal`."""
@@ -186,15 +187,17 @@ def poison(kv_cache: Any, block: int, slots: slice = slice(None)) -> None:
             scales[:, block, :, slots] = float("nan")
 
 
-def _with_errors(pending: PendingStep, rows: list[int]) -> PendingStep:
+def _with_errors(pending: PendingStep, rows: list[int], num_decode: int) -> PendingStep:
     """Return a pending step whose sampled tokens in some rows are errors, as those of NaN are."""
 
     def result() -> Any:
         found = pending.result()
-        sampled = [list(tokens) for tokens in found.sampled]
+        sampled = [list(tokens) for tokens in found.sampled.by_row(num_decode)]
         for row in rows:
             sampled[row] = [SampledToken(error=NOT_FINITE)] * len(sampled[row])
-        return SimpleNamespace(sampled=sampled, prompt_logprobs=found.prompt_logprobs)
+        decoded = [token for tokens in sampled[:num_decode] for token in tokens]
+        columns = SampledRows.of(decoded, sampled[num_decode:])
+        return SimpleNamespace(sampled=columns, prompt_logprobs=found.prompt_logprobs)
 
     return cast(
         "PendingStep",

@@ -29,6 +29,7 @@ _MODULES = (
     "kernels.attention.hopper.cached_rows",
     "kernels.attention.hopper.fp8_tiles",
     "kernels.attention.hopper.work_items",
+    "kernels.attention.hopper.backward_scratch",
     "kernels.sampling.gpu.best_token",
     "kernels.sampling.gpu.sample_tokens",
     "kernels.elementwise.gpu.norm_and_gate",

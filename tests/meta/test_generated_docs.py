@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import benchmarks_page, fill, http_page, kernels_page, readme, settings_page
+from docs.generate import (
+    benchmarks_page,
+    fill,
+    flash_attention_page,
+    http_page,
+    kernels_page,
+    plots,
+    readme,
+    settings_page,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,6 +32,14 @@ def test_the_kernels_page_shows_the_current_plans_and_the_newest_results():
 
 def test_the_http_page_shows_what_becomes_of_other_servers_parameters():
     assert (ROOT / "docs" / "http.md").read_text() == http_page(), "run `make docs`"
+
+
+def test_the_page_on_flash_attention_shows_the_newest_result_of_training():
+    page = (ROOT / "docs" / "flash-attention.md").read_text()
+    assert page == flash_attention_page(), "run `make docs`"
+    for name, plot in plots().items():
+        assert (ROOT / "docs" / name).read_text() == plot, "run `make docs`"
+        assert f"]({name})" in page
 
 
 def test_the_benchmarks_page_shows_the_newest_results():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kernels.attention.training import TrainingBatch, TrainingProblem
 
 _ALIGNMENT = 16
-"""Bytes, of addresses and strides of the queries."""
+"""Bytes, of addresses and strides."""
 
 
 class HopperTraining:
@@ -32,9 +32,7 @@ class HopperTraining:
         self, q: Tensor, k: Tensor, v: Tensor, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor]:
         """See `TrainingKernel.forward`."""
-        strides = (q.element_size() * stride for stride in q.stride()[:2])
-        if any(it % _ALIGNMENT for it in (q.data_ptr(), *strides)):
-            q = q.clone(memory_format=torch.contiguous_format)
+        q = aligned(q)
         prefill = problem.as_prefill(q, k)
         plan = plan_attention(
             prefill,
@@ -64,6 +62,13 @@ class HopperTraining:
 
 
 HOPPER: Final = HopperTraining()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, [T, H, D] contiguous in D, or a copy if TMA cannot address it."""
+    strides = [x.element_size() * stride for stride in x.stride()[:2]]
+    can_be_addressed = all(strides) and not any(it % _ALIGNMENT for it in (x.data_ptr(), *strides))
+    return x if can_be_addressed else x.clone(memory_format=torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=256)

@@ -90,7 +90,7 @@ def backward_keys(
     dvalue = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        slope = load_slope(slopes, head, ALIBI)
+        slope = load_slope(slopes, sequence, head, HEADS, ALIBI)
         params = ScoreParams(
             (num_q, num_k, head, sequence), score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale),
             CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D,
@@ -168,7 +168,7 @@ def backward_queries(
     start_k, num_k = load_seqlen(cu_seqlens_k, sequence)
     if first >= num_q:
         return
-    slope = load_slope(slopes, head, ALIBI)
+    slope = load_slope(slopes, sequence, head, HEADS, ALIBI)
     params = ScoreParams(
         (num_q, num_k, head, sequence), score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale),
         CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D,

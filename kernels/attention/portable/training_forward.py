@@ -57,7 +57,7 @@ def forward(
     start_k, num_k = load_seqlen(cu_seqlens_k, sequence)
     if first >= num_q:
         return
-    slope = load_slope(slopes, head, ALIBI)
+    slope = load_slope(slopes, sequence, head, HEADS, ALIBI)
     params = ScoreParams(
         (num_q, num_k, head, sequence), score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale),
         CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D,

@@ -89,10 +89,10 @@ def load_seqlen(cu_seqlens, sequence):
 
 
 @triton.jit
-def load_slope(slopes, head, ALIBI: tl.constexpr):
-    """Return the slope of a head; any number without ALiBi."""
+def load_slope(slopes, sequence, head, HEADS: tl.constexpr, ALIBI: tl.constexpr):
+    """Return the slope of a head of a sequence; any number without ALiBi."""
     if ALIBI:
-        slope = tl.load(slopes + head)
+        slope = tl.load(slopes + sequence * HEADS + head)
     else:
         slope = tl.full((), 0.0, tl.float32)
     return slope

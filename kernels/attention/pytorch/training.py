@@ -205,7 +205,7 @@ def _tile(
     num_q, num_k = sequence.end_q - sequence.first_q, sequence.end_k - sequence.first_k
     distance = rows + (num_k - num_q) - columns
     if batch.alibi_slopes is not None:
-        slopes = batch.alibi_slopes.to(q.dtype).view(*q.shape[:2], 1, 1)
+        slopes = batch.alibi_slopes[sequence.number].to(q.dtype).view(*q.shape[:2], 1, 1)
         scores = scores - slopes * distance.abs()
     if problem.causal:
         unseen = distance < 0

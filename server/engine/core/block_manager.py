@@ -128,6 +128,7 @@ class BlockManager:
         sequence.prefix_link = link
         self._owners.add(sequence)
         self._extend(hits, num_new)
+        self._set_capacity(sequence)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -140,6 +141,7 @@ class BlockManager:
         if num_new > self.num_free_blocks:
             return False
         self._extend(sequence.block_table, num_new)
+        self._set_capacity(sequence)
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
@@ -180,6 +182,7 @@ class BlockManager:
             else:
                 self._empty.release(block)
         sequence.block_table = []
+        sequence.capacity = 0
         sequence.num_computed_tokens = 0
 
     def idle_violations(self) -> list[str]:
@@ -224,6 +227,7 @@ class BlockManager:
         table = sequence.block_table
         assert len(set(table)) == len(table), f"{sequence} owns a block twice"
         assert sequence.num_computed_tokens <= len(table) * self.block_size
+        assert sequence.capacity == min(len(table) * self.block_size, sequence.max_num_tokens - 1)
         assert sequence.num_linked_blocks * self.block_size <= sequence.num_computed_tokens
         for index, block in enumerate(table):
             if block in self._key_of:
@@ -240,6 +244,11 @@ class BlockManager:
             assert other.cache_salt == first.cache_salt, "a block shared across salts"
             assert other.token_ids[:stop] == first.token_ids[:stop]
             assert stop <= min(first.num_computed_tokens, other.num_computed_tokens)
+
+    def _set_capacity(self, sequence: Sequence) -> None:
+        # The keys and values of the last token are never computed.
+        held = len(sequence.block_table) * self.block_size
+        sequence.capacity = min(held, sequence.max_num_tokens - 1)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], Link]:
         """Return the cached blocks with the sequence's leading tokens, and the link of their content."""

@@ -32,6 +32,7 @@ from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.request_checks import DuplicateRequestError, RefusedError, check_request
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
+from server.engine.core.step_events import StepEvents
 from server.engine.core.step_retry import STEP_FAILED, retry_step
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Engine:
         if found:
             log.error("the engine's bookkeeping is wrong: %s", "; ".join(found))
             self._stats.num_invariant_violations += len(found)
-            self._publish([], [], {})
+            self._publish(StepEvents(), [], {})
 
     def receive(self, *, wait: float) -> bool:
         """Handle the messages of the front end.
@@ -243,7 +244,7 @@ class Engine:
         self._scheduler.accounting.now = launched = time.monotonic()
         output = self._scheduler.schedule()
         if late := self._scheduler.take_late():
-            self._publish(late, [], {})
+            self._publish(StepEvents(late), [], {})
         if not output.num_tokens:
             return None
         started = self._note_started(output, launched)
@@ -350,7 +351,8 @@ class Engine:
         if request.request_id in self._arrivals:
             error = str(DuplicateRequestError(request.request_id))
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
-            self._send([(request.request_id, event)], [], {})  # keeps the state of the other one
+            # Not `_publish`: the state of the other one is kept.
+            self._send(StepEvents([(request.request_id, event)]), [], {})
             return
         try:
             self._admit(request)
@@ -389,7 +391,7 @@ class Engine:
 
     def _refuse(self, request_id: int, error: str) -> None:
         event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
-        self._publish([(request_id, event)], [], {})
+        self._publish(StepEvents([(request_id, event)]), [], {})
 
     def _end_expired(self) -> None:
         """End the sequences whose deadline has passed, before a step could compute them."""
@@ -401,7 +403,7 @@ class Engine:
             if deadline <= now and (event := self._expire(request_id)) is not None:
                 events.append((request_id, event))
         if events:
-            self._publish(events, [], {})
+            self._publish(StepEvents(events), [], {})
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
 
     def _expire(self, request_id: int) -> TokenEvent | None:
@@ -422,7 +424,7 @@ class Engine:
                     token_id=None, finish_reason=message.reason, usage=sequence.usage
                 )
                 events.append((request_id, event))
-        self._publish(events, [], {})
+        self._publish(StepEvents(events), [], {})
 
     def _forget(self, request_id: int) -> None:
         self._runner.forget(request_id)
@@ -464,19 +466,18 @@ class Engine:
 
     def _publish(
         self,
-        events: list[tuple[int, TokenEvent]],
+        events: StepEvents,
         started: list[SequenceStarted],
         prompt_logprobs: dict[int, PromptLogprobs],
     ) -> None:
         """Send the events of a step to the front end, and drop the state of the sequences that ended."""
-        for request_id, event in events:
-            if event.finish_reason is not None:
-                self._forget(request_id)
+        for request_id in events.ended:
+            self._forget(request_id)
         self._send(events, started, prompt_logprobs)
 
     def _send(
         self,
-        events: list[tuple[int, TokenEvent]],
+        events: StepEvents,
         started: list[SequenceStarted],
         prompt_logprobs: dict[int, PromptLogprobs],
     ) -> None:

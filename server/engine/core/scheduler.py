@@ -10,11 +10,9 @@ import bisect
 from collections import deque
 from collections.abc import Sequence as TypingSequence
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from server.engine.core.accounting import Accounting
 from server.engine.core.block_manager import BlockManager
@@ -28,13 +26,22 @@ from server.engine.core.request_checks import (
     EmptyRequestError,
 )
 from server.engine.core.sequence import Sequence, SequenceStatus
-from server.engine.core.step import FailedResult, SampledResult, ScheduledSequence, SchedulerOutput
+from server.engine.core.step import (
+    DecodeBatch,
+    DecodeRows,
+    FailedResult,
+    SampledResult,
+    SampledRows,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from server.engine.core.step_charges import StepCharges
+from server.engine.core.step_events import StepEvents
 from server.engine.core.token_events import append_forced, append_sampled
 from server.engine.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 
 _SHORTER: Final = 2
@@ -43,10 +50,30 @@ lengths, which often begin alike, are computed one after the other, so that the 
 """
 
 _rank = attrgetter("rank")
-_num_logits = attrgetter("num_logits")
+
+_RUNNING: Final = SequenceStatus.RUNNING
+"""A constant, since looking the member up takes as long as the rest of what most rows need."""
 
 
 _NONE_WAITING = NoneWaiting()
+
+
+class _Ending(NamedTuple):
+    """A step whose results are being entered.
+
+    Attributes:
+        output: the step.
+        device_seconds: time that it took on the device.
+        num_live: unfinished sequences before.
+        events: of its rows.
+        failures: the events of sequences that fail.
+    """
+
+    output: SchedulerOutput
+    device_seconds: float
+    num_live: int
+    events: StepEvents
+    failures: list[tuple[int, TokenEvent]]
 
 
 def _timeout(sequence: Sequence) -> TokenEvent:
@@ -136,6 +163,7 @@ class Scheduler:
         self._late: list[tuple[int, TokenEvent]] = []
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
+        self._decode_batch = DecodeBatch([])  # of the latest `schedule`
         self._started: deque[SchedulerOutput] = deque()
         self._charges = StepCharges(self.accounting)
 
@@ -218,50 +246,58 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
-        if sequence.num_output_tokens and sequence.status is SequenceStatus.RUNNING:
+        if sequence.num_output_tokens and sequence.status is _RUNNING:
             sequence.is_expired = True
+            sequence.check_at = 0
             return None
         self._remove(sequence, FinishReason.TIMEOUT)
         return _timeout(sequence)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens that the next step computes, and allocate their blocks."""
-        decode: list[ScheduledSequence] = []
+        decoding: list[Sequence] = []
+        starts: list[int] = []
         chunks: list[Chunk] = []
         preempted: list[int] = []
         self._first_scheduled = []
-        budget = self.config.max_num_batched_tokens
-        block_size = self.block_manager.block_size
         # A preemption removes the last sequence of the list during this loop, never one that the
         # loop has already passed.
         for sequence in self._running:
             start = sequence.num_computed_tokens
             num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
-            if num_known == sequence.max_num_tokens:
-                continue  # its last token is in flight
-            if num_known > len(sequence.block_table) * block_size and not self._reserve_blocks(
-                sequence, num_known, preempted
-            ):
-                break
-            budget -= 1
+            if num_known > sequence.capacity:
+                if num_known == sequence.max_num_tokens:
+                    continue  # its last token is in flight
+                if not self._reserve_blocks(sequence, num_known, preempted):
+                    break
             if num_known - start == 1:
-                decode.append(ScheduledSequence(sequence, start, 1, 1))
+                decoding.append(sequence)
+                starts.append(start)
             else:
                 chunks.append(Chunk(sequence, num_known - start))
+        budget = self.config.max_num_batched_tokens - len(decoding) - len(chunks)
+        num_logits = len(decoding)
         prefill: list[ScheduledSequence] = []
         self._is_short_of_places = False
         self.num_prefill_tokens = 0
         if chunks or (self._waiting and not preempted):
             for row in divide(budget, chunks, _NONE_WAITING if preempted else self):
-                (decode if row.num_tokens == 1 else prefill).append(row)
                 num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
                 self.num_prefill_tokens += num_left
-            decode.sort(key=_num_logits, reverse=True)
+                if row.num_tokens > 1:
+                    prefill.append(row)
+                    continue
+                at = num_logits if row.num_logits else len(decoding)
+                num_logits += row.num_logits
+                decoding.insert(at, row.sequence)
+                starts.insert(at, row.start)
+        if decoding != self._decode_batch.sequences:
+            self._decode_batch = DecodeBatch(decoding)
         output = SchedulerOutput(
             step=self.num_steps,
-            decode=tuple(decode),
+            decode=DecodeRows(self._decode_batch, starts, num_logits),
             prefill=tuple(prefill),
-            num_tokens=len(decode) + sum(row.num_tokens for row in prefill),
+            num_tokens=len(starts) + sum(row.num_tokens for row in prefill),
             first_scheduled=tuple(self._first_scheduled),
             preempted=tuple(preempted),
         )
@@ -284,35 +320,47 @@ class Scheduler:
         self._scheduled = None
         self._started.append(output)
         self._charges.start()
-        for row in chain(output.decode, output.prefill):
+        decode = output.decode
+        sequences = decode.batch.sequences
+        for sequence, start in zip(sequences, decode.starts, strict=True):
+            if sequence.status is _RUNNING:
+                sequence.num_computed_tokens = start + 1
+                sequence.num_tokens_in_flight += 1
+        for sequence in sequences[decode.num_logits :]:
+            if sequence.status is _RUNNING:
+                sequence.num_tokens_in_flight -= 1
+        for row in output.prefill:
             sequence = row.sequence
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status is _RUNNING:
                 sequence.num_computed_tokens = row.start + row.num_tokens
                 sequence.num_tokens_in_flight += row.num_logits
 
     def commit(
-        self,
-        output: SchedulerOutput,
-        results: TypingSequence[TypingSequence[SampledResult]],
-        device_seconds: float = 0.0,
-    ) -> list[tuple[int, TokenEvent]]:
+        self, output: SchedulerOutput, sampled: SampledRows, device_seconds: float = 0.0
+    ) -> StepEvents:
         """Enter the results of a step.
 
         Args:
             output: the earliest started step that has not ended.
-            results: one list per row, decode rows first, with the tokens that continue the sequence: at most as many
-                as the row's `num_logits`. A shorter list means that proposed tokens were rejected; they then count as
-                not computed.
+            sampled: the tokens that continue the sequences: one for each decode row with logits, and for a prefill row
+                at most as many as its `num_logits`. A shorter list means that proposed tokens were rejected; they then
+                count as not computed.
             device_seconds: time that the step took on the device.
 
         Returns:
-            (request id, event) for every token and every sequence that ended, in the order of rows.
+            An event for every token and every sequence that ended, in the order of rows, those of failures last.
             A result with an error ends its sequence and removes the sequence's blocks from the prefix cache.
         """
-        counts = [row.num_logits for row in chain(output.decode, output.prefill)]
+        counts = [row.num_logits for row in output.prefill]
+        results = sampled.prefill
+        assert len(sampled.token_ids) == output.decode.num_logits, "a token for each decode row"
         assert len(counts) == len(results), f"{len(results)} results of {len(counts)} rows"
         assert all(bool(n) >= bool(r) and n >= len(r) for n, r in zip(counts, results, strict=True))
-        return self._end(output, results, device_seconds)
+        ending = self._begin_end(output, device_seconds)
+        self._enter_decode(output.decode, sampled, ending)
+        for row, tokens in zip(output.prefill, results, strict=True):
+            self._enter(row, tokens, ending)
+        return self._complete_end(ending)
 
     @contextmanager
     def not_started(self, output: SchedulerOutput) -> Iterator[list[ScheduledSequence]]:
@@ -328,9 +376,7 @@ class Scheduler:
         """
         assert output is self._started[0], "an earlier step has not ended"
         rows = [
-            row
-            for row in chain(output.decode, output.prefill)
-            if row.sequence.status is SequenceStatus.RUNNING
+            row for row in chain(output.decode, output.prefill) if row.sequence.status is _RUNNING
         ]
         in_flight = [row.sequence.num_tokens_in_flight for row in rows]
         for row in rows:
@@ -346,24 +392,25 @@ class Scheduler:
         output: SchedulerOutput,
         results: Mapping[Sequence, TypingSequence[SampledResult]],
         device_seconds: float = 0.0,
-    ) -> list[tuple[int, TokenEvent]]:
+    ) -> StepEvents:
         """Enter the results of a step that was computed again in parts.
 
         Args:
             output: see `commit`.
-            results: by sequence, as for `commit`. A sequence that failed has one result, with an error, also if its row
-                has no logits; one that was preempted meanwhile has none and is computed again after its preemption.
+            results: by sequence, the tokens that continue it. A sequence that failed has one result, with an error,
+                also if its row has no logits; one that was preempted meanwhile has none and is computed again after its
+                preemption.
             device_seconds: see `commit`.
 
         Returns:
             See `commit`.
         """
-        rows = chain(output.decode, output.prefill)
-        return self._end(output, [results.get(row.sequence, ()) for row in rows], device_seconds)
+        ending = self._begin_end(output, device_seconds)
+        for row in chain(output.decode, output.prefill):
+            self._enter(row, results.get(row.sequence, ()), ending)
+        return self._complete_end(ending)
 
-    def fail(
-        self, output: SchedulerOutput, error: str, device_seconds: float = 0.0
-    ) -> list[tuple[int, TokenEvent]]:
+    def fail(self, output: SchedulerOutput, error: str, device_seconds: float = 0.0) -> StepEvents:
         """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
 
         Args:
@@ -374,29 +421,26 @@ class Scheduler:
         Returns:
             See `commit`.
         """
-        return self._end(output, repeat([FailedResult(error)]), device_seconds)
+        failed = [FailedResult(error)]
+        ending = self._begin_end(output, device_seconds)
+        for row in chain(output.decode, output.prefill):
+            self._enter(row, failed, ending)
+        return self._complete_end(ending)
 
-    def _end(
-        self,
-        output: SchedulerOutput,
-        results: Iterable[TypingSequence[SampledResult]],
-        device_seconds: float,
-    ) -> list[tuple[int, TokenEvent]]:
+    def _begin_end(self, output: SchedulerOutput, device_seconds: float) -> _Ending:
+        """Take the earliest started step, and charge it."""
         assert self._started, "a step ends once, and after it was started"
         assert output is self._started[0], "steps end in the order in which they were started"
         self._started.popleft()
         self._charges.charge(output, device_seconds)
-        events: list[tuple[int, TokenEvent]] = []
-        failures: list[tuple[int, TokenEvent]] = []
-        num_live = len(self._live)
-        for row, sampled in zip(chain(output.decode, output.prefill), results, strict=False):
-            sequence = row.sequence
-            if sequence.finish_reason is not None:
-                self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
-                continue
-            self._enter(row, sampled, events, failures)
+        return _Ending(output, device_seconds, len(self._live), StepEvents(), [])
+
+    def _complete_end(self, ending: _Ending) -> StepEvents:
+        """Update the rates and the running list after the results of all rows; return the events."""
+        output, device_seconds, num_live, events, failures = ending
         self.num_generated_tokens += len(events)
-        events += failures
+        for request_id, event in failures:
+            events.add(request_id, event)
         self._charges.note_first_tokens()
         if self._waiting:
             self.end_rate.add(self._num_ended, device_seconds)
@@ -404,7 +448,7 @@ class Scheduler:
         if output.num_tokens == self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
         if len(self._live) < num_live:
-            self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
+            self._running = [s for s in self._running if s.status is _RUNNING]
         return events
 
     def idle_violations(self) -> list[str]:
@@ -431,7 +475,7 @@ class Scheduler:
             if sequence.num_preemptions and rank is not None:
                 assert rank < sequence.rank, f"{sequence} was overtaken"
         assert len(running) <= self.config.max_num_seqs
-        assert all(sequence.status is SequenceStatus.RUNNING for sequence in running)
+        assert all(sequence.status is _RUNNING for sequence in running)
         for sequence in waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table, f"{sequence} waits and owns blocks"
@@ -450,8 +494,22 @@ class Scheduler:
             if sequence.num_known_tokens < sequence.max_num_tokens
         ]
         assert all(count > 0 for count in num_remaining)
+        for sequence in running + waiting:
+            self._check_shortcut(sequence)
         assert self.block_manager.owners == set(running)
         self.block_manager.check_invariants()
+
+    def _check_shortcut(self, sequence: Sequence) -> None:
+        """Assert that the tokens before `check_at` need nothing but to be appended."""
+        if not (stop := sequence.check_at):
+            return
+        assert sequence.status is _RUNNING, sequence
+        assert sequence.matcher is None, sequence
+        assert not sequence.is_expired, sequence
+        assert not sequence.num_void_results, sequence
+        assert stop < sequence.max_num_tokens, sequence
+        if self.block_manager.enable_prefix_caching:
+            assert stop <= (sequence.num_linked_blocks + 1) * self._block_size, sequence
 
     def admit_next(self) -> Chunk | None:
         """Admit the head of the queue, or a shorter one if there is no place for it; see `divide`."""
@@ -528,43 +586,87 @@ class Scheduler:
         num_cached = self.block_manager.num_cached_tokens(sequence)
         return (sequence.num_prompt_tokens - num_cached) * price > left
 
+    def _enter_decode(self, decode: DecodeRows, sampled: SampledRows, ending: _Ending) -> None:
+        """Enter the results of the decode rows. Most only append their token, or also fill a block."""
+        sequences, request_ids = decode.batch.sequences, decode.batch.request_ids
+        token_ids, logprobs = sampled.token_ids, sampled.logprobs
+        others: list[int] = []
+        # Stops at the rows without logits.
+        rows = zip(range(len(token_ids)), sequences, token_ids, strict=False)
+        for row, sequence, token_id in rows:
+            known = sequence.token_ids
+            if token_id < 0 or token_id in sequence.end_token_ids:
+                others.append(row)
+            elif len(known) < sequence.check_at:
+                known.append(token_id)
+                sequence.num_tokens_in_flight -= 1
+            elif sequence.check_at and len(known) < sequence.max_num_tokens - 1:
+                known.append(token_id)
+                sequence.num_tokens_in_flight -= 1
+                self.block_manager.cache_full_blocks(sequence, len(known) - 1)
+                self._set_check(sequence)
+            else:
+                others.append(row)
+        first, events = 0, ending.events
+        for row in others:
+            if first < row:
+                events.add_tokens(request_ids, token_ids, logprobs, first, row)
+            first = row + 1
+            self._enter(decode[row], sampled.decode_row(row), ending)
+        if first < len(token_ids):
+            events.add_tokens(request_ids, token_ids, logprobs, first, len(token_ids))
+        for row in range(len(token_ids), len(decode)):
+            self._enter(decode[row], (), ending)
+
     def _enter(
-        self,
-        row: ScheduledSequence,
-        sampled: TypingSequence[SampledResult],
-        events: list[tuple[int, TokenEvent]],
-        failures: list[tuple[int, TokenEvent]],
+        self, row: ScheduledSequence, sampled: TypingSequence[SampledResult], ending: _Ending
     ) -> None:
-        """Enter the result of one row; append the events of its tokens, and that of its failure if it fails."""
+        """Enter the result of one row; add the events of its tokens, and that of its failure if it fails."""
         sequence, num_logits = row.sequence, row.num_logits
+        if sequence.finish_reason is not None:
+            self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
+            return
         if sequence.num_void_results and num_logits and not (sampled and sampled[0].error):
             sequence.num_void_results -= 1
             self._cache_blocks(sequence, row.start + row.num_tokens)
             return
         sequence.num_tokens_in_flight -= num_logits
+        events = ending.events
         reason = append_sampled(sequence, sampled, events)
         if reason is not FinishReason.ERROR:
             num_rejected = num_logits - len(sampled)
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status is _RUNNING:
                 sequence.num_computed_tokens -= num_rejected
             stop = row.start + row.num_tokens - num_rejected
             if stop // self._block_size > sequence.num_linked_blocks:
                 self._cache_blocks(sequence, stop)
             if reason is None:
                 if not (sampled and sequence.sampling.skips_forced_tokens):
+                    self._set_check(sequence)
                     return
                 reason = append_forced(sequence, events)
+                if sequence.num_void_results:
+                    self._decode_batch = DecodeBatch([])  # the next step computes a forced token
         if reason is FinishReason.ERROR:
-            failures.append(self._fail(sequence))
+            ending.failures.append(self._fail(sequence))
         elif reason is not None:
             self._finish(sequence, reason)
-            request_id, event = events[-1]
-            events[-1] = request_id, msgspec.structs.replace(event, usage=sequence.usage)
+            assert sequence.usage is not None
+            events.usage[len(events) - 1] = sequence.usage
+
+    def _set_check(self, sequence: Sequence) -> None:
+        """Set the number of tokens from which on a row of a sequence needs more than its token; see `_enter_decode`."""
+        if sequence.status is not _RUNNING or sequence.matcher is not None or sequence.is_expired:
+            return
+        stop = sequence.max_num_tokens - 1
+        if self.block_manager.enable_prefix_caching:
+            stop = min(stop, (sequence.num_linked_blocks + 1) * self._block_size)
+        sequence.check_at = stop
 
     def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
         """Cache the full blocks of a sequence, whose first `stop` tokens are computed."""
         # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.status is _RUNNING:
             self.block_manager.cache_full_blocks(sequence, stop)
 
     def _fail(self, sequence: Sequence) -> tuple[int, TokenEvent]:
@@ -581,12 +683,7 @@ class Scheduler:
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
-        block_size = self.block_manager.block_size
-        # The keys and values of the last token are never computed.
-        return sum(
-            sequence.max_num_tokens - 1 > len(sequence.block_table) * block_size
-            for sequence in self._running
-        )
+        return len([s for s in self._running if s.capacity < s.max_num_tokens - 1])
 
     def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
         """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt later sequences if necessary.
@@ -602,6 +699,7 @@ class Scheduler:
                 self._charges.preempt(victim)
             self.block_manager.free(victim)
             victim.status = SequenceStatus.WAITING
+            victim.check_at = 0
             victim.num_preemptions += 1
             self.num_preemptions += 1
             preempted.append(victim.request_id)
@@ -614,7 +712,7 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state."""
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.status is _RUNNING:
             self._running.remove(sequence)
         self._finish(sequence, reason)
 
@@ -627,7 +725,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks; the caller removes it from the running list."""
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.status is _RUNNING:
             self._leave(sequence)
             self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
         else:
@@ -639,6 +737,7 @@ class Scheduler:
             has_output=sequence.num_output_tokens > 0,
         )
         sequence.status = SequenceStatus.FINISHED
+        sequence.check_at = 0
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
         self._num_ended += 1

@@ -27,8 +27,8 @@ class SequenceStatus(enum.IntEnum):
 class Sequence:
     """The tokens of one request and the state of their computation.
 
-    Only `Scheduler` changes a sequence, except that `BlockManager` changes `block_table`, `num_linked_blocks` and
-    `prefix_link`. Token ids are only appended, so computed keys and values stay valid.
+    Only `Scheduler` changes a sequence, except that `BlockManager` changes `block_table`, `capacity`,
+    `num_linked_blocks` and `prefix_link`. Token ids are only appended, so computed keys and values stay valid.
 
     A token in flight is sampled by a step that the device is still computing: its position is known, its id is not.
     Only `num_known_tokens` and the properties derived from it count it.
@@ -46,6 +46,11 @@ class Sequence:
         num_void_results: results of started steps that will be ignored, since other tokens took their positions.
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends at this length.
         block_table: ids of the blocks that hold its keys and values, in order of position.
+        capacity: number of known tokens up to which it is scheduled without another look: those that its blocks hold,
+            and fewer than `max_num_tokens`.
+        check_at: while fewer tokens have known ids, a sampled token is only appended, unless it is one of
+            `end_token_ids`: it neither ends the sequence otherwise nor fills a block. 0 if every token is looked at.
+        end_token_ids: ids that may end the sequence.
         sampling: how its tokens are chosen.
         matcher: state of its grammar after the tokens with known ids; None without a grammar.
         cache_salt: only sequences with equal salts share cached blocks. Deterministic sequences share none with others,
@@ -71,13 +76,15 @@ class Sequence:
     """
 
     __slots__ = (
-        "_end_token_ids",
         "account",
         "block_table",
         "cache_salt",
+        "capacity",
+        "check_at",
         "client",
         "deadline",
         "deterministic",
+        "end_token_ids",
         "error",
         "finish_reason",
         "first_scheduled_step",
@@ -112,6 +119,8 @@ class Sequence:
         self.num_void_results = 0
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
         self.block_table: list[int] = []
+        self.capacity = 0
+        self.check_at = 0
         self.sampling = sampling
         self.matcher: Matcher | None = None
         self.deterministic = request.deterministic
@@ -134,7 +143,7 @@ class Sequence:
         self.prefix_link: int | CacheSalt = self.cache_salt
         self.account = SequenceAccount(self.num_prompt_tokens)
         self.usage: SequenceUsage | None = None
-        self._end_token_ids = frozenset(sampling.end_token_ids)
+        self.end_token_ids = frozenset(sampling.end_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +189,7 @@ class Sequence:
         """
         token_ids = self.token_ids
         token_ids.append(token_id)
-        if token_id in self._end_token_ids:
+        if token_id in self.end_token_ids:
             num_before = len(token_ids) - 1 - self.num_prompt_tokens
             if num_before >= self.sampling.min_new_tokens:
                 is_eos = token_id in self.sampling.eos_token_ids

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as TypingSequence
 from concurrent.futures import Future
-from typing import Protocol
+from operator import attrgetter
+from typing import Protocol, overload
 
 import msgspec
 
 from server.engine.core.grammar import Matcher
 from server.engine.core.sequence import Sequence
+
+_deterministic = attrgetter("deterministic")
 
 
 class SampledResult(Protocol):
@@ -41,6 +45,15 @@ class FailedResult(msgspec.Struct, frozen=True):
     top: tuple[()] = ()
 
 
+class TokenResult(msgspec.Struct, frozen=True):
+    """The result of a row that is a token and, if requested, its log-probability."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[()] = ()
+    error: None = None
+
+
 class ScheduledSequence(msgspec.Struct, frozen=True):
     """One sequence's part of a step: its tokens `start .. start + num_tokens`.
 
@@ -58,6 +71,78 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     num_logits: int
 
 
+class DecodeBatch:
+    """The sequences of decode rows, in the order of the rows; never changed.
+
+    Successive steps with the same sequences have the same object, if each computes the tokens that the one before
+    sampled. It therefore says more than equal sequences do: each sequence has kept its blocks, and the host knows the
+    tokens of all rows or of none. Who derives something from the sequences may keep it by the identity of the batch.
+
+    Attributes:
+        sequences: of the rows.
+        request_ids: theirs.
+        deterministic: whether one of them is.
+    """
+
+    __slots__ = ("__weakref__", "deterministic", "request_ids", "sequences")
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.request_ids = [sequence.request_id for sequence in sequences]
+        self.deterministic = any(map(_deterministic, sequences))
+
+
+class DecodeRows(TypingSequence[ScheduledSequence]):
+    """The rows of a step with exactly one token, by column: a row that only continues decoding needs no object.
+
+    Read as a sequence, its entries are made when they are read.
+
+    Attributes:
+        batch: the sequences.
+        starts: position of each row's token.
+        num_logits: number of leading rows that have a row of logits; the others have none.
+    """
+
+    __slots__ = ("batch", "num_logits", "starts")
+
+    def __init__(self, batch: DecodeBatch, starts: list[int], num_logits: int) -> None:
+        assert num_logits <= len(starts) == len(batch.sequences)
+        self.batch, self.starts, self.num_logits = batch, starts, num_logits
+
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledSequence]) -> DecodeRows:
+        """Return columns of rows that have one token each, those without logits last."""
+        rows = list(rows)
+        has_logits = [row.num_logits for row in rows]
+        assert has_logits == sorted(has_logits, reverse=True), "rows without logits come last"
+        batch = DecodeBatch([row.sequence for row in rows])
+        return cls(batch, [row.start for row in rows], sum(has_logits))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, row: int) -> ScheduledSequence: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[ScheduledSequence]: ...
+
+    def __getitem__(self, row: int | slice) -> ScheduledSequence | list[ScheduledSequence]:
+        if isinstance(row, slice):
+            return list(self)[row]
+        row = range(len(self.starts))[row]
+        has_logits = int(row < self.num_logits)
+        return ScheduledSequence(self.batch.sequences[row], self.starts[row], 1, has_logits)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        pairs = zip(self.batch.sequences, self.starts, strict=True)
+        for row, (sequence, start) in enumerate(pairs):
+            yield ScheduledSequence(sequence, start, 1, int(row < self.num_logits))
+
+
+NO_ROWS = DecodeRows(DecodeBatch([]), [], 0)
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True):
     """The work of one step. The batch consists of the rows of `decode`, then those of `prefill`.
 
@@ -71,7 +156,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     """
 
     step: int
-    decode: tuple[ScheduledSequence, ...]
+    decode: DecodeRows
     prefill: tuple[ScheduledSequence, ...]
     num_tokens: int
     first_scheduled: tuple[Sequence, ...]
@@ -92,15 +177,61 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     top_tokens: list[list[tuple[int, float]]] = []
 
 
+class SampledRows(msgspec.Struct, frozen=True):
+    """The sampled tokens of a step.
+
+    Attributes:
+        token_ids: of the decode rows with logits; -1 for a row of `others`.
+        prefill: for each prefill row, the tokens that continue its sequence.
+        logprobs: by decode row, the natural logarithms of the probabilities of tokens, if requested.
+        others: by decode row, the results with more than that: most likely tokens, or an error.
+    """
+
+    token_ids: list[int]
+    prefill: TypingSequence[TypingSequence[SampledResult]] = ()
+    logprobs: dict[int, float] = {}
+    others: dict[int, SampledResult] = {}
+
+    @classmethod
+    def of(
+        cls, decode: Iterable[SampledResult], prefill: TypingSequence[TypingSequence[SampledResult]]
+    ) -> SampledRows:
+        """Return the columns of the results of the decode rows with logits."""
+        token_ids: list[int] = []
+        logprobs: dict[int, float] = {}
+        others: dict[int, SampledResult] = {}
+        for row, result in enumerate(decode):
+            if result.error is not None or result.top or result.token_id is None:
+                token_ids.append(-1)
+                others[row] = result
+                continue
+            token_ids.append(result.token_id)
+            if result.logprob is not None:
+                logprobs[row] = result.logprob
+        return cls(token_ids, prefill, logprobs, others)
+
+    def decode_row(self, row: int) -> tuple[SampledResult, ...]:
+        """Return the result of a decode row; none if it has no logits."""
+        if row >= len(self.token_ids):
+            return ()
+        if (other := self.others.get(row)) is not None:
+            return (other,)
+        return (TokenResult(self.token_ids[row], self.logprobs.get(row)),)
+
+    def by_row(self, num_decode: int) -> list[TypingSequence[SampledResult]]:
+        """Return the results of each row, of which the first `num_decode` are decode rows."""
+        return [*map(self.decode_row, range(num_decode)), *self.prefill]
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """Results of a step.
 
     Attributes:
-        sampled: one list per scheduled sequence, decode rows first, with one token per row of logits.
+        sampled: the tokens.
         prompt_logprobs: by request id, for sequences that requested them.
     """
 
-    sampled: TypingSequence[TypingSequence[SampledResult]]
+    sampled: SampledRows
     prompt_logprobs: dict[int, PromptLogprobs]
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from server.engine.core.step import FailedResult, SchedulerOutput
+from server.engine.core.step import DecodeRows, FailedResult, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as TypingSequence
@@ -102,7 +102,8 @@ def retry_step(
             continue
         num_computed += 1
         retried.prompt_logprobs |= result.prompt_logprobs
-        for row, sampled in zip(part, result.sampled, strict=True):
+        num_decode = sum(row.num_tokens == 1 for row in part)
+        for row, sampled in zip(part, result.sampled.by_row(num_decode), strict=True):
             retried.results[row.sequence] = sampled
     if retried.is_broken or not num_computed:
         retried.error = last_error
@@ -118,7 +119,7 @@ def _compute(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> St
     """Compute some rows of a step, in their order, and wait for the results."""
     part = SchedulerOutput(
         step=step,
-        decode=tuple(row for row in rows if row.num_tokens == 1),
+        decode=DecodeRows.of(row for row in rows if row.num_tokens == 1),
         prefill=tuple(row for row in rows if row.num_tokens > 1),
         num_tokens=sum(row.num_tokens for row in rows),
         first_scheduled=(),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import SampledResult
+    from server.engine.core.step_events import StepEvents
 
 log = logging.getLogger("tessera.engine")
 
@@ -21,14 +22,14 @@ _GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 def append_sampled(
     sequence: Sequence,
     sampled: TypingSequence[SampledResult],
-    events: list[tuple[int, TokenEvent]],
+    events: StepEvents,
 ) -> FinishReason | None:
     """Append the sampled tokens of a row, up to the first that ends the sequence.
 
     Args:
         sequence: of the row.
         sampled: its results; one with an error ends the sequence.
-        events: receives (request id, event) of each token.
+        events: receives the event of each token.
 
     Returns:
         Why the sequence ends, if it does. `ERROR` comes with the sequence's `error` and without an event.
@@ -50,13 +51,13 @@ def append_sampled(
             top_tokens=result.top,
             finish_reason=reason,
         )
-        events.append((sequence.request_id, event))
+        events.add(sequence.request_id, event)
         if reason is not None:
             return reason
     return None
 
 
-def append_forced(sequence: Sequence, events: list[tuple[int, TokenEvent]]) -> FinishReason | None:
+def append_forced(sequence: Sequence, events: StepEvents) -> FinishReason | None:
     """Append the tokens that the grammar forces next; otherwise as `append_sampled`.
 
     A token in flight was sampled at the position of the first of them, so its result is void.
@@ -68,7 +69,7 @@ def append_forced(sequence: Sequence, events: list[tuple[int, TokenEvent]]) -> F
             if (reason := sequence.append(token_id)) is FinishReason.ERROR:
                 return reason
             event = TokenEvent(token_id=token_id, finish_reason=reason)
-            events.append((sequence.request_id, event))
+            events.add(sequence.request_id, event)
             if reason is not None:
                 break
         else:

@@ -157,10 +157,11 @@ class EngineHandle(EngineReports):
             if stream is None:
                 continue
             if unusual or finish_reasons[i]:
-                stream.push(step.event(i))
+                event = step.event(i)
             else:  # the usual case, without the lookups of `event`
-                stream.push(TokenEvent(token_id=token_ids[i], logprob=logprobs.get(i)))
-            touched.append(stream)
+                event = TokenEvent(token_id=token_ids[i], logprob=logprobs.get(i))
+            if stream.push(event):
+                touched.append(stream)
             if finish_reasons[i]:
                 del streams[request_id]
 

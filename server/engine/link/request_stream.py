@@ -173,13 +173,20 @@ class RequestStream:
             self.push(TokenEvent(token_id=None, finish_reason=FinishReason.ABORT))
             self.deliver()
 
-    def push(self, event: TokenEvent) -> None:
-        """Add an event without delivering it; only for the engine's side."""
-        self._events.append(event)
+    def push(self, event: TokenEvent) -> bool:
+        """Add an event without delivering it; only for the engine's side.
+
+        Returns:
+            Whether it is the only one, and `deliver` must be called. Otherwise it waits with the others, for a call
+            that follows or for the reader.
+        """
+        events = self._events
+        events.append(event)
         if event.finish_reason is not None:
             self._finished = True
             if event.usage is not None:
                 self.usage = event.usage
+        return len(events) == 1
 
     def deliver(self) -> None:
         """Pass the added events to the reader, or keep them while there is none; only for the engine's side."""

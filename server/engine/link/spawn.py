@@ -41,7 +41,7 @@ def use_safe_path() -> None:
     where the packages are not installed, or where another copy of them is; an installed package is found without it.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
-    folder = Path(__file__).resolve().parents[3]
+    folder = Path(__file__).resolve().parents[__name__.count(".")]  # of the outermost package
     if folder.name not in ("site-packages", "dist-packages"):
         others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         folders = dict.fromkeys([str(folder), *filter(None, others)])

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from model.sampling.parameters import SamplingParams
 from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
-from server.engine.core.step import ScheduledSequence, SchedulerOutput
+from server.engine.core.step import DecodeRows, ScheduledSequence, SchedulerOutput
 from server.engine.runner.shared_prefix import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -177,10 +179,10 @@ def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequenc
 
 
 def deterministic(output: SchedulerOutput) -> SchedulerOutput:
-    """Make a step's sequences deterministic; return the step."""
+    """Make a step's sequences deterministic; return the step with them."""
     for scheduled in (*output.decode, *output.prefill):
         scheduled.sequence.deterministic = True
-    return output
+    return msgspec.structs.replace(output, decode=DecodeRows.of(output.decode))
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
@@ -193,7 +195,7 @@ def _output(
 ) -> SchedulerOutput:
     return SchedulerOutput(
         step=0,
-        decode=decode,
+        decode=DecodeRows.of(decode),
         prefill=prefill,
         num_tokens=sum(s.num_tokens for s in (*decode, *prefill)),
         first_scheduled=(),

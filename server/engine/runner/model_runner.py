@@ -22,6 +22,7 @@ from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
 from server.engine.core.sequence import SequenceStatus
 from server.engine.core.step import PromptLogprobs
+from server.engine.runner.batch_needs import DecodeNeeds, needs_of_prompts, scores_prompt
 from server.engine.runner.executor import StepExecutor
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.recordings import RecordedSteps
@@ -31,6 +32,7 @@ from server.engine.runner.step_input import PackedStep, exact_bucket
 from server.engine.runner.step_result import GreedyStep, SampledStep, WaitingStep, suffices
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from concurrent.futures import Future
 
     from kernels import AttentionProblem
@@ -43,7 +45,13 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.plan_report import PlanReport
     from server.engine.core.sequence import Sequence
-    from server.engine.core.step import PendingStep, ScheduledSequence, SchedulerOutput, StepResult
+    from server.engine.core.step import (
+        DecodeRows,
+        PendingStep,
+        ScheduledSequence,
+        SchedulerOutput,
+        StepResult,
+    )
     from server.engine.runner.grammars import Grammars
     from server.engine.runner.shared_prefix import SharingRule
 
@@ -86,6 +94,7 @@ class ModelRunner:
         self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)
         self._inputs: OrderedDict[Bucket, PackedStep] = OrderedDict()
         self._sampler = Sampler()
+        self._needs = DecodeNeeds()
         self._histories: dict[int, TokenHistory] = {}
 
     @property
@@ -169,10 +178,13 @@ class ModelRunner:
             output: at least one scheduled sequence; its blocks are allocated. Input tokens that the host does not know
                 yet must be tokens that the previously launched step samples.
         """
-        scheduled = (*output.decode, *output.prefill)
-        sampling = [s.sequence for s in scheduled if s.num_logits]
-        greedy = all(sequence.is_argmax for sequence in sampling)
-        rows = [] if greedy else [self._sampling_row(sequence) for sequence in sampling]
+        decode, prefill = output.decode, output.prefill
+        needs = self._needs.of(decode)
+        if prefill:
+            needs |= needs_of_prompts(prefill)
+        greedy = needs.all_argmax
+        sampling = [] if greedy else _sampling(decode, prefill)
+        rows = [self._sampling_row(sequence) for sequence in sampling]
         waits = any(
             row.parameters.needs_history and sequence.num_tokens_in_flight
             for row, sequence in zip(rows, sampling, strict=False)
@@ -181,23 +193,24 @@ class ModelRunner:
         prompts: dict[int, PromptLogprobs] = {}
         computed = None
         try:
-            if self.recorded is not None and not any(map(_scores_prompt, scheduled)):
-                computed = self.recorded.compute(output.decode, output.prefill)
+            if self.recorded is not None and not needs.any_scored:
+                computed = self.recorded.compute(decode, prefill)
             if computed is None:
-                computed, prompts = self._compute(output)
+                computed, prompts = self._compute(output, scored=needs.any_scored)
         except Exception:
             if masks is not None:
                 masks[1].wait()  # the step may be computed again, with masks of the same grammars
             raise
-        self._sampled.note(scheduled)
-        if greedy and suffices(computed, scheduled):
-            return GreedyStep(computed, scheduled)
-        num_logits = [s.num_logits for s in scheduled]
-        if not sampling:
-            return SampledStep(None, num_logits, prompts, feeds_next=True)
+        self._sampled.note(decode, prefill)
+        if greedy and suffices(computed, logprobs=needs.logprobs):
+            return GreedyStep(computed, decode, prefill, logprobs=needs.logprobs)
+        num_logits = [s.num_logits for s in prefill]
+        if not (decode.num_logits or any(num_logits)):
+            return SampledStep(None, 0, num_logits, prompts, feeds_next=True)
         parts = [part.logits for part in computed]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         if greedy:
+            sampling = _sampling(decode, prefill)
             rows = [self._sampling_row(sequence) for sequence in sampling]
 
         def sample(masks: tuple[list[int], PendingMasks] | None) -> SampledStep:
@@ -206,7 +219,9 @@ class ModelRunner:
             self._sampled.put(tokens.tokens)
             if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
                 self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
-            return SampledStep(tokens, num_logits, prompts, tokens.feeds_next, errors)
+            return SampledStep(
+                tokens, decode.num_logits, num_logits, prompts, tokens.feeds_next, errors
+            )
 
         if waits:
             return WaitingStep(lambda: sample(self._start_masks(rows, sampling)))
@@ -249,18 +264,18 @@ class ModelRunner:
         )
 
     def _compute(
-        self, output: SchedulerOutput
+        self, output: SchedulerOutput, *, scored: bool
     ) -> tuple[list[StepOutput], dict[int, PromptLogprobs]]:
         """Compute a step without a recording; also the prompt log-probabilities that sequences requested."""
         packed = self.pack(output, self.sharing_rule)
         sampled = None
         if packed.reads_sampled or self.device.type == "cuda":
             sampled = self._sampled.ids
-        scheduled = (*output.decode, *output.prefill)
-        if not any(map(_scores_prompt, scheduled)):
+        if not scored:
             return [self.executor.step(packed.input, sampled)], {}
         hidden = self.executor.hidden_states(packed.input, sampled)
         deterministic = packed.input.bucket.deterministic
+        scheduled = (*output.decode, *output.prefill)
         prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
         return [self.executor.score(packed.input, hidden)], prompts
 
@@ -315,7 +330,7 @@ class ModelRunner:
         for s in scheduled:
             sequence, row = s.sequence, first_row
             first_row += s.num_tokens
-            if not _scores_prompt(s):
+            if not scores_prompt(sequence):
                 continue
             # The logits at token i score token i + 1; those at the last prompt token are for sampling.
             following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
@@ -349,7 +364,7 @@ def _add_masks(rows: list[SamplingRow], masked: list[int], masks: PendingMasks) 
     return {masked[i]: error for i, error in errors.items()}
 
 
-def _scores_prompt(scheduled: ScheduledSequence) -> bool:
-    """Return whether a step must score prompt tokens, for which recordings compute no logits."""
-    sequence = scheduled.sequence
-    return sequence.sampling.prompt_logprobs and not sequence.num_known_output_tokens
+def _sampling(decode: DecodeRows, prefill: Iterable[ScheduledSequence]) -> list[Sequence]:
+    """Return the sequence of each row of logits."""
+    decoding = decode.batch.sequences[: decode.num_logits]
+    return [*decoding, *(row.sequence for row in prefill for _ in range(row.num_logits))]

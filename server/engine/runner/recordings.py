@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from model.network.step import StepOutput, input_bytes
+from server.engine.core.step import NO_ROWS
 from server.engine.runner.buckets import BucketGrid
 from server.engine.runner.executor import StepExecutor
 from server.engine.runner.shared_prefix import shared_blocks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from model.network.decoder import DecoderLM
     from model.network.step import Bucket
     from server.engine.core.limits import SchedulerConfig
-    from server.engine.core.step import ScheduledSequence
+    from server.engine.core.step import DecodeRows, ScheduledSequence
     from server.engine.runner.sampled_tokens import SampledTokens
     from server.engine.runner.shared_prefix import SharingRule
 
@@ -118,6 +119,7 @@ class RecordedSteps:
         self._recordings: dict[Bucket, _Recording] = {}
         # By exact bucket: steps of decode rows whose best bucket has a recording, which is nearly all steps.
         self._best: dict[Bucket, _Recording] = {}
+        self._batch, self._num_shared = NO_ROWS.batch, 0
         self._num_missed: dict[Bucket, int] = {}
         self._waiting = list(self._grid.ahead())
         self._closed = False
@@ -128,7 +130,7 @@ class RecordedSteps:
         return list(self._recordings)
 
     def compute(
-        self, decode: Sequence[ScheduledSequence], prefill: Sequence[ScheduledSequence]
+        self, decode: DecodeRows, prefill: Sequence[ScheduledSequence]
     ) -> list[StepOutput] | None:
         """Compute a step with one recording, or with one for its decode rows and one for its prompts.
 
@@ -147,7 +149,11 @@ class RecordedSteps:
             found = [self._find(decode, prefill, waits=False)]
             if found[0] is not None:
                 return self._run(found, [(decode, prefill)])
-        parts = [part for part in ((decode, ()), ((), prefill)) if any(part)]
+        parts: list[tuple[DecodeRows, Sequence[ScheduledSequence]]] = []
+        if decode:
+            parts.append((decode, ()))
+        if prefill:
+            parts.append((NO_ROWS, prefill))
         return self._run([self._find(*part, waits=True) for part in parts], parts)
 
     def record_next(self) -> bool:
@@ -160,7 +166,7 @@ class RecordedSteps:
     def _run(
         self,
         recordings: list[_Recording | None],
-        parts: Sequence[tuple[Sequence[ScheduledSequence], Sequence[ScheduledSequence]]],
+        parts: Sequence[tuple[DecodeRows, Sequence[ScheduledSequence]]],
     ) -> list[StepOutput] | None:
         found = [recording for recording in recordings if recording is not None]
         if len(found) < len(recordings):
@@ -176,22 +182,21 @@ class RecordedSteps:
                     raise
                 self._forget_single_launches()
                 return None
-            count = sum([s.num_logits for s in (*decode, *prefill)])
+            count = decode.num_logits + sum([s.num_logits for s in prefill])
             outputs.append(recording.first(count))
             num_sampled += count
         return outputs
 
     def _find(
         self,
-        decode: Sequence[ScheduledSequence],
+        decode: DecodeRows,
         prefill: Sequence[ScheduledSequence],
         *,
         waits: bool,
     ) -> _Recording | None:
         """Return the first recording that a step fits in. If the best bucket has none, record it next."""
         block_size = self._kv_cache.block_size
-        shared = shared_blocks(decode, block_size, self._sharing_rule)
-        step = exact_bucket(decode, prefill, block_size, shared)
+        step = exact_bucket(decode, prefill, block_size, self._shared_blocks(decode))
         best = self._best.get(step)
         if best is not None:
             return best
@@ -201,6 +206,13 @@ class RecordedSteps:
         if found.step.input.bucket == next(self._grid.fitting(step)):
             self._best[step] = found
         return found
+
+    def _shared_blocks(self, decode: DecodeRows) -> int:
+        """Return `shared_blocks`, which the steps of a batch have in common: all shared blocks are computed before."""
+        if decode.batch is not self._batch:
+            shared = shared_blocks(decode, self._kv_cache.block_size, self._sharing_rule)
+            self._batch, self._num_shared = decode.batch, shared
+        return self._num_shared
 
     def _first(self, buckets: Iterable[Bucket], *, waits: bool) -> _Recording | None:
         own = None
@@ -262,7 +274,7 @@ class RecordedSteps:
     def _make(self, bucket: Bucket, out: StepOutput) -> _Recording:
         """Record a step without sequences, which runs the same kernels and writes to no block."""
         step = PackedStep(bucket, self._kv_cache.block_size, self._device)
-        step.pack((), (), self._sampled)
+        step.pack(NO_ROWS, (), self._sampled)
         ids = self._sampled.ids
         kept = ids.clone()  # the next step may continue from what the last one sampled
         replay = self._executor.record(self._recorder, step.input, ids, out)

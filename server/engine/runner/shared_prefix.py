@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from server.engine.core.step import ScheduledSequence
+    from server.engine.core.step import DecodeRows
 
     SharingRule: TypeAlias = Callable[[int, int], bool]
     """(number of sequences, tokens that they share) -> whether the shared tokens are read once for all sequences."""
@@ -19,9 +19,7 @@ so that kernels compiled for whole rows can be used."""
 _FIRST_COLUMNS: Final = 8
 
 
-def shared_blocks(
-    decode: Sequence[ScheduledSequence], block_size: int, rule: SharingRule | None
-) -> int:
+def shared_blocks(decode: DecodeRows, block_size: int, rule: SharingRule | None) -> int:
     """Count the leading blocks of all sequences that should be read once.
 
     Args:
@@ -35,8 +33,8 @@ def shared_blocks(
     """
     if rule is None or len(decode) < 2:
         return 0
-    tables = [s.sequence.block_table for s in decode]
-    computed = min(s.start for s in decode) // block_size
+    tables = [sequence.block_table for sequence in decode.batch.sequences]
+    computed = min(decode.starts) // block_size
     blocks = common_blocks(tables, computed) // ALIGNMENT * ALIGNMENT
     return blocks if blocks and rule(len(decode), blocks * block_size) else 0
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from model.device.transfer import Download
 from model.sampling.parameters import NOT_FINITE, SampledToken
-from server.engine.core.step import StepResult
+from server.engine.core.step import SampledRows, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from model.network.step import StepOutput
     from model.sampling.sampler import PendingTokens
-    from server.engine.core.step import PromptLogprobs, ScheduledSequence
+    from server.engine.core.step import DecodeRows, PromptLogprobs, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,15 @@ class SampledStep:
 
     Attributes:
         tokens: the sampler's pending tokens; None if the step has no logits.
-        num_logits: rows of logits of each scheduled sequence.
+        num_decode: rows of logits of decode rows.
+        num_logits: rows of logits of each prefill row.
         prompt_logprobs: see `StepResult`.
         feeds_next: see `PendingStep`.
         errors: why rows of logits have no token; by row, in place of the sampler's result.
     """
 
     tokens: PendingTokens | None
+    num_decode: int
     num_logits: list[int]
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
@@ -47,7 +49,9 @@ class SampledStep:
         tokens = [] if self.tokens is None else self.tokens.result()
         for row, error in self.errors.items():
             tokens[row] = SampledToken(error=error)
-        return StepResult(_split(tokens, self.num_logits), self.prompt_logprobs)
+        count = self.num_decode
+        sampled = SampledRows.of(tokens[:count], _split(tokens[count:], self.num_logits))
+        return StepResult(sampled, self.prompt_logprobs)
 
 
 class WaitingStep:
@@ -80,12 +84,15 @@ class WaitingStep:
         return self._step.result()
 
 
-def suffices(outputs: Sequence[StepOutput], scheduled: Sequence[ScheduledSequence]) -> bool:
-    """Return whether the forward pass computed all results that greedy sequences want."""
-    wants_logprobs = any(s.sequence.sampling.logprobs for s in scheduled)
+def suffices(outputs: Sequence[StepOutput], *, logprobs: bool) -> bool:
+    """Return whether the forward pass computed all results that greedy sequences want.
+
+    Args:
+        outputs: results of the step's parts.
+        logprobs: whether a sequence wants log-probabilities.
+    """
     return all(
-        part.tokens is not None and (part.logprobs is not None or not wants_logprobs)
-        for part in outputs
+        part.tokens is not None and (part.logprobs is not None or not logprobs) for part in outputs
     )
 
 
@@ -94,42 +101,68 @@ class GreedyStep:
 
     Args:
         outputs: results of the step's parts; `tokens` is set in each.
-        scheduled: the step's sequences, in the order of their rows.
+        decode, prefill: the step's sequences, in the order of their rows.
+        logprobs: whether a sequence wants log-probabilities.
     """
 
     feeds_next = True
 
     def __init__(
-        self, outputs: Sequence[StepOutput], scheduled: Sequence[ScheduledSequence]
+        self,
+        outputs: Sequence[StepOutput],
+        decode: DecodeRows,
+        prefill: Sequence[ScheduledSequence],
+        *,
+        logprobs: bool,
     ) -> None:
-        self._num_logits = [s.num_logits for s in scheduled]
+        self._num_decode = decode.num_logits
+        self._num_logits = [s.num_logits for s in prefill]
         self._tokens = [Download(part.tokens) for part in outputs if part.tokens is not None]
         self._logprobs: list[Download] = []
         self._wanted: list[bool] = []
-        if any(s.sequence.sampling.logprobs for s in scheduled):
-            self._wanted = [
-                s.sequence.sampling.logprobs for s in scheduled for _ in range(s.num_logits)
+        if logprobs:
+            decoding = decode.batch.sequences[: decode.num_logits]
+            self._wanted = [sequence.sampling.logprobs for sequence in decoding]
+            self._wanted += [
+                s.sequence.sampling.logprobs for s in prefill for _ in range(s.num_logits)
             ]
             found = (part.logprobs for part in outputs)
-            self._logprobs = [Download(logprobs) for logprobs in found if logprobs is not None]
+            self._logprobs = [Download(values) for values in found if values is not None]
 
     def sample(self) -> None:
         """Do nothing: the forward pass computes the tokens."""
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
-        tokens: list[int] = [token for part in self._tokens for token in part.read().tolist()]
-        logprobs: list[float | None] = [None] * len(tokens)
+        tokens = _values(self._tokens)
+        logprobs: dict[int, float] = {}
         if self._logprobs:
-            found = [value for part in self._logprobs for value in part.read().tolist()]
-            logprobs = [
-                value if wanted else None for value, wanted in zip(found, self._wanted, strict=True)
-            ]
-        sampled = [
-            SampledToken(token, logprob) if token >= 0 else SampledToken(error=NOT_FINITE)
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-        return StepResult(_split(sampled, self._num_logits), {})
+            pairs = enumerate(zip(_values(self._logprobs), self._wanted, strict=True))
+            logprobs = {row: value for row, (value, wanted) in pairs if wanted}
+        count = self._num_decode
+        decoded = tokens[:count]
+        failed = (
+            [row for row, token in enumerate(decoded) if token < 0]
+            if min(tokens, default=0) < 0
+            else []
+        )
+        sampled = SampledRows(
+            decoded,
+            _split([_result(t, logprobs.get(row)) for row, t in enumerate(tokens[count:], count)], self._num_logits),
+            {row: value for row, value in logprobs.items() if row < count},
+            {row: SampledToken(error=NOT_FINITE) for row in failed},
+        )  # fmt: skip
+        return StepResult(sampled, {})
+
+
+def _values(parts: list[Download]) -> list[Any]:
+    """Wait for the results of a step's parts, and join them."""
+    found = [part.read().numpy().tolist() for part in parts]
+    return found[0] if len(found) == 1 else list(itertools.chain.from_iterable(found))
+
+
+def _result(token: int, logprob: float | None) -> SampledToken:
+    return SampledToken(token, logprob) if token >= 0 else SampledToken(error=NOT_FINITE)
 
 
 def _split(tokens: list[SampledToken], counts: list[int]) -> list[list[SampledToken]]:

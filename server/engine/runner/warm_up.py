@@ -121,7 +121,7 @@ def _distinct_lengths(runner: ModelRunner, longest: int) -> list[int]:
 def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
     """Plan the attention of a step, which compiles the kernels for its number of sequences."""
     if runner.deterministic:
-        dummy_steps.deterministic(output)
+        output = dummy_steps.deterministic(output)
     runner.model.attention.plan_step(runner.pack(output, None).input, runner.kv_cache)
 
 
@@ -129,7 +129,7 @@ def _compute(
     runner: ModelRunner, output: SchedulerOutput, sharing_rule: SharingRule | None = None
 ) -> None:
     if runner.deterministic:
-        dummy_steps.deterministic(output)
+        output = dummy_steps.deterministic(output)
     kept = runner.sharing_rule
     runner.sharing_rule = sharing_rule or kept
     try:

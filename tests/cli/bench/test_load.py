@@ -54,6 +54,7 @@ def test_the_tokens_of_an_openai_stream_are_counted_by_its_usage():
     assert len(record.times) == 1  # the event with only a finish reason has no token
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (5, 3, True)
     assert b'"ignore_eos":true' in server.requests[0][2]
+    assert b'"repetition_penalty":1.0' in server.requests[0][2]
     assert b'"include_usage":true' in server.requests[0][2]
 
 

@@ -12,6 +12,7 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
+from server.engine.core.step import NO_ROWS, SampledRows
 
 VOCAB_SIZE = 11
 
@@ -73,6 +74,18 @@ def rows_of(output):
     ]
 
 
+def sampled_rows(output, results):
+    """Return the results of a step, which are given as a list for each row."""
+    count, num_decode = output.decode.num_logits, len(output.decode)
+    assert not any(results[count:num_decode])
+    return SampledRows.of([result for (result,) in results[:count]], results[num_decode:])
+
+
+def commit(scheduler: Scheduler, output, results, seconds=0.0):
+    """Commit the results of a step, which are given as a list for each row; return its events."""
+    return list(scheduler.commit(output, sampled_rows(output, results), seconds))
+
+
 def begin(scheduler: Scheduler):
     """Schedule and start a step."""
     output = scheduler.schedule()
@@ -86,7 +99,7 @@ def step(scheduler: Scheduler, token_id: int = 7):
     """Schedule, start and commit a step that samples the same token in every row; return its output and events."""
     output = begin(scheduler)
     rows = (*output.decode, *output.prefill)
-    events = scheduler.commit(output, [[Token(token_id)] * row.num_logits for row in rows])
+    events = commit(scheduler, output, [[Token(token_id)] * row.num_logits for row in rows])
     scheduler.check_invariants()
     return output, events
 
@@ -102,9 +115,12 @@ class NumberModel:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.last_sampled: dict[Sequence, int] = {}
+        self.last_decode = NO_ROWS
+        self.last_tables: list[list[int]] = []
 
     def execute(self, output) -> list[list[Token]]:
         """Compute a step, possibly before the tokens of the previous step are committed."""
+        self.check_batch(output.decode)
         rows = (*output.decode, *output.prefill)
         sampled = {}
         for row in rows:
@@ -122,6 +138,17 @@ class NumberModel:
                 sampled[sequence] = sample_token(numbers, banned_ids(sequence))
         self.last_sampled = sampled
         return [[Token(sampled[row.sequence])] if row.num_logits else [] for row in rows]
+
+    def check_batch(self, decode) -> None:
+        """Check what the same batch in two steps in sequence means."""
+        tables = [sequence.block_table for sequence in decode.batch.sequences]
+        if decode.batch is self.last_decode.batch:
+            assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
+            rows = [*decode][: self.last_decode.num_logits]
+            assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
+            for row in rows:
+                assert row.start == row.sequence.num_known_tokens - 1
+        self.last_decode, self.last_tables = decode, tables
 
     def poison_empty_blocks(self, manager: BlockManager) -> None:
         for start, stop in manager._empty.stretches:

@@ -17,7 +17,15 @@ from server.engine.core.messages import (
 )
 from server.engine.core.request import FinishReason
 from server.engine.core.sequence import Sequence
-from tests.engine.core.bookkeeping import Token, begin, make_request, make_scheduler, make_sequence
+from tests.engine.core.bookkeeping import (
+    Token,
+    begin,
+    commit,
+    make_request,
+    make_scheduler,
+    make_sequence,
+    sampled_rows,
+)
 from tests.plans import PLAN
 
 INFO = SimpleNamespace(vocab_size=1_000_000, plan=PLAN, engine=0)
@@ -25,7 +33,7 @@ INFO = SimpleNamespace(vocab_size=1_000_000, plan=PLAN, engine=0)
 
 def end(scheduler, output, seconds, token_id=7):
     rows = (*output.decode, *output.prefill)
-    return scheduler.commit(output, [[Token(token_id)] * row.num_logits for row in rows], seconds)
+    return commit(scheduler, output, [[Token(token_id)] * row.num_logits for row in rows], seconds)
 
 
 def test_a_step_is_shared_by_scheduled_tokens():
@@ -128,7 +136,7 @@ class Device:
 
         def result():
             self.clock.now = max(self.clock.now, done)
-            return SimpleNamespace(sampled=sampled, prompt_logprobs={})
+            return SimpleNamespace(sampled=sampled_rows(output, sampled), prompt_logprobs={})
 
         return SimpleNamespace(feeds_next=True, sample=lambda: None, result=result)
 

@@ -17,10 +17,12 @@ from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import CapacityError
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
+from server.engine.core.step import DecodeRows
 from tests.engine.core.bookkeeping import (
     VOCAB_SIZE,
     NumberModel,
     Token,
+    commit,
     generate_alone,
     make_request,
     make_sequence,
@@ -445,7 +447,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         events = (
             self.end_again(output, seconds)
             if is_lost
-            else self.scheduler.commit(output, results, seconds)
+            else commit(self.scheduler, output, results, seconds)
         )
         for request_id, event in events:
             self.receive(request_id, event)
@@ -461,7 +463,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for part in (healthy[::2], healthy[1::2]):
                 decode = tuple(row for row in part if row.num_tokens == 1)
                 prefill = tuple(row for row in part if row.num_tokens > 1)
-                again = msgspec.structs.replace(output, decode=decode, prefill=prefill)
+                again = msgspec.structs.replace(
+                    output, decode=DecodeRows.of(decode), prefill=prefill
+                )
                 results |= zip(
                     (row.sequence for row in decode + prefill),
                     self.model.execute(again),
@@ -470,7 +474,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row in rows:
                 results.setdefault(row.sequence, [Token(None, error=CULPRIT)])
         self.culprits = set()
-        return self.scheduler.commit_parts(output, results, seconds)
+        return list(self.scheduler.commit_parts(output, results, seconds))
 
     def receive(self, request_id, event):
         text = self.texts[request_id]

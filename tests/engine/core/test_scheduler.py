@@ -12,7 +12,16 @@ from server.engine.core.request_checks import (
     RefusedError,
 )
 from server.engine.core.sequence import SequenceStatus
-from tests.engine.core.bookkeeping import Token, begin, make_scheduler, make_sequence, rows_of, step
+from server.engine.core.step import DecodeRows
+from tests.engine.core.bookkeeping import (
+    Token,
+    begin,
+    commit,
+    make_scheduler,
+    make_sequence,
+    rows_of,
+    step,
+)
 
 
 def add(scheduler, request_id, prompt, max_new_tokens=4, **sampling):
@@ -100,7 +109,7 @@ def test_an_idle_scheduler_schedules_nothing():
 
     output, events = step(scheduler)
 
-    assert (output.decode, output.prefill, output.num_tokens, events) == ((), (), 0, [])
+    assert ([*output.decode], output.prefill, output.num_tokens, events) == ([], (), 0, [])
 
 
 def test_a_prompt_is_computed_at_once_and_then_one_token_per_step():
@@ -658,7 +667,7 @@ def test_the_result_of_a_sequence_aborted_during_the_step_is_ignored():
     output = begin(scheduler)
 
     check_aborted(scheduler, output.prefill[1].sequence)
-    events = scheduler.commit(output, [[Token(20)], [Token(21)], [Token(22)]])
+    events = commit(scheduler, output, [[Token(20)], [Token(21)], [Token(22)]])
 
     assert events == [(0, TokenEvent(token_id=20)), (2, TokenEvent(token_id=22))]
     scheduler.check_invariants()
@@ -671,7 +680,7 @@ def test_the_id_of_an_aborted_sequence_can_be_reused_before_its_step_ends():
     scheduler.abort(0)
     again = add(scheduler, 0, 5)
 
-    assert scheduler.commit(output, [[Token(20)]]) == []
+    assert commit(scheduler, output, [[Token(20)]]) == []
     assert aborted.output_token_ids == again.output_token_ids == []
     assert rows_of(step(scheduler)[0]) == [(0, 0, 5, True)]
 
@@ -688,7 +697,7 @@ def test_results_are_assigned_to_the_rows_that_sample_decode_rows_first():
     output = begin(scheduler)
     assert rows_of(output) == [(0, 3, 1, True), (2, 0, 1, True), (1, 0, 3, True), (3, 0, 4, False)]
 
-    events = scheduler.commit(output, [[Token(20)], [Token(21)], [Token(22)], []])
+    events = commit(scheduler, output, [[Token(20)], [Token(21)], [Token(22)], []])
 
     assert [(request_id, event.token_id) for request_id, event in events] == [
         (0, 20),
@@ -701,7 +710,7 @@ def test_an_event_carries_the_log_probabilities_of_its_token():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3)
 
-    events = scheduler.commit(begin(scheduler), [[Token(5, -0.25, ((5, -0.25), (6, -2.0)))]])
+    events = commit(scheduler, begin(scheduler), [[Token(5, -0.25, ((5, -0.25), (6, -2.0)))]])
 
     expected = TokenEvent(token_id=5, logprob=-0.25, top_tokens=((5, -0.25), (6, -2.0)))
     assert events == [(0, expected)]
@@ -732,7 +741,7 @@ def test_a_result_with_an_error_ends_only_its_sequence_and_discards_its_cached_b
     scheduler = make_scheduler(16, 4)
     good, bad = add(scheduler, 0, 5), add(scheduler, 1, 9)
 
-    events = scheduler.commit(begin(scheduler), [[Token(20)], [Token(None, error="not a number")]])
+    events = commit(scheduler, begin(scheduler), [[Token(20)], [Token(None, error="not a number")]])
 
     error = TokenEvent(
         token_id=None,
@@ -756,7 +765,7 @@ def test_cached_blocks_of_earlier_chunks_are_discarded_if_the_last_chunk_fails()
     step(scheduler)
     assert sequence.num_linked_blocks == 1
 
-    scheduler.commit(begin(scheduler), [[Token(None, error="not a number")]])
+    commit(scheduler, begin(scheduler), [[Token(None, error="not a number")]])
 
     assert scheduler.block_manager.num_idle_blocks == 0
     scheduler.check_invariants()
@@ -770,7 +779,7 @@ def test_a_step_that_failed_ends_all_its_sequences_without_results():
     output = begin(scheduler)
     assert [row[3] for row in rows_of(output)] == [True, False]
 
-    events = scheduler.fail(output, "the forward pass failed")
+    events = list(scheduler.fail(output, "the forward pass failed"))
 
     assert [(i, event.finish_reason, event.error) for i, event in events] == [
         (0, FinishReason.ERROR, "the forward pass failed"),
@@ -786,7 +795,7 @@ def test_a_sequence_aborted_in_a_step_that_failed_gets_no_event():
     output = begin(scheduler)
     scheduler.abort(0)
 
-    assert scheduler.fail(output, "the forward pass failed") == []
+    assert list(scheduler.fail(output, "the forward pass failed")) == []
     assert sequence.finish_reason is FinishReason.ABORT
 
 
@@ -803,9 +812,9 @@ def test_a_step_that_was_not_computed_can_be_scheduled_again():
     with pytest.raises(AssertionError, match="only the latest one"):
         scheduler.start(first)
     scheduler.start(second)
-    assert [event.token_id for _, event in scheduler.commit(second, [[Token(20)], []])] == [20]
+    assert [event.token_id for _, event in commit(scheduler, second, [[Token(20)], []])] == [20]
     with pytest.raises(AssertionError, match="ends once"):
-        scheduler.commit(second, [[Token(20)], []])
+        commit(scheduler, second, [[Token(20)], []])
 
 
 def test_more_results_than_rows_fail_an_assertion():
@@ -813,7 +822,7 @@ def test_more_results_than_rows_fail_an_assertion():
     add(scheduler, 0, 3)
 
     with pytest.raises(AssertionError, match="2 results of 1 rows"):
-        scheduler.commit(begin(scheduler), [[Token(20)], [Token(21)]])
+        commit(scheduler, begin(scheduler), [[Token(20)], [Token(21)]])
 
 
 def test_a_result_with_neither_token_nor_error_fails_an_assertion():
@@ -821,7 +830,7 @@ def test_a_result_with_neither_token_nor_error_fails_an_assertion():
     add(scheduler, 0, 3)
 
     with pytest.raises(AssertionError, match="a token or an error"):
-        scheduler.commit(begin(scheduler), [[Token(None)]])
+        commit(scheduler, begin(scheduler), [[Token(None)]])
 
 
 # Several rows of logits: verification of proposed tokens
@@ -832,7 +841,7 @@ def verify(scheduler, output, num_proposed):
     (row,) = output.decode
     more = msgspec.structs.replace(row, num_tokens=1 + num_proposed, num_logits=1 + num_proposed)
     verifying = msgspec.structs.replace(
-        output, decode=(), prefill=(more,), num_tokens=more.num_tokens
+        output, decode=DecodeRows.of(()), prefill=(more,), num_tokens=more.num_tokens
     )
     assert scheduler.block_manager.grow(row.sequence, row.start + more.num_tokens)
     scheduler._scheduled = verifying
@@ -850,7 +859,7 @@ def test_verified_tokens_are_kept_and_rejected_ones_are_computed_again(
     output = verify(scheduler, scheduler.schedule(), num_proposed=3)
     assert sequence.num_tokens_in_flight == 4
 
-    events = scheduler.commit(output, [[Token(30 + i) for i in range(accepted)]])
+    events = commit(scheduler, output, [[Token(30 + i) for i in range(accepted)]])
 
     assert [event.token_id for _, event in events] == [30 + i for i in range(accepted)]
     assert sequence.output_token_ids == [7, *(30 + i for i in range(accepted))]
@@ -865,7 +874,7 @@ def test_tokens_after_the_last_token_of_a_sequence_are_dropped():
     step(scheduler)
     output = verify(scheduler, scheduler.schedule(), num_proposed=3)
 
-    events = scheduler.commit(output, [[Token(30), Token(31), Token(32), Token(33)]])
+    events = commit(scheduler, output, [[Token(30), Token(31), Token(32), Token(33)]])
 
     assert [event.token_id for _, event in events] == [30, 31]
     assert events[-1][1].finish_reason is FinishReason.LENGTH
@@ -885,8 +894,8 @@ def test_the_next_step_can_be_scheduled_before_the_tokens_of_the_last_are_known(
 
     assert rows_of(second) == [(0, 3, 1, True)]
     scheduler.check_invariants()
-    assert scheduler.commit(first, [[Token(20)]]) == [(0, TokenEvent(token_id=20))]
-    assert scheduler.commit(second, [[Token(21)]]) == [(0, TokenEvent(token_id=21))]
+    assert commit(scheduler, first, [[Token(20)]]) == [(0, TokenEvent(token_id=20))]
+    assert commit(scheduler, second, [[Token(21)]]) == [(0, TokenEvent(token_id=21))]
     assert sequence.token_ids[3:] == [20, 21]
     scheduler.check_invariants()
 
@@ -900,7 +909,7 @@ def test_a_sequence_whose_last_token_is_in_flight_is_not_scheduled_again():
 
     assert second.num_tokens == 0
     assert scheduler.has_work
-    [(_, event)] = scheduler.commit(first, [[Token(20)]])
+    [(_, event)] = commit(scheduler, first, [[Token(20)]])
     assert event.finish_reason is FinishReason.LENGTH
     assert not scheduler.has_work
 
@@ -912,10 +921,10 @@ def test_the_result_of_a_sequence_that_ended_one_step_earlier_is_ignored():
     first = begin(scheduler)
     second = begin(scheduler)
 
-    scheduler.commit(first, [[Token(0)], [Token(20)]])
+    commit(scheduler, first, [[Token(0)], [Token(20)]])
     assert ended.finish_reason is FinishReason.EOS
     assert not ended.block_table
-    events = scheduler.commit(second, [[Token(30)], [Token(21)]])
+    events = commit(scheduler, second, [[Token(30)], [Token(21)]])
 
     assert events == [(1, TokenEvent(token_id=21))]
     assert ended.output_token_ids == [0]
@@ -937,12 +946,12 @@ def test_a_preempted_sequence_still_gets_its_token_in_flight(token_id, reason):
     assert second.preempted == (1,)
     assert younger.num_tokens_in_flight == 1
     scheduler.check_invariants()
-    events = dict(scheduler.commit(first, [[Token(21)], [Token(token_id)]]))
+    events = dict(commit(scheduler, first, [[Token(21)], [Token(token_id)]]))
     assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason, usage=younger.usage)
     assert younger.output_token_ids == [20, 20, token_id]
     assert scheduler.num_waiting == (reason is None)
     scheduler.check_invariants()
-    scheduler.commit(second, [[Token(23)]])
+    commit(scheduler, second, [[Token(23)]])
     finish_everything(scheduler)
 
 
@@ -959,8 +968,8 @@ def test_a_sequence_that_a_discarded_schedule_preempted_waits_for_its_token_in_f
     second = begin(scheduler)
 
     assert second.num_tokens == 0
-    scheduler.commit(first, [[Token(21)], [Token(22)]])
-    scheduler.commit(second, [])
+    commit(scheduler, first, [[Token(21)], [Token(22)]])
+    commit(scheduler, second, [])
     assert rows_of(begin(scheduler)) == [(1, 2, 3, 1)]
     assert younger.output_token_ids == [20, 20, 22]
 
@@ -972,7 +981,7 @@ def test_steps_end_in_the_order_in_which_they_were_started():
     second = begin(scheduler)
 
     with pytest.raises(AssertionError, match="in the order"):
-        scheduler.commit(second, [[Token(21)]])
+        commit(scheduler, second, [[Token(21)]])
 
 
 def test_a_failed_step_ends_its_sequences_after_the_results_of_the_previous_step():
@@ -981,7 +990,7 @@ def test_a_failed_step_ends_its_sequences_after_the_results_of_the_previous_step
     first = begin(scheduler)
     second = begin(scheduler)
 
-    events = scheduler.commit(first, [[Token(20)]]) + scheduler.fail(second, "out of memory")
+    events = commit(scheduler, first, [[Token(20)]]) + list(scheduler.fail(second, "out of memory"))
 
     assert [event.token_id for _, event in events] == [20, None]
     assert sequence.error == "out of memory"
@@ -989,16 +998,75 @@ def test_a_failed_step_ends_its_sequences_after_the_results_of_the_previous_step
     scheduler.check_invariants()
 
 
+# Rows that only continue
+
+
+def decoding(count, max_new_tokens=40, **options):
+    scheduler = make_scheduler(64, **options)
+    for i in range(count):
+        add(scheduler, i, 3, max_new_tokens)
+    step(scheduler)
+    return scheduler
+
+
+def test_steps_of_the_same_sequences_have_the_same_batch_until_one_ends():
+    scheduler = decoding(3)
+    batches = [step(scheduler)[0].decode.batch for _ in range(5)]
+    scheduler.abort(1)
+    after = step(scheduler)[0].decode.batch
+
+    assert len(set(map(id, batches))) == 1
+    assert after is not batches[0]
+    assert [s.request_id for s in after.sequences] == after.request_ids == [0, 2]
+
+
+def test_events_are_in_the_order_of_rows_where_one_ends_among_rows_that_continue():
+    scheduler = make_scheduler(64)
+    for i in range(5):
+        add(scheduler, i, 3, 40, stop_token_ids=(9,))
+    step(scheduler)
+    output = begin(scheduler)
+    results = [[Token(20, -0.5)], [Token(9, -1.0)], [Token(None, error="broken")], [Token(21)]]
+    top = Token(22, -0.25, ((22, -0.25),))
+
+    events = commit(scheduler, output, [*results, [top]])
+
+    assert [(i, e.token_id, e.logprob, e.top_tokens, e.finish_reason) for i, e in events] == [
+        (0, 20, -0.5, (), None),
+        (1, 9, -1.0, (), FinishReason.STOP),
+        (3, 21, None, (), None),
+        (4, 22, -0.25, ((22, -0.25),), None),
+        (2, None, None, (), FinishReason.ERROR),
+    ]
+    scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("caching", "expected"),
+    [(True, [4, *[8] * 4, *[12] * 4, *[16] * 4, *[20] * 4, *[22] * 2]), (False, [22] * 19)],
+)
+def test_a_row_is_looked_at_when_it_fills_a_block_and_when_it_ends(caching, expected):
+    scheduler = decoding(1, 20, enable_prefix_caching=caching)
+    (sequence,) = scheduler._running
+    limits = []
+    while scheduler.has_work:
+        limits.append(sequence.check_at)
+        step(scheduler)
+
+    assert limits == expected
+
+
 # Grammars
 
 
 class Forcing:
-    """A grammar that forces three tokens after each sampled one, and is complete after `length` tokens."""
+    """A grammar that forces tokens after each sampled one, and is complete after `length` tokens."""
 
     error = ""
 
-    def __init__(self, length):
+    def __init__(self, length, forced=(1, 2, 3)):
         self.length = length
+        self.forced = list(forced)
         self.accepted = []
 
     def accept(self, token_id):
@@ -1006,7 +1074,7 @@ class Forcing:
         return True
 
     def forced_tokens(self):
-        return [1, 2, 3]
+        return self.forced
 
     @property
     def is_complete(self):
@@ -1044,26 +1112,45 @@ def test_the_result_of_a_step_in_flight_is_ignored_where_forced_tokens_took_its_
     second = begin(scheduler)
     assert rows_of(second) == [(1, 3, 1, 1)]
 
-    scheduler.commit(first, [[Token(7)]])
+    commit(scheduler, first, [[Token(7)]])
     scheduler.check_invariants()
     third = begin(scheduler)
     assert rows_of(third) == [(1, 4, 3, 1)]
-    assert scheduler.commit(second, [[Token(9)]]) == []
+    assert commit(scheduler, second, [[Token(9)]]) == []
     scheduler.check_invariants()
-    events = scheduler.commit(third, [[Token(8)]])
+    events = commit(scheduler, third, [[Token(8)]])
     scheduler.check_invariants()
 
     assert [event.token_id for _, event in events] == [8, 1, 2, 3]
     assert sequence.output_token_ids == [7, 1, 2, 3, 8, 1, 2, 3]
 
 
+def test_a_step_that_computes_a_forced_token_has_another_batch_than_the_step_in_flight():
+    scheduler = make_scheduler(20)
+    sequence = constrained(1, 9)
+    sequence.matcher = Forcing(9, forced=[5])
+    scheduler.add(sequence)
+    scheduler.add(make_sequence(2, 3, max_new_tokens=9))
+    first, second = begin(scheduler), begin(scheduler)
+    commit(scheduler, first, [[Token(7)], [Token(8)]])
+
+    third = begin(scheduler)
+
+    assert rows_of(third) == [(1, 4, 1, 1), (2, 4, 1, 1)]
+    assert third.decode.batch.sequences == second.decode.batch.sequences
+    assert third.decode.batch is not second.decode.batch  # the host knows one of the two tokens
+    commit(scheduler, second, [[Token(9)], [Token(8)]])
+    fourth = begin(scheduler)
+    assert fourth.decode.batch is third.decode.batch
+
+
 def test_a_failed_step_in_flight_ends_a_sequence_whose_result_it_would_have_ignored():
     scheduler = make_scheduler(20)
     scheduler.add(constrained(1, 9))
     first, second = begin(scheduler), begin(scheduler)
-    scheduler.commit(first, [[Token(7)]])
+    commit(scheduler, first, [[Token(7)]])
 
-    [(_, event)] = scheduler.fail(second, "no power")
+    [(_, event)] = list(scheduler.fail(second, "no power"))
 
     assert event.finish_reason is FinishReason.ERROR
     assert not scheduler.has_work
@@ -1138,6 +1225,6 @@ def test_places_that_aborted_sequences_free_count_in_the_rate_of_ends():
         output = scheduler.schedule()
         scheduler.start(output)
         scheduler.abort(i)
-        scheduler.commit(output, [[Token(7)]], 0.5)
+        commit(scheduler, output, [[Token(7)]], 0.5)
 
     assert scheduler.end_rate.value == pytest.approx(2.0)

@@ -6,7 +6,15 @@ import pytest
 
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.waiting_queue import WaitingQueue, length_class
-from tests.engine.core.bookkeeping import Token, begin, make_scheduler, make_sequence, rows_of, step
+from tests.engine.core.bookkeeping import (
+    Token,
+    begin,
+    commit,
+    make_scheduler,
+    make_sequence,
+    rows_of,
+    step,
+)
 
 
 def make_queue(*sequences, max_num_seqs=4, max_num_batched_tokens=64):
@@ -163,7 +171,7 @@ class Simulation:
 def step_unchecked(scheduler):
     output = begin(scheduler)
     rows = (*output.decode, *output.prefill)
-    return output, scheduler.commit(output, [[Token(7)] * row.num_logits for row in rows])
+    return output, commit(scheduler, output, [[Token(7)] * row.num_logits for row in rows])
 
 
 @pytest.mark.parametrize("client", ["flood", "other"])
@@ -242,7 +250,7 @@ def test_a_sequence_that_cannot_meet_its_deadline_is_not_computed():
     scheduler.add(make_sequence(0, 64, 1))
     output = scheduler.schedule()
     scheduler.start(output)
-    scheduler.commit(output, [[Token(7)]], device_seconds=6.4)  # 0.1 s for each token
+    commit(scheduler, output, [[Token(7)]], seconds=6.4)  # 0.1 s for each token
     scheduler.accounting.now = 20.0
     for request_id, deadline in ((1, 21.9), (2, 22.1), (3, None)):
         scheduler.add(make_sequence(request_id, 20, deadline=deadline))
@@ -262,7 +270,7 @@ def test_tokens_in_the_prefix_cache_count_as_computed_for_a_deadline():
     scheduler.add(make_sequence(0, prompt, 1))
     output = scheduler.schedule()
     scheduler.start(output)
-    scheduler.commit(output, [[Token(7)]], device_seconds=6.4)
+    commit(scheduler, output, [[Token(7)]], seconds=6.4)
     scheduler.add(make_sequence(1, prompt, deadline=1.0))
 
     output, _ = step(scheduler)

@@ -30,6 +30,7 @@ from server.engine.link.process_setup import (
     read_config,
 )
 from server.engine.link.protocol import EngineLaunch
+from tests.engine.core.bookkeeping import sampled_rows
 from tests.plans import PLAN
 
 VOCAB_SIZE = 1000
@@ -82,7 +83,7 @@ class ArithmeticRunner:
         if any(670 in prompt for prompt in prompts):
             time.sleep(0.5)
         sampled = [[Sampled(next_token(s.sequence.token_ids))] * s.num_logits for s in scheduled]
-        result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
+        result = SimpleNamespace(sampled=sampled_rows(output, sampled), prompt_logprobs={})
         return SimpleNamespace(feeds_next=False, sample=lambda: None, result=lambda: result)
 
     def compile_grammar(self, grammar):

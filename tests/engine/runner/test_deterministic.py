@@ -11,7 +11,7 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
 from server.engine.core.start_checks import StartupError
-from server.engine.core.step import ScheduledSequence
+from server.engine.core.step import DecodeRows, ScheduledSequence
 from server.engine.runner.buckets import BucketGrid
 from server.engine.runner.step_input import exact_bucket
 from tests.engine.runner.companies import check_companies
@@ -90,15 +90,15 @@ def test_a_single_deterministic_sequence_makes_a_step_deterministic(phase):
     decode, prefill = [other], [scheduled(deterministic=False, num_tokens=3)]
     (decode if phase == "decode" else prefill).append(one)
 
-    assert exact_bucket(decode, prefill, S).deterministic
-    assert not exact_bucket([other], prefill[:1], S).deterministic
+    assert exact_bucket(DecodeRows.of(decode), prefill, S).deterministic
+    assert not exact_bucket(DecodeRows.of([other]), prefill[:1], S).deterministic
 
 
 def test_a_deterministic_step_reads_no_shared_prefix_once():
     one, other = (scheduled(deterministic=it) for it in (True, False))
 
-    assert exact_bucket([other, other], (), S, 4).shared_blocks == 4
-    assert exact_bucket([other, one], (), S, 4).shared_blocks == 0
+    assert exact_bucket(DecodeRows.of([other, other]), (), S, 4).shared_blocks == 4
+    assert exact_bucket(DecodeRows.of([other, one]), (), S, 4).shared_blocks == 0
 
 
 def test_deterministic_steps_fit_deterministic_recordings_alone():
@@ -110,8 +110,8 @@ def test_deterministic_steps_fit_deterministic_recordings_alone():
         ahead = list(grid.ahead())
 
         assert {it.deterministic for it in ahead} == {deterministic}
-        for step in (([row], []), ([], [chunk]), ([row], [chunk])):
-            fitting = list(grid.fitting(exact_bucket(*step, S)))
+        for decode, prefill in (([row], []), ([], [chunk]), ([row], [chunk])):
+            fitting = list(grid.fitting(exact_bucket(DecodeRows.of(decode), prefill, S)))
             assert fitting
             assert all(it.deterministic is deterministic for it in fitting)
             assert fitting[0] in ahead

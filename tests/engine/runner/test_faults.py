@@ -233,10 +233,10 @@ def test_a_sampler_that_fails_for_one_row_ends_one_sequence(checkpoint, start, m
 def test_a_model_without_memory_for_all_prompts_computes_them_in_parts(start, monkeypatch):
     step = ModelRunner._compute
 
-    def small(runner, output):
+    def small(runner, output, **options):
         if output.num_tokens > 40:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return step(runner, output)
+        return step(runner, output, **options)
 
     rng = random.Random(14)
     requests = [greedy(i, random_prompt(rng, 20, 20), 6) for i in range(6)]

@@ -7,7 +7,7 @@ import torch
 
 from model.network.step import Bucket
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.step import ScheduledSequence
+from server.engine.core.step import DecodeRows, ScheduledSequence
 from server.engine.runner.recordings import RecordedSteps
 from server.engine.runner.sampled_tokens import SampledTokens
 from tests.engine.core.bookkeeping import make_sequence
@@ -123,16 +123,17 @@ def test_a_step_that_fits_in_no_bucket_requests_no_recording(waits):
 
 def test_a_step_whose_best_recording_exists_finds_it_again_until_a_better_one_is_needed():
     steps = Steps()
-    rows = [ScheduledSequence(make_sequence(i, 3), 2, 1, 1) for i in range(2)]
+    both = [ScheduledSequence(make_sequence(i, 3), 2, 1, 1) for i in range(2)]
+    rows, one = DecodeRows.of(both), DecodeRows.of(both[:1])
     for _ in range(3):
         steps._find(rows, (), waits=True)
     found = steps._find(rows, (), waits=True)
 
     assert found is not None
     assert steps._find(rows, (), waits=True) is found
-    assert steps._find(rows[:1], (), waits=True) is found
+    assert steps._find(one, (), waits=True) is found
     for _ in range(100):
-        alone = steps._find(rows[:1], (), waits=True)
+        alone = steps._find(one, (), waits=True)
     assert alone is not found
     assert alone.step.input.bucket.rows == 1
     assert steps._find(rows, (), waits=True) is found

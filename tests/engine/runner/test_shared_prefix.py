@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import server.engine.runner.model_runner
 from kernels.arch import CATALOGUE
+from server.engine.core.step import DecodeRows
 from server.engine.runner.dummy_steps import sharing
 from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.shared_prefix import common_blocks, shared_blocks
@@ -24,10 +25,8 @@ def always(_num_seqs, _num_tokens):
 
 def rows(num_computed, *tables):
     """Return decode rows with these block tables and starts."""
-    return [
-        SimpleNamespace(start=num_computed, sequence=SimpleNamespace(block_table=table))
-        for table in tables
-    ]
+    batch = SimpleNamespace(sequences=[SimpleNamespace(block_table=table) for table in tables])
+    return DecodeRows(batch, [num_computed] * len(tables), len(tables))
 
 
 # Counting

@@ -1,6 +1,7 @@
 """The packed arrays of a step for any mix of sequences, in its exact bucket and in larger ones."""
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from model.network.step import Bucket, StepInput
 from model.sampling.parameters import SamplingParams
 from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
-from server.engine.core.step import ScheduledSequence
+from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
 from server.engine.runner.sampled_tokens import SampledTokens
 from server.engine.runner.step_input import PackedStep, exact_bucket
 
@@ -35,6 +36,7 @@ def scheduled(name, start, num_tokens, num_logits=1):
 
 
 def pack(decode, prefill, bucket=None, first_sampled=0):
+    decode = DecodeRows.of(decode)
     packed = PackedStep(bucket or exact_bucket(decode, prefill, S), S, CPU)
     packed.pack(decode, prefill, SampledTokens(20, CPU), first_sampled)
     return packed
@@ -49,7 +51,7 @@ def expected_tokens(it):
     ]
 
 
-DECODE = (scheduled(1, 8, 1), scheduled(2, 3, 1, num_logits=0), scheduled(3, 0, 1))
+DECODE = (scheduled(1, 8, 1), scheduled(3, 0, 1), scheduled(2, 3, 1, num_logits=0))
 PREFILL = (scheduled(4, 0, 6), scheduled(5, 5, 4, num_logits=3), scheduled(6, 2, 2, num_logits=0))
 
 
@@ -59,7 +61,7 @@ PREFILL = (scheduled(4, 0, 6), scheduled(5, 5, 4, num_logits=3), scheduled(6, 2,
 def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, spare):
     if not decode and not prefill:
         return
-    exact = exact_bucket(decode, prefill, S)
+    exact = exact_bucket(DecodeRows.of(decode), prefill, S)
     bucket = Bucket(*(size + spare if size else 0 for size in exact[:5]))
     host = pack(decode, prefill, bucket, first_sampled=2).input.host
 
@@ -95,20 +97,15 @@ def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, 
 
 def test_a_sequence_may_have_several_rows_of_logits():
     verifying = scheduled(1, 7, 4, num_logits=4)
-    bucket = exact_bucket((), (verifying,), S)
+    bucket = exact_bucket(DecodeRows.of(()), (verifying,), S)
 
     assert bucket == Bucket(0, 4, 1, 3, 4)
     assert pack((), (verifying,)).input.host.logits_rows.tolist() == [0, 1, 2, 3]
 
 
-def test_a_bucket_with_logits_for_every_decode_row_rejects_a_row_without_logits_before_others():
-    bucket = exact_bucket(DECODE, (), S)._replace(num_logits=len(DECODE))
-
-    with pytest.raises(AssertionError, match="must come first"):
-        pack(DECODE, (), bucket)
-    last = pack((DECODE[0], DECODE[2], DECODE[1]), (), bucket).input.host
-
-    assert last.logits_rows[:2].tolist() == [0, 1]
+def test_rows_without_logits_come_last():
+    with pytest.raises(AssertionError, match="come last"):
+        DecodeRows.of((DECODE[2], DECODE[0]))
 
 
 def test_a_repacked_input_equals_a_new_one():
@@ -126,9 +123,9 @@ def test_a_repacked_input_equals_a_new_one():
         )
         if len(decode) + len(prefill) > 5:
             continue
-        again.pack(decode, prefill, sampled)
+        again.pack(DecodeRows.of(decode), prefill, sampled)
         new = PackedStep(bucket, S, CPU)
-        new.pack(decode, prefill, sampled)
+        new.pack(DecodeRows.of(decode), prefill, sampled)
         for name in new.input.host._fields:
             ours, theirs = getattr(again.input.host, name), getattr(new.input.host, name)
             if name == "block_table":
@@ -146,24 +143,65 @@ def test_a_repacked_input_equals_a_new_one():
 def test_a_block_table_is_updated_after_growth_and_for_another_sequence():
     first = scheduled(1, 7, 1)
     packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
-    packed.pack((first,), (), SampledTokens(4, CPU))
+    rows = DecodeRows.of([first])
+    packed.pack(rows, (), SampledTokens(4, CPU))
     first.sequence.block_table.append(99)
-    packed.pack((first,), (), SampledTokens(4, CPU))
+    packed.pack(rows, (), SampledTokens(4, CPU))
     assert packed.input.host.block_table[0, :4].tolist() == [10, 17, 24, 99][:4]
 
-    packed.pack((scheduled(2, 3, 1),), (), SampledTokens(4, CPU))
+    packed.pack(DecodeRows.of([scheduled(2, 3, 1)]), (), SampledTokens(4, CPU))
 
     assert packed.input.host.block_table[0, :2].tolist() == [20, 27]
+
+
+def test_rows_keep_their_blocks_while_sequences_end_begin_and_grow():
+    rng = random.Random(1)
+    bucket = Bucket(6, 0, 0, 12, 6)
+    again, sampled = PackedStep(bucket, S, CPU), SampledTokens(20, CPU)
+    alive, batch = [], None
+    for name in range(200):
+        changes = rng.random() < 0.6
+        if changes and alive:
+            alive.pop(rng.randrange(len(alive)))
+        if changes and len(alive) < 6:
+            alive.insert(rng.randrange(len(alive) + 1), sequence(name, rng.randrange(1, 9), name))
+        for it in alive:
+            it.token_ids.append(7)
+            if it.num_tokens > S * len(it.block_table):
+                it.block_table.append(1000 * name + rng.randrange(1000))
+        alive = [it for it in alive if it.num_tokens < 12 * S]
+        if batch is None or batch.sequences != alive:
+            batch = DecodeBatch(list(alive))
+        starts = [it.num_tokens - 1 for it in alive]
+
+        again.pack(DecodeRows(batch, starts, len(starts)), (), sampled)
+
+        host = again.input.host
+        for row, it in enumerate(alive):
+            table = it.block_table[:12]
+            assert host.block_table[row, : len(table)].tolist() == table
+            assert host.slot_mapping[row] == table[starts[row] // S] * S + starts[row] % S
+
+
+def test_an_input_does_not_keep_the_sequences_of_its_last_step():
+    packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
+    decode = DecodeRows.of([scheduled(1, 7, 1)])
+    packed.pack(decode, (), SampledTokens(4, CPU))
+    batch = weakref.ref(decode.batch)
+
+    del decode
+
+    assert batch() is None
 
 
 def test_an_unknown_token_is_referred_to_by_its_row():
     known, unknown = scheduled(1, 4, 1), scheduled(2, 4, 1)
     sampled = SampledTokens(4, CPU)
-    sampled.note((known, unknown))
+    sampled.note(DecodeRows.of([known, unknown]), ())
     later = ScheduledSequence(unknown.sequence, 5, 1, 1)
     packed = PackedStep(Bucket(2, 0, 0, 2, 2), S, CPU)
 
-    packed.pack((known, later), (), sampled)
+    packed.pack(DecodeRows.of([known, later]), (), sampled)
 
     assert packed.input.host.token_ids.tolist() == [104, -2]
     assert packed.reads_sampled

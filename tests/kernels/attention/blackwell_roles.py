@@ -1,22 +1,13 @@
-"""The warp roles of the Blackwell prefill as coroutines: who waits for which mbarrier, without the arithmetic.
-
-Copies and products end after random times, products in order. Every buffer has a tag that says what it holds, so that
-a role that reads too early, or overwrites too early, is found; and so is a role that waits for ever.
-"""
+"""The warp roles of the Blackwell prefill as coroutines."""
 
 from __future__ import annotations
 
-import dataclasses
-import random
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
+
+from tests.kernels.attention.warp_roles import Barrier, Block, Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-_PATIENCE = 1000
-"""Turns in a row in which no role gets past a wait, and nothing is in progress, that mean a deadlock."""
 
 
 class Item(NamedTuple):
@@ -27,50 +18,7 @@ class Item(NamedTuple):
     mine: tuple[int, int]
 
 
-class RoleError(AssertionError):
-    """A role used a buffer at the wrong time, or waits for ever."""
-
-
-@dataclasses.dataclass
-class Barrier:
-    """An mbarrier that completes a phase after `count` arrivals."""
-
-    count: int
-    phase: int = 0
-    arrived: int = 0
-
-    def arrive(self) -> None:
-        self.arrived += 1
-        if self.arrived == self.count:
-            self.phase, self.arrived = self.phase + 1, 0
-
-    def is_complete(self, number: int) -> bool:
-        """Whether phase `number` is complete, as its parity tells; a wrong answer is a fault."""
-        by_parity = (self.phase & 1) != (number & 1)
-        if by_parity != (self.phase > number):
-            raise RoleError(f"parity of phase {number} is wrong in phase {self.phase}")
-        return by_parity
-
-
-@dataclasses.dataclass
-class Buffer:
-    """Memory with a tag of its content; None while it is written. `readers` are operations in progress."""
-
-    name: str
-    tag: object = None
-    readers: int = 0
-
-    def expect(self, tag: object) -> None:
-        if self.tag != tag:
-            raise RoleError(f"{self.name} has {self.tag}, wanted {tag}")
-
-    def overwrite(self) -> None:
-        if self.readers:
-            raise RoleError(f"{self.name} is overwritten while it is read")
-        self.tag = None
-
-
-class Kernel:
+class Kernel(Block):
     """One thread block.
 
     Args:
@@ -81,7 +29,8 @@ class Kernel:
     """
 
     def __init__(self, items: list[Item], stages: int, seed: int, item_readers: int = 3) -> None:
-        self.items, self.stages, self.random = items, stages, random.Random(seed)
+        super().__init__(1, seed)
+        self.items, self.stages, self.products = items, stages, self.queues[0]
         self.q = Buffer("q")
         self.k = [Buffer(f"k{i}") for i in range(stages)]
         self.v = [Buffer(f"v{i}") for i in range(stages)]
@@ -95,47 +44,10 @@ class Kernel:
         self.item_full = [Barrier(1) for _ in range(2)]
         self.item_empty = [Barrier(item_readers) for _ in range(2)]
         self.s_full, self.p_full, self.o_full = ([Barrier(1) for _ in range(2)] for _ in range(3))
-        self.products: deque[Iterator[None]] = deque()
-        self.copies: list[Iterator[None]] = []
         self.finished: list[tuple[int, int]] = []
-        self.progress = 0
 
-    def run(self) -> None:
-        """Run until every role has ended, each turn in a random one."""
-        roles = [self.load(), self.multiply(), self.soften(0), self.soften(1)]
-        turns_without_progress = 0
-        while roles:
-            before = self.progress
-            turn = self.random.choice([*roles, *self.copies, *list(self.products)[:1]])
-            try:
-                next(turn)
-            except StopIteration:
-                owner = next(them for them in (roles, self.copies, self.products) if turn in them)
-                owner.remove(turn)
-                self.progress += 1
-            is_idle = self.progress == before and not self.copies and not self.products
-            turns_without_progress = turns_without_progress + 1 if is_idle else 0
-            if turns_without_progress > _PATIENCE:
-                raise RoleError("every role waits for ever")
-
-    def wait(self, barrier: Barrier, number: int) -> Iterator[None]:
-        while not barrier.is_complete(number):
-            yield
-        self.progress += 1
-
-    def some_time(self) -> Iterator[None]:
-        for _ in range(self.random.randrange(6)):
-            yield
-
-    def copy(self, buffer: Buffer, tag: object, full: Barrier) -> None:
-        buffer.overwrite()
-
-        def arrive() -> Iterator[None]:
-            yield from self.some_time()
-            buffer.tag = tag
-            full.arrive()
-
-        self.copies.append(arrive())
+    def roles(self) -> list[Iterator[None]]:
+        return [self.load(), self.multiply(), self.soften(0), self.soften(1)]
 
     def load(self) -> Iterator[None]:
         """Mirror `load.load_items`."""

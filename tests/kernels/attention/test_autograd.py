@@ -89,10 +89,11 @@ def problem_of(case, arguments):
         mask_tile=(mask.block_q, mask.block_k) if mask else (0, 0),
         **options,
     )
+    slopes = case.slopes().expand(len(case.queries), -1).contiguous() if case.alibi else None
     batch = TrainingBatch(
         starts(case.queries),
         starts(keys),
-        arguments.get("alibi_slopes"),
+        slopes,
         mask.arrays if mask else None,
     )
     return problem, batch
@@ -107,6 +108,7 @@ def problem_of(case, arguments):
         {"softcap": 2.0},
         {"dropout_p": 0.3, "dropout_seed": 5},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 1.0])},
+        {"alibi_slopes": torch.tensor([[0.5, 0.25, 0.1, 1.0], [0.1, 0.0, 0.7, 2.0]])},
         {"return_lse": True, "softcap": 1.0, "dropout_p": 0.2},
         {"block_mask": kernels.BlockMask.from_tiles(torch.eye(3, dtype=torch.bool), 4, 4)},
     ],
@@ -120,7 +122,11 @@ def test_gradcheck(options):
     assert torch.autograd.gradcheck(lambda *x: kernels.flash_attention(*x, **options), (q, k, v))
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[11]], ids=str)
+BY_SEQUENCE = Case(alibi=True, alibi_by_sequence=True)
+TILED_CASE = next(it for it in CASES if it.tiles)
+
+
+@pytest.mark.parametrize("case", [CASES[0], BY_SEQUENCE, TILED_CASE], ids=str)
 def test_the_operators_keep_pytorchs_rules(case):
     problem, batch = problem_of(case, case.arguments())
     q, k, v, dout, dlse = case.inputs(torch.float32)
@@ -134,6 +140,23 @@ def test_the_operators_keep_pytorchs_rules(case):
     torch.library.opcheck(
         torch.ops.tessera.flash_attention_backward.default, ([dout, dlse], saved, *arguments)
     )
+
+
+def test_autocast_changes_the_dtype_of_the_tensors_and_nothing_else():
+    case = Case(queries=(40,), options={"causal": False})
+    inputs = case.inputs(torch.float32)
+    narrow = [it.bfloat16() for it in inputs[:4]] + [inputs[4]]
+
+    def compute(*tensors):
+        return kernels.flash_attention(*tensors, **case.arguments())
+
+    plain = gradients(compute, narrow)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(compute, narrow)
+        out, _ = compute(*inputs[:3])
+
+    assert all(map(torch.equal, inside, plain))
+    assert torch.equal(out, plain[0])
 
 
 def test_it_compiles_without_a_graph_break():
@@ -219,6 +242,7 @@ def test_scratch_grows_linearly_with_the_length():
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
         ({"dropout_seed": -1}, "dropout_seed is -1"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes is"),
+        ({"alibi_slopes": torch.ones(2, 4)}, r"expected float32 \[4\] or \[1, 4\] on cpu"),
         ({"block_mask": kernels.BlockMask.from_tiles(TILES[0], 1, 1)}, "the block mask has tiles"),
     ],
 )

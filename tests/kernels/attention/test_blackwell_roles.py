@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.kernels.attention.blackwell_roles import Barrier, Item, Kernel, RoleError
+from tests.kernels.attention.blackwell_roles import Item, Kernel
+from tests.kernels.attention.warp_roles import Barrier, RoleError
 
 ORDERS = 150
 """Random orders of events for each ring."""

@@ -20,12 +20,14 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 32
     alibi: bool = False
+    alibi_by_sequence: bool = False
     tiles: tuple[torch.Tensor, int, int] | None = None
     options: dict = field(default_factory=dict)
 
     def __str__(self):
         shape = f"{self.heads}-{self.kv_heads}-{self.head_dim}"
-        extra = ["alibi"] * self.alibi + ["tiles"] * (self.tiles is not None)
+        extra = ["alibi"] * self.alibi + ["by sequence"] * self.alibi_by_sequence
+        extra += ["tiles"] * (self.tiles is not None)
         named = [f"{name}={value}" for name, value in self.options.items()]
         lengths = "+".join(map(str, self.queries))
         if self.keys:
@@ -56,20 +58,23 @@ class Case:
         if self.keys is not None:
             found["cu_seqlens_k"] = starts(self.keys, device)
         if self.alibi:
-            found["alibi_slopes"] = slopes(self.heads).to(device)
+            found["alibi_slopes"] = self.slopes().to(device)
         if self.tiles is not None:
             tiles, *sizes = self.tiles
             found["block_mask"] = BlockMask.from_tiles(tiles.to(device), *sizes)
         return found
 
+    def slopes(self):
+        """Return the slopes of ALiBi, [H] or [B, H]."""
+        heads = 2.0 ** -torch.arange(1, self.heads + 1, dtype=torch.float32)
+        if not self.alibi_by_sequence:
+            return heads
+        return heads * torch.arange(1, len(self.queries) + 1)[:, None]
+
 
 def starts(lengths, device="cpu"):
     ends = torch.tensor([0, *lengths]).cumsum(0)
     return ends.to(torch.int32).to(device)
-
-
-def slopes(heads):
-    return 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float32)
 
 
 def dense(case, q, k, v):
@@ -98,7 +103,8 @@ def _sequence(case, number, q, k, v):
     columns = torch.arange(len(k), device=q.device)
     distance = rows + len(k) - len(q) - columns
     if case.alibi:
-        bias = slopes(case.heads).to(q.device, q.dtype)[:, None, None] * distance.abs()
+        slopes = case.slopes().expand(len(case.queries), -1)[number]
+        bias = slopes.to(q.device, q.dtype)[:, None, None] * distance.abs()
         scores = scores - bias
     unseen = torch.zeros_like(distance, dtype=torch.bool)
     if options.get("causal", True):
@@ -130,6 +136,14 @@ CASES = [
     Case(options={"softcap": 3.0}),
     Case(alibi=True),
     Case(alibi=True, options={"causal": False, "softcap": 5.0}),
+    Case(alibi=True, alibi_by_sequence=True),
+    Case(
+        queries=(40, 5),
+        keys=(30, 50),
+        alibi=True,
+        alibi_by_sequence=True,
+        options={"causal": False},
+    ),
     Case(options={"dropout_p": 0.3, "dropout_seed": (1 << 40) + 12345}),
     Case(queries=(90, 30), keys=(120, 33), tiles=TILES, options={"causal": False}),
     Case(queries=(90, 30), keys=(120, 33), tiles=TILES, options={"dropout_p": 0.1}),

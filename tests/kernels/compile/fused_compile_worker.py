@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from kernels.attention.hopper import backward
 from kernels.attention.portable import training
 from kernels.attention.training import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
@@ -36,6 +37,7 @@ from kernels.step.gpu.kernel import StepKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
+from tests.kernels.compile.products_in_flight import faults, loop_with_products
 from tests.kernels.linear.layer import linear
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
@@ -69,6 +71,15 @@ MATRICES = {
     ("parts", "long"): (2048, 8192),
 }
 """Shapes of weights for 5 to 256 rows, by the features of the projection."""
+_LOOP_INSTRUCTIONS = (
+    "HGMMA",
+    "REDG.E.ADD.F32x4",
+    "MUFU.EX2",
+    "WARPGROUP.DEPBAR",
+    "BAR.ARV",
+    "LDL",
+    "STL",
+)
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -85,7 +96,7 @@ class FusedJob:
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
             "parts", "fp8", "float32"; of "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window",
-            "softcap", "alibi", "dropout", "mask", "float32".
+            "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
@@ -136,7 +147,7 @@ class FusedJob:
 
 
 class FusedCompiler(Compiler):
-    """Compiles fused kernels, and counts their loads by width."""
+    """Compiles fused kernels, and counts their loads by width, or the instructions of a loop with products."""
 
     def launch(self, job: FusedJob) -> None:  # type: ignore[override]
         """Run the code that launches the kernels, on small tensors or on large ones whose memory is never touched."""
@@ -153,6 +164,11 @@ class FusedCompiler(Compiler):
             for kind, modifiers in _GLOBAL_ACCESS.findall(line):
                 width = next((w for w in _WIDTHS if w in modifiers.split(".")), "32")
                 found[f"{when}{kind}.{width}"] += 1
+        if "REDG.E.ADD.F32x4" in sass:  # the one-pass backward of attention
+            loop = loop_with_products(sass)
+            for kind in _LOOP_INSTRUCTIONS:
+                found[f"loop {kind}"] = sum(it.startswith(kind) for it in loop)
+            found["faults of products in flight"] = len(faults(sass))
         return dict(found)
 
     def _linear(self, job: FusedJob, pdl: bool) -> None:
@@ -336,9 +352,11 @@ class FusedCompiler(Compiler):
         add.add_and_normalize(parts, x, x[0], 1e-5, pdl=pdl)
 
     def _training(self, job: FusedJob, _pdl: bool) -> None:
-        dtype = torch.float32 if "float32" in job.around else torch.bfloat16
-        q = torch.empty((8, 32, job.head_dim), dtype=dtype)
-        k = torch.empty((8, 8, job.head_dim), dtype=dtype)
+        dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
+        q = torch.empty((8, 32, job.head_dim), dtype=getattr(torch, dtype))
+        k = torch.empty(
+            (8, 32 if "one head a group" in job.around else 8, job.head_dim), dtype=q.dtype
+        )
         offsets = torch.empty(3, dtype=torch.int32)
         mask = (offsets, offsets, offsets, offsets) if "mask" in job.around else None
         slopes = torch.empty(32) if "alibi" in job.around else None
@@ -354,9 +372,13 @@ class FusedCompiler(Compiler):
             mask_tile=(128, 128) if mask else (0, 0),
         )
         lse = torch.empty(q.shape[:2])
+        saved = (q, k, k, q, lse)
         with mock.patch.object(training, "detect", return_value=ARCHES[job.sm]):
-            training.PORTABLE.forward(q, k, k, batch, problem)
-            training.PORTABLE.backward((q, lse), (q, k, k, q, lse), batch, problem)
+            if job.function in ("prepare", "backward", "finish"):
+                backward.ONE_PASS.backward((q, lse), saved, batch, problem)
+            else:
+                training.PORTABLE.forward(q, k, k, batch, problem)
+                training.PORTABLE.backward((q, lse), saved, batch, problem)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.build_native import builds
+from deploy.build_hook import builds
 from kernels.cpu import library
 from kernels.cpu.library import BUILDS, choose
 

@@ -23,7 +23,7 @@ from kernels.sampling.rows import (
     SampleSizes,
     candidate_bounds,
 )
-from model.sampling.device import kernel_row
+from model.sampling.device import kernel_table
 from model.sampling.host import HostSampler
 from model.sampling.mask import build_masks
 from model.sampling.noise import gumbel_noise, noise_key
@@ -38,16 +38,15 @@ def by_kernel(
     """Sample by the kernels; None for a row that is not finite."""
     size, device = logits.shape[1], logits.device
     masks = build_masks(rows, size)
-    kernel_rows: list[SampleRow] = []
-    for i, row in enumerate(rows):
-        entry = kernel_row(row, i, i, masks.of_rows[i], size)
+    every = range(len(rows))
+    columns, kinds = kernel_table(rows, every, every, masks.of_rows, size)
+    for i, row in enumerate(columns):
+        entry = SampleRow(*row)
         if entry.kind == FILTERED:
-            reach, least = candidate_bounds(size, entry.top_k, entry.top_p, sizes)
-            entry = entry._replace(reach=reach, least=least)
-        kernel_rows.append(entry)
-    table = torch.tensor(kernel_rows, dtype=torch.float64, device=device)
+            bounds = candidate_bounds(size, int(entry.top_k), entry.top_p, sizes)
+            columns[i, -2:] = bounds
+    table = torch.from_numpy(columns).to(device)
     bits = torch.from_numpy(masks.bits).to(device)
-    kinds = {entry.kind for entry in kernel_rows}
     tokens = torch.full((len(rows),), UNTOUCHED, device=device)
     checked = tokens.clone()
     sample_tokens(logits, table, bits, kinds, tokens, checked, pdl=pdl, sizes=sizes)

@@ -119,7 +119,7 @@ def test_typical_first_prompts_complete_to_python(tokenizer):
     torch.manual_seed(0)
     served = load_model(FOLDER, ModelConfig.from_folder(FOLDER), torch.float32, "cpu")
     prompts = ["def fibonacci(n):\n", "class Stack:\n    def __init__"]
-    completions = evaluate.complete(served, tokenizer, prompts, 96)
+    completions = evaluate.complete(served, tokenizer, prompts, evaluate.greedy(96))
     function = evaluate.cut_function(prompts[0], completions[0])
     assert evaluate.parses(function)
     assert isinstance(ast.parse(function).body[0], ast.FunctionDef)

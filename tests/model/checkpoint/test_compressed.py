@@ -15,7 +15,7 @@ from model.errors import UnsupportedModelError, WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 SINGLE = "model.safetensors"
-CONFIG = to_config(["Linear"])
+CONFIG = to_config()
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -77,7 +77,7 @@ def test_scales_may_have_one_dimension(tmp_path):
         torch.testing.assert_close(found[name], value, rtol=2**-7, atol=0)
 
 
-def test_a_model_saved_in_8_bits_has_half_the_size_and_is_read_back(tmp_path):
+def test_a_model_saved_in_8_bits_is_smaller_and_is_read_back(tmp_path):
     CASES["llama"].save(tmp_path / "theirs")
     model = load(tmp_path / "theirs", pack=False).to(torch.bfloat16)
     save_checkpoint(model, tmp_path / "full")
@@ -85,7 +85,12 @@ def test_a_model_saved_in_8_bits_has_half_the_size_and_is_read_back(tmp_path):
     sizes = {name: (tmp_path / name / SINGLE).stat().st_size for name in ("full", "small")}
     exact, found = (load(tmp_path / name, pack=False) for name in sizes)
 
-    assert sizes["small"] < 0.62 * sizes["full"]
+    stored = safetensors.torch.load_file(tmp_path / "small" / SINGLE)
+    assert stored[QUERY].dtype == torch.int8
+    outside = {name: tensor.dtype for name, tensor in stored.items() if ".layers." not in name}
+    assert len(outside) > 2
+    assert set(outside.values()) == {torch.bfloat16}
+    assert sizes["small"] < 0.8 * sizes["full"]
     for (name, value), other in zip(exact.named_parameters(), found.parameters(), strict=True):
         error = (other - value).abs()
         allowed = value.abs().amax(-1, keepdim=True) / 250 if value.ndim > 1 else torch.zeros(())
@@ -141,6 +146,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
     [
         (("quant_method",), "awq", r"quantization_config\.quant_method = 'awq' is not supported; supported is 'comp"),
         (("format",), "pack-quantized", r"format = 'pack-quantized' .* supported is 'int-quantized'"),
+        (("config_groups", "group_0", "format"), "pack-quantized", r"group_0\.format = 'pack-quantized'"),
         (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
         (("config_groups",), {}, "no config_groups"),
         (("config_groups",), None, "no config_groups"),
@@ -162,6 +168,7 @@ def test_other_formats_are_refused_by_name(path, value, message):
 def test_what_does_not_change_the_weights_is_accepted():
     check_compression({})
     check_compression({"quantization_config": None, "compression_config": CONFIG})
+    check_compression(changed(("config_groups", "group_0", "format"), None))
     check_compression(
         changed(("config_groups", "group_0", "input_activations"), {"dynamic": True, "num_bits": 8})
     )

@@ -4,12 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from model.sampling.noise import HostNoise, gumbel_noise, noise_key
+from model.sampling.noise import HostNoise, gumbel_noise, noise_key, noise_keys
 
 
 def noise_of(size: int, seed: int, position: int) -> np.ndarray:
     low, high = torch.tensor(noise_key(seed, position), dtype=torch.float64)
     return gumbel_noise(torch.arange(size), low[None, None], high[None, None])[0].numpy()
+
+
+def test_the_keys_of_many_tokens_are_those_of_each() -> None:
+    seeds = [0, 1, 7, 2**63, 2**64 - 1, 2**64 + 5, 12345678901234567890]
+    positions = [0, 10**6, 3, 2**31, 1, 9, 131071]
+
+    assert [tuple(key) for key in noise_keys(seeds, positions).T.tolist()] == [
+        noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)
+    ]
 
 
 def test_noise_is_pinned_so_that_seeds_keep_their_meaning() -> None:

@@ -98,10 +98,11 @@ def each_token_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostNoise, "argmax", choose)
     monkeypatch.setattr("model.sampling.device.gumbel_noise", noise)
-    for path in ("host", "device"):
-        monkeypatch.setattr(
-            f"model.sampling.{path}.noise_key", lambda _seed, position: (position, 0)
-        )
+    monkeypatch.setattr("model.sampling.host.noise_key", lambda _seed, position: (position, 0))
+    monkeypatch.setattr(
+        "model.sampling.device.noise_keys",
+        lambda _seeds, positions: np.array([positions, [0] * len(positions)]),
+    )
 
 
 @pytest.mark.usefixtures("each_token_in_turn")

@@ -7,11 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from model.training.corpus import build_corpus, fragments_of, read_library
+from model.training.corpus import (
+    MAX_HEAD_LINES,
+    build_corpus,
+    fragments_of,
+    read_library,
+    repeated_share,
+    shared_share,
+)
+from model.training.repetition import LONGEST_RUN
 
 
 def _function(name: str, lines: int = 12) -> str:
-    body = "".join(f"    {name}_{i} = compute({i}, {name!r})\n" for i in range(lines))
+    # Neighbouring lines have unlike forms, since runs of one form are shortened.
+    body = "".join(
+        f"    {name}_{i} = compute({i}, {name!r}){' + 1' * (i % 2)}\n" for i in range(lines)
+    )
     return f"def {name}(a):\n{body}    return a\n"
 
 
@@ -101,3 +112,40 @@ def test_a_share_out_of_range_is_rejected(tmp_path):
 def test_a_folder_without_python_files_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="no usable"):
         read_library(tmp_path)
+
+
+def test_a_long_class_is_cut_after_the_last_method_that_fits():
+    methods = "".join(
+        f"    def method{i}(self):\n" + f"        return self.value{i} + {i}\n" * 8 + "\n"
+        for i in range(30)
+    )
+    short, long = "class Short:\n" + methods[:350], "class Long:\n" + methods
+    fragments = list(fragments_of(short[: short.rindex("\n    def")] + "\n" + long))
+    classes = [it for it in fragments if it.startswith("class")]
+    assert [it.split(":")[0] for it in classes] == ["class Short", "class Long"]
+    assert MAX_HEAD_LINES - 10 < classes[1].count("\n") <= MAX_HEAD_LINES
+    for fragment in classes:
+        ast.parse(fragment)
+    whole = "class Whole:\n    def only(self):\n" + "        x = self.y\n" * 100
+    assert whole in list(fragments_of(whole))
+
+
+def test_a_copy_of_held_out_text_is_left_out_after_runs_were_shortened(tmp_path):
+    run = "".join(f"    check({i})\n" for i in range(200))
+    files = {f"mod{i}.py": f"def f{i}():\n{run}" + _function(f"g{i}", 40) for i in range(10)}
+    old = _library(tmp_path, "python3.11", files)
+    moved = _library(tmp_path, "python3.13", {f"pkg/{k}": v for k, v in files.items()})
+    corpus = build_corpus([old, moved], 0.3, seed=0)
+    held = [file.path.removesuffix(".py").removeprefix("mod") for file in corpus.held_out]
+    trained = [*(file.text for file in corpus.library), *corpus.library_fragments]
+    assert held
+    assert all(text.count("check(") <= LONGEST_RUN for text in trained)
+    assert not any(f"def g{number}(" in text for number in held for text in trained)
+
+
+def test_repeated_text_is_measured_in_shingles():
+    text, other = _function("f", 20), _function("other", 20)
+    assert repeated_share([text, other]) == 0
+    assert repeated_share([text, text]) == pytest.approx(0.5)
+    assert shared_share([text], [other]) == 0
+    assert shared_share([text], [other, text]) == 1

@@ -9,15 +9,18 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.weights import load_model
+from model.sampling.parameters import SamplingParams
 from model.training import evaluate, loop, prepare, train
-from model.training.completion import complete_greedily
+from model.training.completion import complete_prompts
 from model.training.loop import Clock, Shape, Stage, learning_rate, run_stage
 from model.training.network import model_logits
 from model.training.optimizer import orthogonalize
@@ -33,6 +36,7 @@ from model.training.tokenization import FIM_PREFIX, SPECIAL_TOKENS, TURN_END_ID
 from model.training.train import export
 
 CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 STAGE = Stage(
     name="tiny",
     shape=Shape(64, 2, 1, 1, 128),
@@ -62,8 +66,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def run(stage, data, output, teachers=(), **options):
-    return run_stage(stage, data, output, teachers, device=CPU, compiled=False, **options)
+def run(stage, data, output, teachers=(), measurements=None, **options):
+    if measurements:
+        stage = dataclasses.replace(stage, measurements=measurements)
+    options = {"device": CPU, "compiled": False} | options
+    model, _ = run_stage(stage, data, output, teachers, **options)
+    return model
 
 
 def test_training_lowers_the_loss_and_the_same_seed_gives_the_same_weights(data, tmp_path):
@@ -95,16 +103,53 @@ def test_the_best_weights_are_returned_and_not_the_last(data, tmp_path, monkeypa
 def test_a_stage_by_the_clock_ends_in_time_and_leaves_out_the_compilation():
     now = 100.0
     stage = dataclasses.replace(STAGE, steps=0, seconds=60.0)
-    clock = Clock(stage, lambda: now)
+    clock = Clock(stage, now=lambda: now)
     assert clock.progress(0) == 0
     now = 120.0  # the first step took 20 s
     assert clock.progress(1) == 0
-    now = 140.0
+    now = 150.0
     assert clock.progress(2) == pytest.approx(0.5)
-    now = 161.0
+    now = 181.0
     assert clock.progress(3) == 1
+    assert clock.trained == 61.0
     with pytest.raises(ValueError, match="neither steps nor seconds"):
         Clock(dataclasses.replace(STAGE, steps=0))
+
+
+def test_the_clock_of_a_further_process_continues_and_leaves_out_its_compilation():
+    now = 0.0
+    stage = dataclasses.replace(STAGE, steps=0, seconds=60.0)
+    clock = Clock(stage, first_step=7, trained=30.0, now=lambda: now)
+    assert clock.progress(7) == 0.5
+    now = 20.0
+    assert clock.progress(8) == 0.5
+    now = 35.0
+    assert clock.progress(9) == 0.75
+
+
+def test_processes_that_are_ended_early_give_the_model_of_one_that_is_not(data, tmp_path):
+    whole = run(STAGE, data, tmp_path / "a", measurements=3)
+    parts = None
+    for process in range(12):
+        parts = run(STAGE, data, tmp_path / "b", measurements=3, deadline=0.0)
+        assert (parts is None) == (process < 11)
+        assert (tmp_path / "b" / loop.STATE_FILE).exists() == (process < 11)
+    for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(left, right)
+    logs = [
+        [
+            {key: value for key, value in json.loads(line).items() if key != "seconds"}
+            for line in (tmp_path / name / "log.jsonl").read_text().splitlines()
+        ]
+        for name in ("a", "b")
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_the_state_of_another_run_is_refused_by_what_differs(data, tmp_path):
+    assert run(STAGE, data, tmp_path, deadline=0.0) is None
+    with pytest.raises(ValueError, match=r"state\.pt is of a run with dropout 0\.1; continue"):
+        run(dataclasses.replace(STAGE, dropout=0.2), data, tmp_path)
 
 
 def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(data, tmp_path):
@@ -113,6 +158,8 @@ def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(da
     distilled = dataclasses.replace(short, distill_weight=0.8, seed=1)
     student = run(distilled, data, tmp_path / "s", [teacher])
     export(student, data, tmp_path / "out")
+    defaults = read_sampling_defaults(tmp_path / "out")
+    assert defaults.repetition_penalty == train.SAMPLING_DEFAULTS["repetition_penalty"]
     config = ModelConfig.from_folder(tmp_path / "out")
     served = load_model(tmp_path / "out", config, torch.float32, "cpu")
     ids = torch.tensor([[0, 5, 6, 7]])
@@ -122,15 +169,15 @@ def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(da
         )
 
 
-def test_the_command_line_trains_teacher_and_student_in_one_process_or_two(data, tmp_path):
+def test_the_command_line_trains_in_one_process_or_in_several(data, tmp_path):
     sizes = {"hidden-size": 64, "num-layers": 1, "num-heads": 1, "num-kv-heads": 1}
-    sizes |= {"intermediate-size": 64, "steps": 1, "batch-tokens": 2048}
+    sizes |= {"intermediate-size": 64, "steps": 2, "batch-tokens": 2048, "minutes": 0}
     flags = [f"--{role}-{k}={v}" for role in ("teacher", "student") for k, v in sizes.items()]
     folders = [f"--data={data}", f"--work={tmp_path / 'work'}", f"--output={tmp_path / 'out'}"]
-    common = [*flags, *folders, "--device=cpu", "--no-compile", "--minutes=0"]
+    common = [*flags, *folders, "--device=cpu", "--no-compile"]
     train.main(common)
     record = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert record["student"]["steps"] == record["teacher"]["steps"] == 1
+    assert record["student"]["steps"] == record["teacher"]["steps"] == 2
     assert ModelConfig.from_folder(tmp_path / "out").hidden_size == 64
 
     def weights() -> bytes:
@@ -139,17 +186,23 @@ def test_the_command_line_trains_teacher_and_student_in_one_process_or_two(data,
     whole = weights()
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "work")
-    train.main([*common, "--only=teachers"])
-    assert not (tmp_path / "out").exists()
-    train.main([*common, "--only=student"])
+    for _ in range(2):  # after a step of the teacher, and after one of the student
+        with pytest.raises(SystemExit) as end:
+            train.main([*common, "--minutes=0.001"])
+        assert end.value.code == train.UNFINISHED
+    train.main([*common, "--minutes=0.001"])
     assert weights() == whole
-    assert json.loads((tmp_path / "out" / "training.json").read_text())["teacher"]["steps"] == 1
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["seconds"] >= 0
+    with pytest.raises(ValueError, match=r"teacher\.pt was trained with other settings"):
+        train.main([*common, "--teacher-dropout=0.5"])
 
 
 def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path):
     model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
     prompts = [[0, 10, 11], [0, 40, 41, 42, 43, 44], [0]]
-    for prompt, new in zip(prompts, complete_greedily(model, prompts, 20, end_id=0), strict=True):
+    for prompt, new in zip(
+        prompts, complete_prompts(model, prompts, GREEDY, end_id=0), strict=True
+    ):
         ids = list(prompt)
         with torch.no_grad():
             while len(ids) < len(prompt) + 20:
@@ -158,6 +211,18 @@ def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path)
                     break
                 ids.append(chosen)
         assert new == ids[len(prompt) :]
+
+
+def test_completions_are_sampled_as_by_the_service_and_depend_on_their_own_seed(data, tmp_path):
+    model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
+    sampled = SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
+    first, second = complete_prompts(model, [[0, 10], [0, 10]], sampled, end_id=-1)
+    assert first != second
+    again = msgspec.structs.replace(sampled, seed=6)
+    assert complete_prompts(model, [[0, 10]], again, end_id=-1) == [second]
+    penalized = msgspec.structs.replace(GREEDY, repetition_penalty=100.0, max_new_tokens=30)
+    (tokens,) = complete_prompts(model, [[0, 10]], penalized, end_id=-1)
+    assert len(set(tokens)) == 30
 
 
 def documents(batch) -> list[list[int]]:
@@ -258,6 +323,14 @@ def test_the_bits_of_a_file_do_not_depend_on_window_boundaries(data, tmp_path):
     assert bits == pytest.approx(expected.item() / np.log(2), rel=1e-4)
     assert evaluate.file_bits(model, [0] * 5000) > 0
     assert evaluate.function_headers(read_held_out(data))
+
+
+def test_a_loop_is_three_equal_periods_at_the_end():
+    assert evaluate.is_loop([9, 1, 2, 1, 2, 1, 2])
+    assert evaluate.is_loop([5, 5, 5])
+    assert not evaluate.is_loop([1, 2, 1, 2, 1, 2, 3])
+    assert not evaluate.is_loop([1, 2, 1, 2])
+    assert not evaluate.is_loop([])
 
 
 def test_a_completion_is_cut_at_the_end_of_the_function():

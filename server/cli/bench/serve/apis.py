@@ -32,7 +32,7 @@ class Options:
     Attributes:
         model: its name, for OpenAI-compatible servers.
         ignore_eos: whether the server continues after an end-of-sequence token.
-        temperature: 0 for greedy.
+        temperature: 0 for greedy, which is sent with a repetition penalty of 1: a checkpoint may have another default.
     """
 
     model: str = ""
@@ -107,6 +107,8 @@ class TGI:
             parameters["ignore_eos"] = True
         if options.temperature:
             parameters |= {"temperature": options.temperature, "do_sample": True}
+        else:
+            parameters["repetition_penalty"] = 1.0
         return msgspec.json.encode({"inputs": prompt, "parameters": parameters})
 
     def read(self, data: bytes) -> Event:
@@ -164,6 +166,8 @@ class OpenAI:
         }
         if options.ignore_eos:
             body["ignore_eos"] = True
+        if not options.temperature:
+            body["repetition_penalty"] = 1.0
         return msgspec.json.encode(body)
 
     def read(self, data: bytes) -> Event:

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
+from model.checkpoint.generation_config import SamplingDefaults
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
 from server.http.dialects.tgi.schema import (
@@ -20,6 +21,7 @@ from server.http.limits import (
     check_stop_strings,
     check_stop_token_ids,
     check_temperature,
+    given,
     with_output_limit,
 )
 from server.http.structured_output import StructuredOutput
@@ -243,12 +245,11 @@ def _sampling_params(
     config: HTTPConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    temperature = 0.0
-    if seed is not None:
-        temperature = float(p.temperature) if p.temperature is not None else 1.0
+    temperature = given(p.temperature, 1.0) if seed is not None else 0.0
     return p.sampling_params(
         config,
         info,
+        SamplingDefaults(),
         min_new_tokens=p.min_new_tokens or 0,
         temperature=temperature,
         top_k=min(p.top_k or 0, info.vocab_size),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from model.checkpoint.generation_config import SamplingDefaults
 from server.engine.core.request import FinishReason
 from server.http.usage import RequestUsage
 
@@ -138,6 +139,7 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     kv_cache_dtype: str
+    sampling_defaults: SamplingDefaults
     num_engines: int
     num_engines_ready: int
     router: str

@@ -150,6 +150,7 @@ def _info(context: AppContext) -> InfoReply:
         block_size=info.block_size,
         num_blocks=info.num_blocks,
         kv_cache_dtype=info.kv_cache_dtype,
+        sampling_defaults=config.sampling_defaults,
         num_engines=len(context.client.reports),
         num_engines_ready=context.client.num_ready,
         router="tessera",

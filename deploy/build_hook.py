@@ -1,0 +1,186 @@
+"""The build hook of hatchling: compiles the C library of `kernels/cpu`, and puts the packages of a wheel into one.
+
+The compiler is Zig's C compiler, which pip downloads as a package for the time of the build, so that users need none
+and everybody gets the same code. docs/decisions/0029-cpu-library.md has the reasons.
+
+In a wheel, `kernels`, `model` and `server` are inside `tessera`, and their imports of each other are renamed; an
+editable installation uses the source tree as it is. docs/decisions/0040-one-top-level-package.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+WHEEL_PACKAGE = "tessera"
+PACKAGES = ("kernels", "model", "server")
+_NOT_IN_WHEEL = ("__pycache__", "native")
+COMPILER = "ziglang==0.15.2"
+_FLAGS = (
+    "-std=c11", "-O3", "-g0", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-sanitize=all",
+    "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-lpthread",
+)  # fmt: skip
+_X86 = {
+    "avx512_vnni": "x86_64_v4+avx512vnni",
+    "avx_vnni": "x86_64_v3+avxvnni",
+    "avx2": "x86_64_v3",
+}
+_ARM = {"neon": "generic+dotprod"}
+# The oldest C library that any supported version of PyTorch runs with.
+_TARGETS = {
+    ("linux", "x86_64"): ("x86_64-linux-gnu.2.28", _X86),
+    ("linux", "aarch64"): ("aarch64-linux-gnu.2.28", _ARM),
+    ("darwin", "arm64"): ("aarch64-macos", {"neon": "apple_m1"}),
+    ("darwin", "x86_64"): ("x86_64-macos", {"avx2": "x86_64_v3"}),
+}
+
+
+def builds(system: str, machine: str) -> list[tuple[str, str, str]]:
+    """Return (file name, target, processor) of the libraries for a platform; none for one without a library."""
+    target, processors = _TARGETS.get((system, machine.lower()), ("", {}))
+    suffix = ".dylib" if system == "darwin" else ".so"
+    return [(name + suffix, target, processor) for name, processor in processors.items()]
+
+
+def compile_library(source: Path, output: Path, target: str, processor: str) -> None:
+    """Compile one library.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed; its messages are on stderr.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", target, f"-mcpu={processor}"]
+        subprocess.run(  # noqa: S603 - no shell, and no argument comes from outside
+            [*command, *_FLAGS, str(source), "-o", str(output)],
+            check=True,
+            env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
+        )
+
+
+def place_packages(root: Path, folder: Path) -> dict[str, str]:
+    """Write our modules with renamed imports.
+
+    Args:
+        root: of the source tree.
+        folder: where the modules are written.
+
+    Returns:
+        Every file of a wheel's `tessera/`, and its path in the wheel.
+
+    Raises:
+        ValueError: a module has an import that cannot be renamed.
+    """
+    files = [path.relative_to(root) for name in PACKAGES for path in _files(root / name)]
+    modules = {
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        for path in files
+        if path.suffix == ".py"
+    }
+    placed = {}
+    for path in files:
+        source = root / path
+        if path.suffix == ".py":
+            source = folder / path
+            source.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                source.write_bytes(renamed((root / path).read_bytes(), modules))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        placed[str(source)] = f"{WHEEL_PACKAGE}/{path.as_posix()}"
+    return placed
+
+
+def renamed(source: bytes, modules: Collection[str]) -> bytes:
+    """Return a module whose imports of ours, and texts that are the names of our modules, begin with `tessera.`.
+
+    Nothing else changes, so that every line keeps its number.
+
+    Args:
+        source: text of the module.
+        modules: names of our modules.
+
+    Raises:
+        ValueError: it has an import that cannot be renamed.
+    """
+    lines = source.split(b"\n")
+    inserts: list[tuple[ast.stmt | ast.expr, str, bytes]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and _is_ours(node.module):
+            inserts.append((node, node.module, b"tessera."))
+        elif isinstance(node, ast.Import) and any(_is_ours(it.name) for it in node.names):
+            name = node.names[0]
+            if len(node.names) > 1 or ("." in name.name and not name.asname):
+                raise ValueError(f"line {node.lineno}: write `from {name.name} import ...`")
+            if name.asname:
+                inserts.append((node, name.name, b"tessera."))
+            else:
+                inserts.append((node, "import", b"from tessera "))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module = node.value.partition(":")[0]
+            if "." in module and module in modules:
+                inserts.append((node, node.value, b"tessera."))
+    # From right to left, so that the places of the others stay what they are.
+    for node, text, added in sorted(
+        inserts, key=lambda it: (it[0].lineno, it[0].col_offset), reverse=True
+    ):
+        line = lines[node.lineno - 1]
+        at = line.index(text.encode(), node.col_offset)
+        lines[node.lineno - 1] = line[:at] + added + line[at:]
+    return b"\n".join(lines)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in PACKAGES
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not any(part in _NOT_IN_WHEEL for part in path.parts):
+            yield path
+
+
+class PackageBuildHook(BuildHookInterface[Any]):
+    """Adds the compiled libraries to a wheel or an editable installation, and our packages to a wheel."""
+
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def dependencies(self) -> list[str]:
+        """Return what pip installs for the build."""
+        return [COMPILER] if builds(sys.platform, platform.machine()) else []
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the libraries of this platform, and place the packages of a wheel."""
+        root = Path(self.root) / "kernels" / "cpu"
+        folder = root / "lib"
+        folder.mkdir(exist_ok=True)
+        found = builds(sys.platform, platform.machine())
+
+        def compile_one(build: tuple[str, str, str]) -> None:
+            name, target, processor = build
+            compile_library(root / "native" / "step.c", folder / name, target, processor)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_one, found))
+        if found:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+        if version == "standard":
+            self._folder = tempfile.TemporaryDirectory()
+            build_data["force_include"] |= place_packages(Path(self.root), Path(self._folder.name))
+
+    def finalize(self, _version: str, _build_data: dict[str, Any], _artifact_path: str) -> None:
+        """Remove the renamed modules."""
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -1,0 +1,36 @@
+"""The HTTP layer's part of the settings."""
+
+import json
+
+import pytest
+
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.generation_config import SamplingDefaults
+from model.errors import ModelFolderError
+from server.cli.service_parts import http_config
+from server.cli.settings import Settings
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tiny_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.5}))
+    return tmp_path
+
+
+def config(folder, **settings):
+    model = ModelConfig.from_folder(folder)
+    return http_config(Settings(model=str(folder), **settings), folder, model, (), ())
+
+
+def test_sampling_defaults_come_from_the_checkpoint_unless_they_are_switched_off(folder):
+    assert config(folder).sampling_defaults == SamplingDefaults(repetition_penalty=1.5)
+    assert config(folder, generation_config="none").sampling_defaults == SamplingDefaults()
+
+
+def test_a_broken_file_stops_the_start_unless_it_is_ignored(folder):
+    (folder / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ModelFolderError, match="top_p must be a number <= 1"):
+        config(folder)
+    assert config(folder, generation_config="none").sampling_defaults == SamplingDefaults()

@@ -1,0 +1,309 @@
+"""Runs the warp roles of Hopper's one-pass backward on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
+
+The two roles are threads, which wait for each other at the kernel's barriers. A copy counts the bytes that its
+mbarrier expects. Products are exact and their sums are in float32, as on the tensor cores; layouts have no meaning.
+Shared memory begins as NaN, and thread blocks run one after the other in random order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from kernels.attention.hopper import backward_roles, backward_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PATIENCE = 20.0
+"""Seconds at a barrier that mean a deadlock."""
+
+
+class Array(torch.Tensor):
+    """A tensor with the methods of Gluon's."""
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Array:
+        if bitcast:
+            assert dtype is torch.uint32
+            return super().to(torch.int64) & 0xFFFFFFFF
+        return super().to(dtype)
+
+
+def array(x: Any) -> Array:
+    return torch.as_tensor(x).as_subclass(Array)
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.dtype = memory, memory.dtype
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.memory[i])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.memory.permute(order))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        del dtype, layout
+        return Shared(self.memory.view(shape))
+
+    def load(self, layout: Any) -> Array:
+        del layout
+        return array(self.memory.clone())
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.dtype is self.dtype
+        self.memory.copy_(value)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+
+class MBarrier:
+    """An mbarrier for copies: a phase completes when the expected bytes have arrived."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.completed = self.expected = self.arrived = 0
+
+    def expect(self, count: int) -> None:
+        with self.changed:
+            assert not self.expected, "two phases are expected at once"
+            self.expected = count
+
+    def arrive(self, count: int) -> None:
+        with self.changed:
+            self.arrived += count
+            assert self.arrived <= self.expected, "more bytes than expected"
+            if self.arrived == self.expected:
+                self.completed, self.expected, self.arrived = self.completed + 1, 0, 0
+                self.changed.notify_all()
+
+    def wait(self, phase: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.completed & 1 != phase, PATIENCE), "deadlock"
+
+
+class Ring:
+    """The mbarriers of a ring."""
+
+    def __init__(self, count: int) -> None:
+        self.barriers = [MBarrier() for _ in range(count)]
+
+    def index(self, i: int) -> MBarrier:
+        return self.barriers[i]
+
+
+class Device:
+    """What the roles use of Gluon, for one thread block at a time; `masked` counts the tiles that are masked."""
+
+    float32, int32, int64, uint32 = torch.float32, torch.int32, torch.int64, torch.uint32
+    static_range = range
+
+    def __init__(self) -> None:
+        self.program = (0, 0, 0)
+        self.named: dict[int, threading.Semaphore] = {}
+        self.products = self.masked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *_: None
+        return lambda *given, **_: array(getattr(torch, name)(*given))
+
+    def program_id(self, axis: int) -> int:
+        return self.program[axis]
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return max(a, b)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return min(a, b)
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Array:
+        del layout
+        return array(torch.zeros(shape, dtype=dtype))
+
+    def convert_layout(self, value: Array, layout: Any, assert_trivial: bool) -> Array:
+        del layout, assert_trivial
+        return value
+
+    def thread_barrier(self) -> None:
+        """All warps of the consumers are one thread here."""
+
+    def load(self, pointer: Pointer) -> Array:
+        return array(pointer.memory[pointer.offset])
+
+    def store(self, pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+        mask = mask.expand(value.shape)
+        pointer.memory.view(-1)[pointer.offset[mask]] = value[mask]
+
+    def atomic_add(self, pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+        assert sem == "relaxed"
+        places = pointer.offset.flatten()
+        assert len(places.unique()) == len(places)
+        pointer.memory[places] += value.flatten()
+
+    def inline_asm_elementwise(
+        self, code: str, constraints: str, values: list[int], **_: Any
+    ) -> None:
+        assert "288" in code
+        assert constraints == "=r,r"
+        (number,) = map(int, values)
+        barrier = self.named[number]
+        if code.startswith("bar.arrive"):
+            assert not barrier.acquire(blocking=False), "two arrivals at once"
+            barrier.release()
+        else:
+            assert barrier.acquire(timeout=PATIENCE), "deadlock"
+
+    def warpgroup_mma(self, a: Any, b: Shared, acc: Array, use_acc: bool = True, **_: Any) -> Array:
+        self.products += 1
+        a = a.memory if isinstance(a, Shared) else a
+        assert a.dtype is b.dtype
+        return array(a.float() @ b.memory.float()) + (acc if use_acc else 0)
+
+    def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared) -> None:
+        """Copy a box; what lies outside of the tensor is 0."""
+        found = desc.memory[tuple(map(slice, where, map(sum, zip(where, desc.box, strict=True))))]
+        target.memory.zero_()
+        target.memory[tuple(map(slice, found.shape))] = found
+        full.arrive(target.memory.numel() * target.memory.element_size())
+
+
+class BackwardOnCPU:
+    """Takes the place of the kernel `backward`; `tiles` and `masked` count the tiles that it visits."""
+
+    def __init__(self) -> None:
+        self.tiles = self.masked = 0
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        """Return a function that runs the programs of a grid."""
+        programs = list(itertools.product(*map(range, grid)))
+        random.Random(0).shuffle(programs)
+
+        def launch(*arguments: Any, **constants: Any) -> None:
+            device = Device()
+            with _in_place_of_gluon(device):
+                for device.program in programs:
+                    _run(device, SimpleNamespace(**constants), *arguments)
+            self.tiles += device.products // 5
+            self.masked += device.masked
+
+        return launch
+
+
+def _run(
+    device: Device, c: SimpleNamespace, q: Any, k: Any, v: Any, do: Any, stats: Any, sums: torch.Tensor,
+    dk: torch.Tensor, dv: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, scale_log2: float,
+    window: int,
+) -> None:  # fmt: skip
+    c.S_LAYOUT = c.KV_LAYOUT = c.Q_LAYOUT = c.P_LAYOUT = None
+    dtype = q.base.dtype
+
+    def shared(*shape: int, dtype: torch.dtype = dtype) -> Shared:
+        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+
+    buffers = SimpleNamespace(
+        k=shared(1, c.BLOCK_N, c.D),
+        v=shared(1, c.BLOCK_N, c.D),
+        q=shared(c.STAGES, c.BLOCK_M, c.D),
+        do=shared(c.STAGES, c.BLOCK_M, c.D),
+        ds=shared(1, c.BLOCK_N, c.BLOCK_M),
+        stats=shared(c.STAGES, 2 * c.BLOCK_M, dtype=torch.float32),
+        kv_full=Ring(2),
+        q_full=Ring(c.STAGES),
+        do_full=Ring(c.STAGES),
+    )
+    device.named = {9 + i: threading.Semaphore(0) for i in range(c.STAGES)}
+    descs = [
+        SimpleNamespace(memory=it.base, box=it.block_shape, dtype=None, layout=None)
+        for it in (q, k, v, do, stats)
+    ]
+    errors: list[BaseException] = []
+
+    def role(function: Any, *arguments: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                function.fn(buffers, Pointer(cu_q), Pointer(cu_k), *arguments, array(window), c)
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    threads = [
+        role(PRODUCE, *descs),
+        role(CONSUME, Pointer(sums), Pointer(dk), Pointer(dv), scale_log2, scale),
+    ]
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert not any(it.acquire(blocking=False) for it in device.named.values()), "arrivals are left"
+
+
+PRODUCE, CONSUME = backward_roles.produce, backward_roles.consume
+
+
+@contextlib.contextmanager
+def _in_place_of_gluon(device: Device) -> Iterator[None]:
+    """Replace what the modules of the roles import, and let their functions call each other as Python's."""
+    masked = backward_roles._mask.fn
+
+    def mask(*arguments: Any) -> Any:
+        device.masked += 1
+        return masked(*arguments)
+
+    replaced = {
+        backward_roles: {
+            "_FIRST_BARRIER": 9,
+            "_ZEROED_ROWS": backward_roles._ZEROED_ROWS.value,
+            "STATS": backward_tiles.STATS.value,
+            "THREADS": backward_tiles.THREADS.value,
+            "mbarrier": SimpleNamespace(expect=MBarrier.expect, wait=MBarrier.wait),
+            "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": device.warpgroup_mma,
+            "warpgroup_mma_init": lambda x: x,
+            "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+            "_mask": mask,
+        },
+        backward_tiles: {"Tile": lambda *fields: SimpleNamespace(**dict(zip(_FIELDS, fields, strict=True)))},
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for module, names in replaced.items():
+            functions = {
+                name: it.fn
+                for name, it in vars(module).items()
+                if hasattr(it, "fn") and name not in names
+            }
+            stack.enter_context(mock.patch.multiple(module, gl=device, **functions, **names))
+        yield
+
+
+_FIELDS = ("first", "kv_head", "start_q", "num_q", "start_k", "num_k", "scratch")
