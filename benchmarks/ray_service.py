@@ -54,6 +54,7 @@ _CACHED_PREFIXES: Final = 96
 _CACHED_REQUESTS: Final = 576
 _CACHED_CLIENTS: Final = 8
 _REPLICA: Final = b"ray::ServeReplica:tessera:tessera"
+_ROUTER: Final = _REPLICA + b"-router"
 _PROXY: Final = b"/bin/haproxy"
 _SETTINGS: Final[dict[str, Any]] = {
     "model": "bundled", "device": "cpu", "cpu_threads": 1, "kv_cache_tokens": 20_480, "access_log": "off",
@@ -193,14 +194,14 @@ def summary(streams: list[Stream], fault: float | None = None) -> dict[str, Any]
 
 
 def processes(part: bytes) -> list[int]:
-    """Return the ids of the processes whose command line contains a part."""
+    """Return the ids of the processes whose command line contains a part; not the router's, whose name is longer."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if part in command and entry.name != str(os.getpid()):
+        if part in command and _ROUTER not in command and entry.name != str(os.getpid()):
             found.append(int(entry.name))
     return found
 
@@ -311,23 +312,30 @@ def _timed(port: int, options: argparse.Namespace, pids: dict[str, list[int]]) -
 def kill_engine(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Kill the engine of one replica under load."""
     deploy(rule)
-    (pid, *_) = (it.pid for it in process_tree(processes(_REPLICA)[0]) if it.role is Role.ENGINE)
+    (pid, *_) = (it.pid for it in process_tree(both_replicas()[0]) if it.role is Role.ENGINE)
     return _killed(pid, options, lambda: None)
 
 
 def kill_replica(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Kill one replica under load, and wait until there are two again."""
     deploy(rule)
-    old = processes(_REPLICA)
+    old = both_replicas()
     start: list[float] = []
 
     def wait() -> None:
         start.append(time.monotonic())
-        _until(lambda: running() == 2 and old[0] not in processes(_REPLICA))
+        # A new process: until there is one, Ray may count the killed replica.
+        _until(lambda: set(processes(_REPLICA)) - set(old) and running() == 2)
         start.append(time.monotonic())
 
     row = _killed(old[0], options, wait)
     return row | {"replaced_after_s": round(start[1] - start[0], 1)}
+
+
+def both_replicas() -> list[int]:
+    """Return the processes of two replicas, when those of earlier parts, which still drain, have ended."""
+    _until(lambda: len(processes(_REPLICA)) == 2)
+    return processes(_REPLICA)
 
 
 def running() -> int:
@@ -395,7 +403,7 @@ def autoscale(rule: str, _: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _until(is_true: Callable[[], bool]) -> None:
+def _until(is_true: Callable[[], object]) -> None:
     end = time.monotonic() + _WAIT_SECONDS
     while not is_true():
         if time.monotonic() > end:

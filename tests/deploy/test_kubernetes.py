@@ -124,11 +124,12 @@ def test_the_runtime_for_kserve_starts_the_service_with_its_flags_and_probes():
 
     assert container["name"] == "kserve-container"
     assert given.port == container["ports"][0]["containerPort"]
-    for name in ("readiness", "liveness"):
-        probe = container[f"{name}Probe"]["httpGet"]
-        assert probe["path"] in HEALTH_PATHS
-        assert probe["port"] == given.port
-    assert given.drain_delay + given.drain_timeout <= 60
+    for name in ("startup", "readiness", "liveness"):
+        probe, ours = container[f"{name}Probe"], CONTAINER[f"{name}Probe"]
+        assert probe["httpGet"] == {"path": ours["httpGet"]["path"], "port": given.port}
+        assert probe | {"httpGet": {}} == ours | {"httpGet": {}}
+    # KServe ends its pods 30 seconds after SIGTERM.
+    assert given.drain_delay + given.drain_timeout + 10 <= 30
     for key in ("securityContext", "volumeMounts"):
         assert container[key] == CONTAINER[key]
     assert runtime["spec"]["volumes"][1:] == POD["volumes"][1:]

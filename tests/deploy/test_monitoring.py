@@ -118,13 +118,6 @@ def test_panels_have_unique_ids_and_do_not_overlap():
     assert max(column for _, column in cells) < 24
 
 
-def test_the_picture_in_the_documents_shows_every_panel():
-    picture = (ROOT / "docs/dashboard.svg").read_text()
-
-    assert all(f">{panel['title']}</text>" in picture for panel in DASHBOARD["panels"])
-    assert "](dashboard.svg)" in (ROOT / "docs/operations.md").read_text()
-
-
 def test_compose_mounts_existing_files_and_grafana_asks_its_prometheus():
     for name in ("prometheus", "grafana"):
         for volume in COMPOSE["services"][name]["volumes"]:

@@ -154,7 +154,7 @@ def test_every_installed_package_has_a_hash_but_those_of_pytorchs_index():
 def test_a_ray_image_is_as_unprivileged_as_the_others_and_leaves_the_command_to_an_operator(target):
     assert instructions(target, "USER")[-1] == instructions("cpu", "USER")[-1]
     assert json.loads(instructions(target, "ENTRYPOINT")[-1]) == []
-    assert json.loads(instructions(target, "CMD")[-1])[-1] == "tessera.server.ray_app:build"
+    assert json.loads(instructions(target, "CMD")[-1])[1:3] == ["-m", "tessera.server.ray_main"]
     assert environment(target)["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
 
 
