@@ -22,7 +22,7 @@ def service(
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = _SERVE,
 ) -> Iterator[tuple[str, float]]:
-    """Serve on a free port, without a prefix cache unless the options enable it.
+    """Serve on a free port, without a prefix cache.
 
     Args:
         options: options of `tessera serve`.
@@ -51,18 +51,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(
-    command: Sequence[str], port: int, health: str = "/health"
-) -> Iterator[tuple[str, float]]:
+def serving(command: Sequence[str], port: int) -> Iterator[tuple[str, float]]:
     """Run a server.
 
     Args:
-        command: starts the server.
+        command: starts a server with a GET /health.
         port: on which it listens.
-        health: path that answers 200 when the server is ready.
 
     Yields:
-        The URL, and the seconds from starting the command to the first 200 of that path.
+        The URL, and the seconds from starting the command to the first 200 of /health.
 
     Raises:
         SystemExit: the server exited before it was ready.
@@ -72,7 +69,7 @@ def serving(
     url = f"http://127.0.0.1:{port}"
     try:
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(url + health) as reply:  # noqa: S310
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as reply:  # noqa: S310
                 if reply.status == 200:
                     break
             if process.poll() is not None:

@@ -100,6 +100,8 @@ def test_every_alert_has_its_section_in_the_documents():
 
     assert set(re.findall(r"^### (Tessera\w+)$", text, re.MULTILINE)) == set(ALERTS)
     for name, rule in ALERTS.items():
+        paragraph = text.split(f"### {name}\n", 1)[1].split("\n#", 1)[0]
+        assert len(paragraph.split()) > 15, "says what to do"
         assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
         assert rule["labels"]["severity"] in ("critical", "warning")
 

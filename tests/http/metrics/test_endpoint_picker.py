@@ -4,6 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.core.messages import EngineStats
+from server.engine.link.protocol import EngineReport
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +23,9 @@ def extract(text):
     return families, fields
 
 
-async def test_the_picker_reads_its_five_fields_of_one_series_each(client, engine):
+@pytest.mark.parametrize("others", [[], [EngineReport()]], ids=["one engine", "two engines"])
+async def test_the_picker_reads_its_five_fields_of_one_series_each(client, engine, others):
+    engine.others = others
     engine.stats = EngineStats(num_running=7, num_waiting=4, kv_usage=0.25)
 
     families, fields = extract((await client.get("/metrics")).text)
