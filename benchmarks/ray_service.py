@@ -370,7 +370,7 @@ def scale_down(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     return _changed(rule, options, replicas=1)
 
 
-def _changed(rule: str, options: argparse.Namespace, **changes: Any) -> dict[str, Any]:  # noqa: ANN401
+def _changed(rule: str, options: argparse.Namespace, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - of `deploy`
     run = Load(PORT, options.streams)
     run.start()
     _until(lambda: len(run.streams) >= options.streams)
