@@ -6,8 +6,9 @@ each other in a random order that the seed decides (`benchmarks.reliability.faul
 - every request gets a status, a last event of its stream, or a connection that a killed process closed, before its
   deadline plus the margin; time in which a fault keeps the service from answering does not count;
 - the service serves again after every fault;
-- at the end all blocks of the KV cache are free, no request runs or waits, the processes' anonymous memory is within
-  50 MiB of that at the start, and the service leaves no files behind.
+- at the end all blocks of the KV cache are free, no request runs or waits, the service leaves no files behind, and the
+  processes' anonymous memory is within 50 MiB of that at the start; processes that compile grammars, which start with
+  the first grammar a front end gets, count apart: each has at most 80 MiB.
 
 Exits with status 1 if a condition does not hold. As root, the log and the temporary files are on a file system of 64
 MiB, which is filled; without root, `RLIMIT_FSIZE` makes writes to files fail. Clock steps need the Debian package
@@ -40,11 +41,12 @@ from benchmarks.reliability.faults import (
 )
 from benchmarks.reliability.load import Faults, Load, random_requests, wait_until
 from benchmarks.reliability.managed_service import ManagedService
-from benchmarks.reliability.processes import anonymous_bytes, open_descriptors
+from benchmarks.reliability.processes import Role, anonymous_bytes, open_descriptors
 from benchmarks.report import add_bookkeeping, write_report
 
 _MIB = 1 << 20
 _MAX_GROWTH_MIB = 50.0
+_MAX_GRAMMAR_WORKER_MIB = 80.0
 _MAX_DESCRIPTORS = 1024
 _WARM_UP_SECONDS = 15.0
 _HANG_SECONDS = 10.0
@@ -118,6 +120,9 @@ class Chaos:
         growth = (after["anonymous_bytes"] - before["anonymous_bytes"]) / _MIB
         if growth > _MAX_GROWTH_MIB:
             self.failures.append(f"memory grew by {growth:.1f} MiB")
+        worker = max(before["grammar_worker_bytes"], after["grammar_worker_bytes"]) / _MIB
+        if worker > _MAX_GRAMMAR_WORKER_MIB:
+            self.failures.append(f"a process that compiles grammars has {worker:.1f} MiB")
         if self._load.violations:
             self.failures.append(f"{len(self._load.violations)} requests broke the contract")
         log = self._service.log.read_text(errors="replace")
@@ -131,6 +136,7 @@ class Chaos:
             "violations": len(self._load.violations),
             "max_seconds_past_deadline": round(self._load.max_overrun, 2),
             "memory_growth_mib": round(growth, 1),
+            "largest_grammar_worker_mib": round(worker, 1),
             "descriptor_growth": after["descriptors"] - before["descriptors"],
             "tracebacks_in_log": log.count("Traceback (most recent call last)"),
             "leftover_files": len(left),
@@ -175,8 +181,14 @@ class Chaos:
         if idle is None:
             self.failures.append(f"{when} requests or blocks are held {_IDLE_SECONDS:.0f} s later")
         await asyncio.sleep(1)
-        pids = self._service.pids()
-        return {"anonymous_bytes": anonymous_bytes(pids), "descriptors": open_descriptors(pids)}
+        processes = self._service.processes()
+        workers = [it.pid for it in processes if it.role is Role.GRAMMAR_WORKER]
+        pids = [it.pid for it in processes if it.role is not Role.GRAMMAR_WORKER]
+        return {
+            "anonymous_bytes": anonymous_bytes(pids),
+            "descriptors": open_descriptors(pids),
+            "grammar_worker_bytes": max((anonymous_bytes([pid]) for pid in workers), default=0),
+        }
 
     def violations(self) -> list[str]:
         """Return the first violations as text."""

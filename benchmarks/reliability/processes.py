@@ -19,6 +19,7 @@ class Role(enum.Enum):
     PARENT = "parent"
     ENGINE = "engine"
     FRONT_END = "front end"
+    GRAMMAR_WORKER = "grammar worker"
     OTHER = "other"
 
 
@@ -27,6 +28,7 @@ _ROLES = (
     (b"engine.link.process", Role.ENGINE),
     (b"fake_engine", Role.ENGINE),
     (b"server.cli.front_end", Role.FRONT_END),
+    (b"server.http.grammar_worker", Role.GRAMMAR_WORKER),
 )
 
 

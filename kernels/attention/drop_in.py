@@ -128,7 +128,6 @@ def dropout_seed(dropout_p: float) -> int:
     return int(torch.randint(1 << 62, ())) if dropout_p else 0
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # PyTorch's; logs once, while it traces
 def tell(function: str, reasons: tuple[str, ...]) -> None:
     """Log why PyTorch computes a call of a function: each reason once in a process."""
     for reason in reasons:
@@ -136,3 +135,8 @@ def tell(function: str, reasons: tuple[str, ...]) -> None:
         if message not in _told:
             _told.add(message)
             _logger.info("%s", message)
+
+
+# While torch.compile traces a caller, it runs once. `torch.compiler.assume_constant_result` sets this too, but it
+# imports the compiler first, which would take a second and 76 MiB in every process that imports the kernels.
+setattr(tell, "_dynamo_marked_constant", True)  # noqa: B010 - a type checker knows no such attribute of a function

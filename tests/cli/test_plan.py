@@ -361,6 +361,12 @@ def test_the_front_end_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_engine_does_not_import_the_compiler_of_pytorch():
+    code = "import sys, server.engine.runner.startup; sys.exit('torch._dynamo' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_service_does_not_import_the_plan_command():
     code = (
         "import sys, server.cli.main\n"
