@@ -11,6 +11,7 @@ from typing import Any
 
 from docs.attention_table import attention_table
 from docs.parameter_table import parameter_tables
+from docs.shapes_table import shapes_table
 from docs.training_attention import memory_plot, newest_result, speed_plot, training_table
 from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
@@ -149,8 +150,9 @@ def fill(text: str, marker: str, content: str) -> str:
 
 
 def readme() -> str:
-    """Return README.md with its table up to date."""
-    return fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table("native"))
+    """Return README.md with its tables up to date."""
+    text = fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table("native"))
+    return fill(text, "shapes-table", shapes_table())
 
 
 def benchmarks_page() -> str:
