@@ -88,10 +88,10 @@ RUN --mount=type=cache,target=/build/.cache/pip \
 FROM builder AS wheel
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/build_hook.py deploy/
+COPY deploy/package deploy/package
 COPY kernels kernels
 COPY model model
 COPY server server
-COPY tessera tessera
 RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /dist .
 
 

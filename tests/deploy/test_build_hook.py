@@ -30,7 +30,7 @@ def installed(tmp_path_factory):
         path = folder / target
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(source)
-    shutil.copy(ROOT / "tessera/__init__.py", folder / "tessera/__init__.py")
+    shutil.copy(ROOT / "deploy/package/tessera/__init__.py", folder / "tessera/__init__.py")
     (folder / "kernels").mkdir()
     (folder / "kernels/__init__.py").write_text("NAME = 'the other one'\n")
     return folder
@@ -148,7 +148,7 @@ def test_a_wheel_has_one_top_level_package(tmp_path):
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in names.stdout.splitlines():
-        if name.partition("/")[0] in (*PACKAGES, "tessera", "deploy") or "/" not in name:
+        if name.partition("/")[0] in (*PACKAGES, "deploy") or "/" not in name:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
     # A platform without a C library: the compiler is not among the packages of the tests.

@@ -1,8 +1,8 @@
 """The name of an installation: `tessera.kernels`, `tessera.model` and `tessera.server`.
 
 A wheel contains the three packages inside this one, because the name `kernels` belongs to a package of Hugging Face as
-well (docs/decisions/0040-one-top-level-package.md). In a source tree they lie beside this one, and `tessera.kernels` is
-another name of the same module `kernels`, so that programs import the same names from both.
+well (docs/decisions/0040-one-top-level-package.md). In a source tree they are top-level packages, and `tessera.kernels`
+is another name of the same module `kernels`, so that programs import the same names from both.
 """
 
 from __future__ import annotations
