@@ -6,6 +6,7 @@ so that the same mistake has the same message.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.device.cpu_dtype import prefers_bfloat16_on_cpu
@@ -46,6 +47,11 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         )
     if reasons := model.parallel_unsupported(config.tensor_parallel):
         raise StartupError(f"--tensor-parallel {config.tensor_parallel}: {'; '.join(reasons)}")
+    folder = config.compiled_kernels
+    if folder is not None and not Path(folder).is_dir():
+        raise StartupError(
+            f"--compiled-kernels {folder}: there is no such folder; `tessera warmup --arch` with --output makes one"
+        )
     if config.device == "cpu" or has_gpu is False:
         _check_on_cpu(config, model)
     elif (config.device == "cuda" or has_gpu) and config.quantization in ("int8", "int4"):

@@ -188,8 +188,8 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         model_config = ModelConfig.from_folder(Path(config.model_path))
         check_start(config, model_config, has_gpu=torch.cuda.is_available())
         device = _device(config.device, rank, config.tensor_parallel)
-        if device.type == "cuda" and config.compiled_kernels is not None:
-            _read_compiled_kernels(Path(config.compiled_kernels))
+        if config.compiled_kernels is not None:
+            _read_compiled_kernels(Path(config.compiled_kernels), device)
         limits = step_limits(config, model_config, device.type)
         quantization = resolved_quantization(config, model_config, device)
         dtype = resolve_dtype(config.dtype, model_config, device)
@@ -222,9 +222,10 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
     return _Loaded(model, model_config, limits, quantization)
 
 
-def _read_compiled_kernels(folder: Path) -> None:
-    if not folder.is_dir():
-        raise StartupError(f"--compiled-kernels {folder}: there is no such folder")
+def _read_compiled_kernels(folder: Path, device: torch.device) -> None:
+    if device.type == "cpu":
+        log.info("--compiled-kernels has no effect: the model runs on the CPU")
+        return
     try:
         from kernels.gpu.kernel_cache import read_also  # noqa: PLC0415 - imports Triton
     except ImportError:

@@ -117,3 +117,20 @@ def test_the_checks_do_not_import_pytorch():
     code = "import sys, server.engine.core.start_checks; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("device", "has_gpu"), [("cpu", None), ("auto", False), ("cuda", True)])
+def test_a_folder_of_compiled_kernels_that_is_not_there_is_refused_on_every_device(
+    device, has_gpu, tmp_path
+):
+    missing, file = tmp_path / "missing", tmp_path / "file"
+    file.touch()
+    for path in (missing, file):
+        with pytest.raises(
+            StartupError, match=f"--compiled-kernels {path}: there is no such folder"
+        ):
+            check(has_gpu, device=device, compiled_kernels=str(path))
+
+
+def test_a_folder_of_compiled_kernels_that_is_there_is_accepted(tmp_path):
+    check(device="cpu", compiled_kernels=str(tmp_path))

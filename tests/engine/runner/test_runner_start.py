@@ -177,3 +177,12 @@ def test_a_cache_sized_in_gib_holds_as_many_whole_blocks(checkpoint):
 def test_the_error_for_too_small_a_cache_names_the_minimum(model):
     with pytest.raises(NotEnoughMemoryError, match="at least 2"):
         runner_start._max_total_tokens(type("Runner", (), {"num_cache_tokens": 1})(), LIMITS)
+
+
+def test_the_log_says_that_compiled_kernels_have_no_effect_on_a_cpu(checkpoint, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "tessera.engine")
+
+    engine = LocalEngine(config_for(checkpoint, kv_cache_tokens=64, compiled_kernels=str(tmp_path)))
+    engine.close()
+
+    assert "--compiled-kernels has no effect: the model runs on the CPU" in caplog.text
