@@ -22,7 +22,7 @@ from server.engine.link.protocol import EngineState
 from server.ray_router import SEQUENCES, check_version, router_config, with_prefix_routing
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncIterator
     from typing import Self
 
     from ray.serve import Application
@@ -85,16 +85,25 @@ class Tessera:
         self._service: EmbeddedService | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Start the engine; the replica is ready when the model is loaded."""
-        self._held = contextlib.AsyncExitStack()
-        self._service = await self._held.enter_async_context(embedded_service(self._settings))
-        await self._service.wait_until_ready()
-        return self._service.app
+        """Start the engine; the replica is ready when the model is loaded.
 
-    def __del__(self) -> Coroutine[None, None, None] | None:
-        """Return what ends the engine: Ray awaits it when it stops the replica. Python's later call finds nothing."""
-        held, self._held = self._held, None
-        return None if held is None else held.aclose()
+        Raises:
+            ChildStartError: the engine cannot start; the text says why.
+            ModelError, StartupError, ApiKeyError, TracingError: see `embedded_service`.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            service = await held.enter_async_context(embedded_service(self._settings))
+            await service.wait_until_ready()
+            self._held = held.pop_all()
+        self._service = service
+        # Ray awaits the lifespan's end when it stops the replica. What `__del__` of this class returned it would drop.
+        service.app.router.lifespan_context = self._lifespan
+        return service.app
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: object) -> AsyncIterator[None]:
+        yield
+        await self.end()
 
     async def drain(self) -> None:
         """Refuse new requests, and return when those in progress have ended, at the latest after `drain_timeout`."""
@@ -102,10 +111,10 @@ class Tessera:
         await self._service.drain()
 
     async def end(self) -> None:
-        """End the engine. What runs gets an error."""
-        ending = self.__del__()
-        if ending is not None:
-            await ending
+        """End the engine and remove its sockets. What runs gets an error. A second call does nothing."""
+        held, self._held = self._held, None
+        if held is not None:
+            await held.aclose()
 
     def check_health(self) -> None:
         """Have the replica replaced if its engine cannot be started again. An engine that is starting is healthy.

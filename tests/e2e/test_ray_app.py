@@ -1,6 +1,9 @@
 """The application for Ray Serve: its arguments, one replica, and the rule for the number of replicas."""
 
 import asyncio
+import functools
+import sys
+import tempfile
 from types import SimpleNamespace
 
 import httpx
@@ -8,8 +11,12 @@ import pytest
 
 pytest.importorskip("ray")
 
+import uvicorn
 from pydantic import ValidationError
+from uvicorn.lifespan.on import LifespanOn
 
+from server.embedding import embedded_service
+from server.engine.link.child_process import ChildStartError
 from server.engine.link.protocol import EngineState
 from server.ray_app import Options, Tessera, build, replicas_for_load
 from server.ray_main import parse
@@ -45,7 +52,7 @@ def test_a_replica_answers_reports_its_load_and_ends_with_its_engine():
             )
         replica.check_health()
         stats, engine = replica.record_autoscaling_stats(), replica._engine
-        await replica.__del__()
+        await replica.end()
         return reply, stats, engine, replica
 
     reply, stats, engine, replica = asyncio.run(use())
@@ -55,6 +62,39 @@ def test_a_replica_answers_reports_its_load_and_ends_with_its_engine():
     assert engine.state is EngineState.STOPPED
     with pytest.raises(RuntimeError, match="the engine has stopped"):
         replica.check_health()
+
+
+def test_the_engine_and_its_sockets_end_when_ray_stops_the_replica(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def use():
+        replica = Tessera(SMALL)
+        app = await replica.__serve_build_asgi_app__()
+        lifespan = LifespanOn(uvicorn.Config(app, lifespan="on"))  # as Ray does
+        await lifespan.startup()
+        folders = list(tmp_path.iterdir())
+        await lifespan.shutdown()
+        return folders, replica._engine.state
+
+    folders, state = asyncio.run(use())
+
+    assert len(folders) == 1
+    assert not list(tmp_path.iterdir())
+    assert state is EngineState.STOPPED
+
+
+def test_a_replica_whose_engine_cannot_start_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    broken = functools.partial(
+        embedded_service, engine_command=(sys.executable, "-c", "raise OSError")
+    )
+    monkeypatch.setattr("server.ray_app.embedded_service", broken)
+
+    with pytest.raises(ChildStartError):
+        asyncio.run(Tessera(SMALL).__serve_build_asgi_app__())
+
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
