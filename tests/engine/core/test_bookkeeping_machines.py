@@ -389,7 +389,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request_id, sequence in self.live.items()
             if sequence.num_known_tokens == sequence.max_num_tokens
         }
-        head = scheduler._waiting.head
+        head = scheduler.waiting.head
         output = scheduler.schedule()
         scheduler.check_invariants()
         self.end_late()
@@ -399,7 +399,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_tokens <= scheduler.config.max_num_batched_tokens
         assert not {row[0] for row in rows} & set(output.preempted)
         served = {row[0] for row in rows} | ending
-        assert {sequence.request_id for sequence in scheduler._running} <= served
+        assert {sequence.request_id for sequence in scheduler._live.running} <= served
         served |= {i for i, sequence in self.live.items() if sequence.num_tokens_in_flight}
         if self.live:
             assert served
@@ -427,7 +427,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Shorter prompts are admitted before the head, but only within the bound."""
         if head is not self.head:
             self.head, self.num_overtaken = head, 0
-        if head is None or head not in self.scheduler._waiting:
+        if head is None or head not in self.scheduler.waiting:
             return
         config = self.scheduler.config
         share = config.max_num_batched_tokens // config.max_num_seqs

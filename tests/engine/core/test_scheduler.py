@@ -286,9 +286,9 @@ def test_a_cached_prefix_is_not_computed_again():
 
     assert rows_of(output) == [(1, 8, 4, True)]
     assert sequence.num_cached_tokens == 8
-    assert scheduler.prefix_cache_query_tokens == 10 + 12
-    assert scheduler.prefix_cache_hit_tokens == 8
-    assert scheduler.num_prompt_tokens == 10 + 12
+    assert scheduler.admission.prefix_cache_query_tokens == 10 + 12
+    assert scheduler.admission.prefix_cache_hit_tokens == 8
+    assert scheduler.admission.num_prompt_tokens == 10 + 12
 
 
 def test_a_prompt_that_is_cached_in_full_still_computes_its_last_block():
@@ -324,7 +324,7 @@ def test_a_prompt_with_prompt_logprobs_is_not_looked_up_or_counted():
     output, _ = step(scheduler)
 
     assert rows_of(output) == [(1, 0, 10, True)]
-    assert scheduler.prefix_cache_query_tokens == 10
+    assert scheduler.admission.prefix_cache_query_tokens == 10
 
 
 def test_the_next_prompt_of_a_conversation_finds_the_cached_output_of_the_last():
@@ -394,7 +394,7 @@ def test_a_preempted_sequence_resumes_where_its_cached_blocks_end():
     assert output.first_scheduled == ()
     assert (younger.num_cached_tokens, younger.first_scheduled_step) == (0, 1)
     finish_everything(scheduler)
-    assert scheduler.num_prompt_tokens == 3 + 8
+    assert scheduler.admission.num_prompt_tokens == 3 + 8
 
 
 def test_the_youngest_sequence_is_preempted_itself_if_it_needs_the_block():
@@ -439,7 +439,7 @@ def test_tokens_recomputed_after_a_preemption_do_not_count_as_prompt_tokens():
     finish_everything(scheduler)
 
     assert scheduler.num_preemptions == 1
-    assert scheduler.num_prompt_tokens == 3 + 3
+    assert scheduler.admission.num_prompt_tokens == 3 + 3
 
 
 def test_preempted_sequences_wait_in_order_of_arrival_before_all_others(monkeypatch):
@@ -1047,7 +1047,7 @@ def test_events_are_in_the_order_of_rows_where_one_ends_among_rows_that_continue
 )
 def test_a_row_is_looked_at_when_it_fills_a_block_and_when_it_ends(caching, expected):
     scheduler = decoding(1, 20, enable_prefix_caching=caching)
-    (sequence,) = scheduler._running
+    (sequence,) = scheduler._live.running
     limits = []
     while scheduler.has_work:
         limits.append(sequence.check_at)

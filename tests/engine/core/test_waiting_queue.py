@@ -139,8 +139,8 @@ def test_the_record_of_shares_does_not_grow_with_the_clients_that_left():
 class Simulation:
     """Runs a scheduler, adds requests at given steps, and notes the step of the first token and of the end."""
 
-    def __init__(self, **config):
-        self.scheduler = make_scheduler(10_000, 16, max_model_len=100_000, **config)
+    def __init__(self, num_blocks=10_000, **config):
+        self.scheduler = make_scheduler(num_blocks, 16, max_model_len=100_000, **config)
         self.num_added = 0
         self.added, self.first, self.ended = {}, {}, {}
 
@@ -205,8 +205,7 @@ def test_a_long_prompt_is_not_starved_by_ever_new_short_ones():
 def test_every_sequence_is_served_within_a_bound_while_short_ones_keep_coming(num_blocks):
     """With few places or few blocks, each admission of a head lets at most a prompt's tokens pass."""
     rng = random.Random(3)
-    simulation = Simulation(max_num_seqs=4, max_num_batched_tokens=64)
-    simulation.scheduler.block_manager = type(simulation.scheduler.block_manager)(num_blocks, 16)
+    simulation = Simulation(num_blocks, max_num_seqs=4, max_num_batched_tokens=64)
     longs = [simulation.add(rng.randrange(200, 400), 4) for _ in range(6)]
     num_steps = 0
     while any(i not in simulation.first for i in longs):
