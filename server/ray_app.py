@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _FULL: Final = 0.8
 """Share of a replica's sequences in use at which another replica is started."""
-_DRAIN_SECONDS: Final = 60.0
+_LEAVING_SECONDS: Final = 30.0
+"""How long Ray keeps a replica that leaves, so that proxies learn of it (its DIRECT_INGRESS_MIN_DRAINING_PERIOD_S)."""
 
 
 class Options(BaseModel):
@@ -198,7 +199,7 @@ def build(arguments: dict[str, Any]) -> Application:
         name="tessera",
         # The service itself limits and queues; Ray must not refuse before it.
         max_ongoing_requests=1_000_000,
-        graceful_shutdown_timeout_s=_DRAIN_SECONDS,
+        graceful_shutdown_timeout_s=_LEAVING_SECONDS + options.settings.drain_timeout,
         health_check_period_s=5,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         **replicas,

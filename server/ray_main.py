@@ -3,10 +3,12 @@
     python -m tessera.server.ray_main model=bundled device=cpu min_replicas=2
 
 The arguments are those of `server.ray_app.build`; `host` and `port` are the proxy's. At SIGTERM or SIGINT all replicas
-drain as `tessera serve` does (`drain_delay`, `drain_timeout`), and the status is 0. `serve run` breaks streams: it ends
-Ray at once at SIGTERM, and the proxy before the replicas at SIGINT.
+drain as `tessera serve` does (`drain_delay`, `drain_timeout`), and the status is 0, or 1 if a replica was lost
+meanwhile; a second signal ends them at once. `serve run` breaks streams: it ends Ray at once at SIGTERM, and the proxy
+before the replicas at SIGINT.
 
-With RAY_ADDRESS it joins a cluster that runs, whose nodes need `VARIABLES` before Ray starts on them.
+With RAY_ADDRESS it joins a cluster that runs, whose nodes need `VARIABLES` before Ray starts on them, and removes the
+application from it at the end.
 """
 
 from __future__ import annotations
@@ -58,14 +60,47 @@ def main() -> None:
     replicas = serve.run(application, name=_NAME)
     stop.wait()
     print("draining", file=sys.stderr, flush=True)  # noqa: T201 - for who watches the command
-    asyncio.run(_end(replicas, settings.drain_delay + settings.drain_timeout))
+    joined = "RAY_ADDRESS" in os.environ  # noqa: TID251 - the same
+    problems = asyncio.run(end(replicas, settings.drain_delay + settings.drain_timeout))
+    if joined:
+        serve.delete(_NAME)  # otherwise the cluster would replace the replicas
     ray.shutdown()
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)  # noqa: T201 - of a command
+    sys.exit(1 if problems else 0)
 
 
-async def _end(replicas: DeploymentHandle, seconds: float) -> None:
-    """Drain all replicas, then end their engines. With `VARIABLES`, Ray's handles work on an event loop only."""
-    await replicas.broadcast("drain").results_async(timeout_s=seconds + _END_SECONDS)
-    await replicas.broadcast("end").results_async(timeout_s=_END_SECONDS)
+async def end(replicas: DeploymentHandle, seconds: float) -> list[str]:
+    """Drain all replicas, then end their engines; at another signal without waiting for what still runs.
+
+    Args:
+        replicas: with `VARIABLES`, their handle works on an event loop only.
+        seconds: how long they may drain.
+
+    Returns:
+        What went wrong: a replica that was lost, or that did not end in time. The others end all the same.
+    """
+    again = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, again.set)
+    draining = asyncio.create_task(_of_all(replicas, "drain", seconds + _END_SECONDS))
+    hurrying = asyncio.create_task(again.wait())
+    await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    problems = draining.result() if draining.done() else []
+    problems += await _of_all(replicas, "end", _END_SECONDS)
+    draining.cancel()
+    return problems
+
+
+async def _of_all(replicas: DeploymentHandle, method: str, seconds: float) -> list[str]:
+    """Call a method of all replicas; returns the texts of their errors."""
+    calls = replicas.broadcast(method)
+    try:
+        results = await calls.results_async(timeout_s=seconds, return_exceptions=True)
+    except TimeoutError:
+        return [f"{method}: a replica did not return within {seconds:g} s"]
+    return [f"{method}: {it}" for it in results if isinstance(it, BaseException)]
 
 
 def parse(words: list[str]) -> dict[str, str]:

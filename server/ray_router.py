@@ -62,7 +62,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
             for name, it in replicas.items()
         }
         arguments = pending_request.args if pending_request is not None else []
-        names = ranked(arguments[0] if arguments else "", loads)
+        # Ray's own proxy, which takes over when HAProxy knows no replica, passes a request instead of a key.
+        key = arguments[0] if arguments and isinstance(arguments[0], str) else ""
+        names = ranked(key, loads)
         self._recent.add(names[0], now)
         return [[replicas[name]] for name in names]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import signal
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from server.embedding import embedded_service
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.protocol import EngineState
 from server.ray_app import Options, Tessera, build, replicas_for_load
-from server.ray_main import parse
+from server.ray_main import end, parse
 from server.ray_router import SEQUENCES, PrefixRequestRouter, check_version
 
 pytestmark = pytest.mark.e2e
@@ -106,13 +107,14 @@ def test_replicas_follow_the_sequences_within_the_bounds(sequences, replicas):
 
 
 def test_arguments_are_options_of_the_deployment_and_settings_of_the_service():
-    one = deployment(build({"gpus": "1", "cpus": "2", "max_num_seqs": "48"}))
+    one = deployment(build({"gpus": "1", "cpus": "2", "max_num_seqs": "48", "drain_timeout": "90"}))
     limits = {"min_replicas": "2", "max_replicas": "5", "upscale_delay": "5"}
     several = deployment(build(limits))
 
     assert one.num_replicas == 1
+    assert one._deployment_config.graceful_shutdown_timeout_s == 30 + 90
     assert one.ray_actor_options["num_gpus"] == 1
-    assert one.init_args == ({"max_num_seqs": "48"},)
+    assert one.init_args == ({"max_num_seqs": "48", "drain_timeout": "90"},)
     config = several._deployment_config.autoscaling_config
     assert (config.min_replicas, config.max_replicas) == (2, 5)
     assert (config.upscale_delay_s, config.downscale_delay_s) == (5, 600)
@@ -173,12 +175,16 @@ def test_a_request_follows_its_prefix_unless_the_replica_is_loaded():
         router.initialize_state()
         first = await chosen(router, "prompt")
         loads = [100 if name == first[0] else 0 for name in ("r0", "r1", "r2")]
-        return first, await chosen(router, "prompt", loads=loads), await router.choose_replicas([])
+        router.initialize_state()
+        second = await chosen(router, "prompt", loads=loads)
+        other = await chosen(router, object(), loads=(9, 5, 7))
+        return first, second, other, await router.choose_replicas([])
 
-    first, second, none = asyncio.run(use())
+    first, second, other, none = asyncio.run(use())
 
     assert sorted(first) == ["r0", "r1", "r2"]
     assert second[:2] == first[1:]
+    assert other == ["r1", "r2", "r0"]  # by load: there is no prompt
     assert none == []
 
 
@@ -207,6 +213,54 @@ def test_a_replica_that_drains_completes_what_runs_and_refuses_what_comes():
     assert late.status_code == 503
     assert late.headers["retry-after"]
     assert state is EngineState.STOPPED
+
+
+class Replicas:
+    """Stands in for Ray's handle.
+
+    Args:
+        drained: what each replica's `drain` returns; an exception if the replica was lost; None if it never ends.
+    """
+
+    def __init__(self, drained):
+        self._drained = drained
+        self.calls = []
+
+    def broadcast(self, method):
+        self.calls.append(method)
+
+        async def results(timeout_s, return_exceptions):
+            if method == "end":
+                return [None]
+            if self._drained is None:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.Event().wait()
+            assert return_exceptions
+            return self._drained
+
+        return SimpleNamespace(results_async=results)
+
+
+def test_the_command_ends_the_other_replicas_when_one_was_lost(monkeypatch):
+    lost, slow = Replicas([None, RuntimeError("the actor died")]), Replicas(None)
+    whole = asyncio.run(end(Replicas([None, None]), 0))
+
+    assert whole == []
+    assert asyncio.run(end(lost, 0)) == ["drain: the actor died"]
+    monkeypatch.setattr("server.ray_main._END_SECONDS", 0.1)
+    assert asyncio.run(end(slow, 0)) == ["drain: a replica did not return within 0.1 s"]
+    assert lost.calls == slow.calls == ["drain", "end"]
+
+
+def test_a_second_signal_does_not_wait_for_what_runs():
+    replicas = Replicas(None)
+
+    async def use():
+        asyncio.get_running_loop().call_later(0.1, signal.raise_signal, signal.SIGTERM)
+        return await end(replicas, 3600)
+
+    assert asyncio.run(use()) == []
+    assert replicas.calls == ["drain", "end"]
 
 
 def test_arguments_of_the_command_are_names_and_values():
