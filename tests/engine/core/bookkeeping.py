@@ -144,7 +144,7 @@ class NumberModel:
         tables = [sequence.block_table for sequence in decode.batch.sequences]
         if decode.batch is self.last_decode.batch:
             assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
-            rows = [*decode][: self.last_decode.num_logits]
+            rows = [*decode][: min(decode.num_logits, self.last_decode.num_logits)]
             assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
             for row in rows:
                 assert row.start == row.sequence.num_known_tokens - 1
