@@ -104,6 +104,24 @@ def step(scheduler: Scheduler, token_id: int = 7):
     return output, events
 
 
+def add(scheduler: Scheduler, request_id: int, prompt, max_new_tokens: int = 4, **sampling: Any):
+    """Add a sequence and return it."""
+    sequence = make_sequence(request_id, prompt, max_new_tokens, **sampling)
+    scheduler.add(sequence)
+    scheduler.check_invariants()
+    return sequence
+
+
+def finish_everything(scheduler: Scheduler):
+    """Run steps until no sequence is left; return the last event of every request."""
+    last = {}
+    while scheduler.has_work:
+        _, events = step(scheduler)
+        last.update(events)
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+    return last
+
+
 class NumberModel:
     """A model whose keys and values are one number per slot, computed from the number before it.
 
