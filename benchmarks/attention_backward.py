@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -21,34 +20,26 @@ import torch
 from torch.nn.attention import SDPBackend
 from triton.testing import do_bench
 
-import kernels
-from benchmarks.attention_training import peer
+from benchmarks.attention_training import (
+    COLUMNS,
+    COMPARED_TOKENS,
+    MASKS,
+    TOKENS,
+    inputs,
+    ours,
+    peer,
+)
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.attention import autograd
 from kernels.attention.training import TRAINING_REGISTRY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from kernels.attention.training import TrainingSpec
 
-_TOKENS = 16384
-"""Tokens of a batch: shorter sequences come in greater numbers."""
-_COLUMNS = 2048
-"""Columns of all heads together."""
-_COMPARED_TOKENS = 1000
-_MASKS = {"all": False, "causal": True}
 _CUDNN = "cudnn"
 _ROWS = {row.name: row for row in TRAINING_REGISTRY if row.sm is not None}
-
-
-def inputs(count: int, length: int, head_dim: int) -> list[Tensor]:
-    """Return q, k, v and the gradient of the result, [B, S, H, D] each."""
-    torch.manual_seed(0)
-    shape = (count, length, _COLUMNS // head_dim, head_dim)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
 
 class Backward:
@@ -60,9 +51,7 @@ class Backward:
         *leaves, self._dout = tensors
         self._leaves = [it.detach().requires_grad_() for it in leaves]
         self._row = row
-        compute: Callable[..., Tensor] = peer(backend, causal)
-        if row is not None:
-            compute = functools.partial(kernels.flash_attention, causal=causal)
+        compute = peer(backend, causal) if row is None else ours(causal)
         with self._selected():
             self._out = compute(*self._leaves)
 
@@ -79,11 +68,15 @@ class Backward:
 
 def compare(head_dim: int, causal: bool, name: str) -> None:
     """Compare the gradients of a row with those of PyTorch; raise where they differ."""
-    tensors = inputs(1, _COMPARED_TOKENS, head_dim)
+    tensors = _inputs(COMPARED_TOKENS, head_dim, COMPARED_TOKENS)
     expected = Backward(tensors, causal, None, SDPBackend.MATH)()
     found = Backward(tensors, causal, _ROWS[name], SDPBackend.MATH)()
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=3e-2)
+
+
+def _inputs(length: int, head_dim: int, tokens: int) -> list[Tensor]:
+    return inputs(length, COLUMNS // head_dim, head_dim, tokens, "cuda")
 
 
 def launches(backward: Backward) -> list[tuple[str, float]]:
@@ -104,21 +97,21 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=_ROWS, default=list(_ROWS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
-    parser.add_argument("--masks", nargs="+", choices=_MASKS, default=list(_MASKS))
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seconds", type=float, help="end the program after this time")
     add_bookkeeping(parser)
     options = parser.parse_args()
     if options.seconds is not None:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
     for head_dim, mask, name in itertools.product(options.head_dims, options.masks, options.rows):
-        compare(head_dim, _MASKS[mask], name)
+        compare(head_dim, MASKS[mask], name)
     rows: list[dict[str, Any]] = []
     print("TFLOP/s             D  length  mask    backward  launches, us")
     for head_dim, length, mask, name in itertools.product(
         options.head_dims, options.lengths, options.masks, [*options.rows, _CUDNN]
     ):
-        tensors = inputs(max(1, _TOKENS // length), length, head_dim)
-        causal = _MASKS[mask]
+        tensors = _inputs(length, head_dim, TOKENS)
+        causal = MASKS[mask]
         work = 4 * tensors[0].numel() * length / (2 if causal else 1)
         backward = Backward(tensors, causal, _ROWS.get(name), SDPBackend.CUDNN_ATTENTION)
         milliseconds = do_bench(backward, warmup=20, rep=60)

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_TOKENS = 16384
+TOKENS = 16384
 """Tokens of a batch: shorter sequences come in greater numbers."""
-_COLUMNS = 2048
+COLUMNS = 2048
 """Columns of all heads together."""
-_COMPARED_TOKENS = 1000
-_MASKS = {"all": False, "causal": True}
+COMPARED_TOKENS = 1000
+"""Tokens of a sequence whose results are compared."""
+MASKS = {"all": False, "causal": True}
 _PEERS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -112,7 +113,7 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 def compare(head_dim: int, causal: bool, device: str) -> None:
     """Compare results and gradients with those of PyTorch; raise where they differ."""
-    *leaves, dout = inputs(_COMPARED_TOKENS, 4, head_dim, _COMPARED_TOKENS, device)
+    *leaves, dout = inputs(COMPARED_TOKENS, 4, head_dim, COMPARED_TOKENS, device)
     found = []
     for compute in (ours(causal), peer(SDPBackend.MATH, causal)):
         tensors = [it.detach().requires_grad_() for it in leaves]
@@ -125,7 +126,7 @@ def compare(head_dim: int, causal: bool, device: str) -> None:
 def tune(length: int, head_dim: int) -> None:
     """Print the fastest launches of each kernel."""
     chosen = list(training_launches(kernels.detect("cuda"), head_dim, torch.bfloat16))
-    tensors = inputs(length, 16, head_dim, _TOKENS, "cuda")
+    tensors = inputs(length, 16, head_dim, TOKENS, "cuda")
     portable = next(row for row in TRAINING_REGISTRY if row.name == "portable_backward")
     for number, name in enumerate(_KERNELS):
         timed = []
@@ -150,7 +151,7 @@ def tune(length: int, head_dim: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, then measure every combination and print one table."""
     options = _parse(arguments)
-    masks = [_MASKS[name] for name in options.masks]
+    masks = [MASKS[name] for name in options.masks]
     for head_dim, causal in itertools.product(options.head_dims, masks):
         compare(head_dim, causal, options.device)
     if options.tune:
@@ -179,11 +180,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--masks", nargs="+", choices=_MASKS, default=list(_MASKS))
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--peers", nargs="*", choices=_PEERS, default=list(_PEERS))
-    parser.add_argument("--tokens", type=int, default=_TOKENS, help="of a batch (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a batch (%(default)s)")
     parser.add_argument(
-        "--columns", type=int, default=_COLUMNS, help="of all heads together (%(default)s)"
+        "--columns", type=int, default=COLUMNS, help="of all heads together (%(default)s)"
     )
     parser.add_argument("--tune", action="store_true", help="find the fastest tiles instead")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run")

@@ -274,8 +274,9 @@ def _rows(name: str, ranges: Sequence[range], k: Tensor) -> Tensor | None:
     last = max((it.stop for it in ranges), default=0)
     if last > k.shape[1]:
         raise ShapeError(f"attn_bias is a {name} with keys up to {last}; key has {k.shape[1]}")
-    if [*itertools.chain(*ranges)] == list(range(k.shape[1])):
-        return None
+    filled = [it for it in ranges if it]
+    if [0, *(it.stop for it in filled)] == [*(it.start for it in filled), k.shape[1]]:
+        return None  # each sequence begins where the one before ends
     parts = [torch.arange(it.start, it.stop) for it in ranges]
     return torch.cat(parts).to(k.device)
 

@@ -74,9 +74,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 class DecodeBatch:
     """The sequences of decode rows, in the order of the rows; never changed.
 
-    Successive steps with the same sequences have the same object, if each computes the tokens that the one before
-    sampled. It therefore says more than equal sequences do: each sequence has kept its blocks, and the host knows the
-    tokens of all rows or of none. Who derives something from the sequences may keep it by the identity of the batch.
+    Successive steps with the same sequences have the same object, unless a forced token has taken the position of one
+    in flight. So each sequence has kept its blocks. A row with logits in both steps computes the token that it sampled
+    in the first, and the host knows the tokens of all such rows or of none; another row may be part of a longer chunk.
+    What follows from the sequences and their blocks can be kept by the identity of the batch.
 
     Attributes:
         sequences: of the rows.

@@ -40,13 +40,9 @@ class SampledTokens:
         """Return each token's id if the host knows it, else -1 - its row in `ids`: [rows] int64."""
         sequences, starts = decode.batch.sequences, decode.starts
         last = self._decode
-        if (
-            starts
-            and last is not None
-            and last.batch is decode.batch
-            and last.num_logits == len(starts)
-        ):
-            # All rows continue those of the last step, whose tokens the host has all read, or none.
+        continues = last.batch is decode.batch and last.num_logits == decode.num_logits
+        if starts and continues and decode.num_logits == len(starts):
+            # Each row computes the token that its row of the last step sampled; the host has read all, or none.
             if len(sequences[0].token_ids) <= starts[0]:
                 return self._references[: len(starts)]
             return np.array([sequence.token_ids[-1] for sequence in sequences])

@@ -104,6 +104,24 @@ def step(scheduler: Scheduler, token_id: int = 7):
     return output, events
 
 
+def add(scheduler: Scheduler, request_id: int, prompt, max_new_tokens: int = 4, **sampling: Any):
+    """Add a sequence and return it."""
+    sequence = make_sequence(request_id, prompt, max_new_tokens, **sampling)
+    scheduler.add(sequence)
+    scheduler.check_invariants()
+    return sequence
+
+
+def finish_everything(scheduler: Scheduler):
+    """Run steps until no sequence is left; return the last event of every request."""
+    last = {}
+    while scheduler.has_work:
+        _, events = step(scheduler)
+        last.update(events)
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+    return last
+
+
 class NumberModel:
     """A model whose keys and values are one number per slot, computed from the number before it.
 
@@ -144,7 +162,7 @@ class NumberModel:
         tables = [sequence.block_table for sequence in decode.batch.sequences]
         if decode.batch is self.last_decode.batch:
             assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
-            rows = [*decode][: self.last_decode.num_logits]
+            rows = [*decode][: min(decode.num_logits, self.last_decode.num_logits)]
             assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
             for row in rows:
                 assert row.start == row.sequence.num_known_tokens - 1

@@ -187,6 +187,26 @@ def test_forced_tokens_are_cut_to_a_budget_of_one_token_for_each_sequence(engine
     assert_all_free(engine)
 
 
+def test_forced_tokens_of_the_last_row_are_computed_in_their_order(engine_of, checkpoint):
+    others = [
+        GenerateRequest(
+            request_id=i,
+            prompt_token_ids=[i],
+            sampling=SamplingParams(max_new_tokens=200, temperature=0.0),
+        )
+        for i in range(19)
+    ]
+    pattern = "[a-c]{3,9}-(foo|foobar|barbaz)-[0-9]{2,5}"
+    request = structured(19, "regex", pattern, prompt=(64, 12, 3), temperature=1.3, seed=1)
+    [expected] = make_engine(checkpoint, max_num_seqs=1).generate([request])
+    # One token for each sequence; that with the grammar has the last row in every step.
+    engine = engine_of(max_num_batched_tokens=20)
+
+    *_, found = engine.generate([*others, request])
+
+    assert outcome(found) == outcome(expected)
+
+
 def test_forced_tokens_stop_at_the_limit_of_tokens(engine_of, tokenizer):
     engine = engine_of()
 

@@ -207,6 +207,22 @@ def test_an_unknown_token_is_referred_to_by_its_row():
     assert packed.reads_sampled
 
 
+def test_the_first_of_several_forced_tokens_is_read_and_not_the_last():
+    plain, forced = scheduled(1, 4, 1), scheduled(2, 4, 1)
+    batch = DecodeBatch([plain.sequence, forced.sequence])
+    sampled = SampledTokens(4, CPU)
+    sampled.note(DecodeRows(batch, [4, 4], 2), ())
+    for row, new in ((plain, [7]), (forced, [8, 9, 10])):
+        row.sequence.token_ids[5:] = new
+    # The budget leaves one token for the second sequence, so the step samples none for it.
+    decode = DecodeRows(batch, [5, 5], 1)
+    packed = PackedStep(Bucket(2, 0, 0, 2, 1), S, CPU)
+
+    packed.pack(decode, (), sampled)
+
+    assert packed.input.host.token_ids.tolist() == [7, 8]
+
+
 def test_a_step_can_be_rebuilt_from_its_bytes():
     ours = pack(DECODE, PREFILL).input
     theirs = StepInput(ours.bucket, S, CPU)
