@@ -15,48 +15,45 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import statistics
 import time
 import urllib.request
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.service import service
+from server.cli.bench.serve.apis import OpenAI
+from server.cli.bench.serve.load import Job, LoadGenerator
+from server.cli.client.http_client import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from server.cli.bench.serve.metrics import RequestRecord
+
 _SEED = 0
 _FIRST_ID, _LAST_ID = 100, 4000
 _TIMEOUT = 300.0
+_REFUSED: Final = "HTTP 429"
 
 
-@dataclasses.dataclass(slots=True)
-class Sent:
-    """One request and its answer.
+class Sent(NamedTuple):
+    """Requests and what became of them.
 
     Attributes:
-        at: when it was sent, `time.perf_counter` seconds.
-        status: of the response; 0 if there was none.
-        retry_after: value of the header, if it was refused.
-        first: when the first token arrived.
-        end: when the response ended.
-        is_retry: whether it was refused before.
+        first: requests, each of which was sent once.
+        again: those of them that were refused and sent once more.
     """
 
-    at: float
-    status: int = 0
-    retry_after: int | None = None
-    first: float | None = None
-    end: float = 0.0
-    is_retry: bool = False
+    first: list[RequestRecord]
+    again: list[RequestRecord]
 
 
 class Load:
-    """Sends requests of equal lengths.
+    """Sends requests of equal lengths, each on a connection of its own.
 
     Args:
         url: of the service.
@@ -65,28 +62,23 @@ class Load:
     """
 
     def __init__(self, url: str, prompt_tokens: int, max_tokens: int) -> None:
-        self._host, self._port = urlsplit(url).hostname, urlsplit(url).port or 80
+        target = dataclasses.replace(Target.from_url(url), keep_alive=False)
+        self._generator = LoadGenerator(target, OpenAI(), _TIMEOUT)
         with urllib.request.urlopen(f"{url}/v1/models") as reply:  # noqa: S310 - the service's
             self._model = json.load(reply)["data"][0]["id"]
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._random = random.Random(_SEED)
 
-    async def keep_streams(self, streams: int, seconds: float) -> list[Sent]:
+    async def keep_streams(self, streams: int, seconds: float) -> list[RequestRecord]:
         """Keep a number of requests in progress."""
         stop = time.perf_counter() + seconds
-        sent: list[Sent] = []
+        jobs = itertools.takewhile(lambda _: time.perf_counter() < stop, self._jobs())
+        return await self._generator.keep_streams(jobs, streams)
 
-        async def work() -> None:
-            while time.perf_counter() < stop:
-                sent.append(await self.send())
-
-        await asyncio.gather(*(work() for _ in range(streams)))
-        return sent
-
-    async def arrive(self, rate: float, seconds: float) -> list[Sent]:
+    async def arrive(self, rate: float, seconds: float) -> Sent:
         """Send requests at random times, and those that are refused once more."""
-        sent: list[Sent] = []
+        sent = Sent([], [])
         tasks = set()
         at, stop = time.perf_counter(), time.perf_counter() + seconds
         while (at := at + self._random.expovariate(rate)) < stop:
@@ -95,47 +87,20 @@ class Load:
         await asyncio.gather(*tasks)
         return sent
 
-    async def _send_twice(self, sent: list[Sent]) -> None:
-        sent.append(first := await self.send())
-        if first.retry_after is not None:
-            await asyncio.sleep(first.retry_after)
-            again = await self.send()
-            again.is_retry = True
-            sent.append(again)
+    async def _send_twice(self, sent: Sent) -> None:
+        sent.first.append(record := await self._generator.send(next(self._jobs())))
+        if record.retry_after is not None:
+            await asyncio.sleep(record.retry_after)
+            sent.again.append(await self._generator.send(next(self._jobs())))
 
-    async def send(self) -> Sent:
-        """Send one request and read its answer."""
-        sent = Sent(time.perf_counter())
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-            async with asyncio.timeout(_TIMEOUT):
-                await self._exchange(sent)
-        sent.end = time.perf_counter()
-        return sent
-
-    async def _exchange(self, sent: Sent) -> None:
-        prompt = [self._random.randint(_FIRST_ID, _LAST_ID) for _ in range(self._prompt_tokens)]
-        body = {
-            "model": self._model, "prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
-        data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            writer.write(head.encode() + data)
-            status = int((await reader.readline()).split()[1])
-            while (line := (await reader.readline()).lower().strip()) != b"":
-                if line.startswith(b"retry-after:"):
-                    sent.retry_after = int(line.split(b":")[1])
-            async for line in reader:
-                if line.startswith(b"data:") and sent.first is None:
-                    sent.first = time.perf_counter()
-            sent.status = status
-        finally:
-            writer.close()
+    def _jobs(self) -> Iterator[Job]:
+        while True:
+            prompt = [self._random.randint(_FIRST_ID, _LAST_ID) for _ in range(self._prompt_tokens)]
+            body = {
+                "model": self._model, "prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0,
+                "ignore_eos": True, "stream": True,
+            }  # fmt: skip
+            yield Job(json.dumps(body).encode(), self._max_tokens, self._prompt_tokens)
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -144,45 +109,45 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def judge_delays(sent: list[Sent]) -> dict[str, Any]:
+def judge_delays(sent: Sent) -> dict[str, Any]:
     """Compare each Retry-After with the time after which an equal request was admitted."""
-    admitted = sorted(s.at for s in sent if s.status == 200)
+    records = sent.first + sent.again
+    admitted = sorted(it.started for it in records if it.error is None)
     ratios, num_right = [], 0
-    for refused in (s for s in sent if s.retry_after is not None):
-        later = [at for at in admitted if at > refused.at]
-        if not later:
-            continue  # nobody asked again
-        assert refused.retry_after is not None
-        actual = max(1.0, later[0] - refused.at)
+    for refused in records:
+        later = [at for at in admitted if at > refused.started]
+        if refused.retry_after is None or not later:
+            continue  # not refused, or nobody asked again
+        actual = max(1.0, later[0] - refused.started)
         ratios.append(refused.retry_after / actual)
         num_right += 0.5 <= ratios[-1] <= 2.0
-    retries = [s for s in sent if s.is_retry]
     return {
         "retry_after_right": round(num_right / len(ratios), 3) if ratios else None,
         "retry_after_median_ratio": round(statistics.median(ratios), 2) if ratios else None,
-        "retries": len(retries),
-        "retries_admitted": round(sum(s.status == 200 for s in retries) / len(retries), 3)
-        if retries
+        "retries": len(sent.again),
+        "retries_admitted": round(sum(it.error is None for it in sent.again) / len(sent.again), 3)
+        if sent.again
         else None,
     }
 
 
-def summarize(share: float, rate: float, seconds: float, sent: list[Sent]) -> dict[str, Any]:
+def summarize(share: float, rate: float, seconds: float, sent: Sent) -> dict[str, Any]:
     """Return a row of the report."""
-    served = [s for s in sent if s.status == 200 and s.first is not None]
-    ttft = [s.first - s.at for s in served if s.first is not None]
-    refused = [s for s in sent if s.status == 429]
-    others = len(sent) - len(served) - len(refused)
+    records = sent.first + sent.again
+    ttft = [it.ttft for it in records if it.error is None]
+    refused = [it for it in records if it.error == _REFUSED]
     return {
         "share": share,
         "requests_per_second": round(rate * share, 2),
-        "requests": len(sent),
-        "served": len(served),
-        "served_per_second": round(len(served) / seconds, 2),
+        "requests": len(records),
+        "served": len(ttft),
+        "served_per_second": round(len(ttft) / seconds, 2),
         "refused": len(refused),
-        "neither": others,
-        "refused_without_retry_after": sum(s.retry_after is None for s in refused),
-        "refusal_p99_ms": round(1e3 * percentile([s.end - s.at for s in refused], 0.99), 1)
+        "neither": len(records) - len(ttft) - len(refused),
+        "refused_without_retry_after": sum(it.retry_after is None for it in refused),
+        "refusal_p99_ms": round(
+            1e3 * percentile([it.ended - it.started for it in refused], 0.99), 1
+        )
         if refused
         else None,
         "ttft_p50_ms": round(1e3 * percentile(ttft, 0.5), 1),
@@ -197,7 +162,7 @@ async def measure(url: str, options: argparse.Namespace) -> list[dict[str, Any]]
     await load.keep_streams(options.streams, options.seconds / 4)  # compiles, and measures rates
     start = time.perf_counter()
     ended = await load.keep_streams(options.streams, options.seconds)
-    rate = sum(s.status == 200 for s in ended) / (time.perf_counter() - start)
+    rate = sum(it.error is None for it in ended) / (time.perf_counter() - start)
     print(f"sustainable: {rate:.2f} requests per second", flush=True)
     rows = []
     for share in options.shares:

@@ -8,18 +8,18 @@ Serves on a free port, sends each prefix once, then requests that continue rando
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import json
 import random
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.service import free_port, serving
+from server.cli.client.http_client import Client, RequestError, Target
 
 _WORDS: Final = [
     "alpha",
@@ -34,6 +34,7 @@ _WORDS: Final = [
     "none",
 ]
 _PREFIX_WORDS: Final = 300
+_TIMEOUT_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +70,26 @@ class Load:
 
     def send(self, prefixes: list[int]) -> list[Reply]:
         """Send a request for each number of a prefix; the texts after the prefixes differ."""
-        with ThreadPoolExecutor(self.clients) as pool:
-            return list(pool.map(self._ask, prefixes))
+        return asyncio.run(self._send(prefixes))
 
-    def _ask(self, prefix: int) -> Reply:
-        body = {
-            "inputs": f"{prefix_text(prefix)} {random.random()}",
-            "parameters": {"max_new_tokens": self.output_tokens, "ignore_eos": True},
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        try:
-            headers = {"content-type": "application/json"}
-            connection.request("POST", "/generate", json.dumps(body), headers)
-            reply = connection.getresponse()
-            reply.read()
-        except (OSError, http.client.HTTPException):
-            return Reply(prefix, failed=True)
-        finally:
-            connection.close()
-        if reply.status != 200:
+    async def _send(self, prefixes: list[int]) -> list[Reply]:
+        client = Client(Target("127.0.0.1", self.port, keep_alive=False))
+        places = asyncio.Semaphore(self.clients)
+        return await asyncio.gather(*(self._ask(client, places, it) for it in prefixes))
+
+    async def _ask(self, client: Client, places: asyncio.Semaphore, prefix: int) -> Reply:
+        parameters = {"max_new_tokens": self.output_tokens, "ignore_eos": True}
+        async with places:
+            body = {"inputs": f"{prefix_text(prefix)} {random.random()}", "parameters": parameters}
+            try:
+                async with asyncio.timeout(_TIMEOUT_SECONDS):
+                    response = await client.request("POST", "/generate", json.dumps(body).encode())
+            except (RequestError, TimeoutError):
+                return Reply(prefix, failed=True)
+        if response.status != 200:
             return Reply(prefix, failed=True)
         cached, computed = (
-            int(reply.getheader(f"x-tessera-{kind}-prompt-tokens") or 0)
+            int(response.headers.get(f"x-tessera-{kind}-prompt-tokens", 0))
             for kind in ("cached", "computed")
         )
         return Reply(prefix, cached=cached, computed=computed)

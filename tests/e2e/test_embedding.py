@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import tempfile
 import threading
@@ -34,8 +33,14 @@ def children():
     return {pid for pid in pids if b"zombie" not in Path(f"/proc/{pid}/status").read_bytes()}
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """Keep the sockets of this test's services apart from those of others."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def socket_folders():
-    return set(Path(tempfile.gettempdir()).glob(f"tessera-*{os.getpid()}*"))
+    return set(Path(tempfile.gettempdir()).iterdir())
 
 
 @contextlib.asynccontextmanager
@@ -64,6 +69,7 @@ def test_it_answers_and_leaves_no_process_thread_or_folder():
                 "/v1/completions",
                 json={"prompt": "x", "max_tokens": 8, "structured_outputs": {"choice": ["yes"]}},
             )
+            assert len(socket_folders()) == 1
             assert len(children() - before[0]) >= 2, "an engine and a compiler of grammars"
             return early, reply, constrained
 

@@ -40,10 +40,12 @@ class Response:
     Attributes:
         status: HTTP status.
         body: the whole body; empty where a callback received the pieces.
+        headers: by name in lower case; of several with one name the last.
     """
 
     status: int
     body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Target:
         tls: whether the connection is encrypted.
         prefix: path before that of every request, without a slash at its end.
         headers: sent with every request.
+        keep_alive: whether a connection has several requests.
     """
 
     host: str
@@ -63,6 +66,7 @@ class Target:
     tls: bool = False
     prefix: str = ""
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    keep_alive: bool = True
 
     @classmethod
     def from_url(cls, url: str, headers: tuple[tuple[str, str], ...] = ()) -> Target:
@@ -87,6 +91,7 @@ class Target:
             "Content-Type: application/json",
             f"Content-Length: {length}",
             *(f"{name}: {value}" for name, value in self.headers),
+            *(() if self.keep_alive else ("Connection: close",)),
         ]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
@@ -129,7 +134,9 @@ class Client:
             except BaseException:
                 connection.close()
                 raise
-            if connection.reusable:
+            if not self._target.keep_alive:
+                connection.close()
+            elif connection.reusable:
                 self._idle.append(connection)
             return response
 
@@ -173,7 +180,7 @@ class _Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._status = 0
         self._answered = False
-        self._ends_by_closing = True
+        self._headers: dict[str, str] = {}
         self._now = 0.0
 
     def exchange(self, message: bytes, on_body: OnBody | None) -> asyncio.Future[Response]:
@@ -187,7 +194,7 @@ class _Connection(asyncio.Protocol):
         self._pieces = []
         self._status = 0
         self._answered = self.reusable = False
-        self._ends_by_closing = True
+        self._headers = {}
         self._transport.write(message)
         return self._done
 
@@ -215,17 +222,17 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         if self._done is None or self._done.done():
             return
-        if error is None and self._status and self._ends_by_closing:
+        has_end = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if error is None and self._status and not has_end:
             self._complete()
         elif self._answered:
             self._fail(RequestError("connection lost", str(error or "")))
         else:
             self._fail(_UnansweredError(str(error or "")))
 
-    def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002
-        """Record how the body ends."""
-        if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._ends_by_closing = False
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Record a header."""
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Record the status."""
@@ -245,7 +252,7 @@ class _Connection(asyncio.Protocol):
 
     def _complete(self) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_result(Response(self._status, b"".join(self._pieces)))
+            self._done.set_result(Response(self._status, b"".join(self._pieces), self._headers))
         if not self.reusable and self._transport is not None:
             self._transport.close()
 

@@ -102,6 +102,21 @@ def test_every_failure_has_a_category(script, error, detail):
     assert detail in record.detail
 
 
+def test_a_refusal_says_when_to_try_again():
+    refusal = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3\r\nContent-Length: 0\r\n\r\n"
+    record, _ = send([refusal])
+
+    assert (record.error, record.retry_after) == ("HTTP 429", 3)
+    assert record.ended > record.started
+    assert send(fake.plain(b"", "503 Service Unavailable"))[0].retry_after is None
+
+
+def test_the_end_of_a_failed_request_is_recorded():
+    record, _ = send(fake.chunked(fake.tgi_token(), 0.05, fake.HANG_UP))
+
+    assert record.ended > record.times[0] + 0.04
+
+
 def test_an_absent_server_is_a_failure():
     async def run():
         generator = LoadGenerator(Target("127.0.0.1", 9), APIS["tgi"](), 5.0)

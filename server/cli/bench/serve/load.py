@@ -7,7 +7,6 @@ import gc
 import importlib
 import multiprocessing
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +18,7 @@ from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterable
     from multiprocessing.connection import Connection
 
 _OK = 200
@@ -100,11 +99,13 @@ class LoadGenerator:
             planned: `time.perf_counter()` at which it should be sent.
         """
         answer = _Answer(self._api)
+        retry_after = ""
         started = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout):
                 response = await self._client.request("POST", self._api.path, job.body, answer.take)
             error, detail = answer.problem(response.status)
+            retry_after = response.headers.get("retry-after", "")
         except TimeoutError:
             error, detail = "timeout", f"after {self._timeout:g} s"
         except RequestError as failure:
@@ -121,18 +122,24 @@ class LoadGenerator:
             error=error,
             detail=detail,
             counted=counted is not None,
+            ended=time.perf_counter(),
+            retry_after=int(retry_after) if retry_after.isdigit() else None,
         )
 
-    async def keep_streams(self, jobs: list[Job], streams: int) -> list[RequestRecord]:
-        """Keep `streams` requests running until all jobs are done."""
-        waiting, records = deque(jobs), []
+    async def keep_streams(self, jobs: Iterable[Job], streams: int) -> list[RequestRecord]:
+        """Keep `streams` requests running until all jobs are done.
 
-        async def work() -> None:
-            while waiting:
-                records.append(await self.send(waiting.popleft()))
+        Args:
+            jobs: each is taken when its request is sent, so that they may depend on the time.
+            streams: how many requests run.
+        """
+        waiting = iter(jobs)
 
-        await asyncio.gather(*(work() for _ in range(min(streams, len(jobs)))))
-        return records
+        async def work() -> list[RequestRecord]:
+            return [await self.send(job) for job in waiting]
+
+        shares = await asyncio.gather(*(work() for _ in range(streams)))
+        return [record for share in shares for record in share]
 
     async def keep_times(self, jobs: list[Job], begin: float) -> list[RequestRecord]:
         """Send each job at its arrival time, without a limit of concurrent requests.

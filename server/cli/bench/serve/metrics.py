@@ -35,6 +35,8 @@ class RequestRecord(msgspec.Struct):
         error: category of the error; None for a complete response.
         detail: text of the error.
         counted: whether `output_tokens` is the server's count.
+        ended: when the response ended or failed, on the clock of `started`.
+        retry_after: the header of a refusal, seconds; None without one.
     """
 
     started: float
@@ -47,6 +49,8 @@ class RequestRecord(msgspec.Struct):
     error: str | None = None
     detail: str = ""
     counted: bool = False
+    ended: float = 0.0
+    retry_after: int | None = None
 
     @property
     def ttft(self) -> float:
