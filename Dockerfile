@@ -19,7 +19,7 @@ FROM ${BASE_IMAGE} AS base
 RUN if ! command -v python3 > /dev/null; then \
       apt-get update \
       && apt-get install --yes --no-install-recommends ca-certificates python3 \
-      && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
+      && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log; \
     fi
 
 
@@ -184,7 +184,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && { test -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
          || apt-get install --yes --no-install-recommends libpython3-dev; } \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 # Without a GPU this image must fail to start instead of being slow.
 ENV TESSERA_DEVICE=cuda \
     TESSERA_COMPILED_KERNELS=/opt/tessera/compiled-kernels \

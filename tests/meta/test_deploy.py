@@ -131,6 +131,15 @@ def test_only_the_gpu_image_has_a_c_compiler_because_triton_needs_it_at_run_time
     assert not any("gcc" in run for run in instructions("cpu", "RUN"))
 
 
+@pytest.mark.parametrize("target", TARGETS + RAY)
+def test_an_image_keeps_no_downloaded_packages_of_the_distribution(target):
+    installs = [run for run in instructions(target, "RUN") if "apt-get install" in run]
+
+    assert installs
+    for run in installs:
+        assert {"/var/lib/apt/lists/*", "/var/cache/apt/*"} <= set(run.split())
+
+
 @pytest.mark.parametrize("name", ["packages-cpu", "packages-gpu"])
 def test_a_change_of_the_source_does_not_reinstall_dependencies(name):
     sources = set()
