@@ -22,6 +22,7 @@ from server.cli.service_parts import http_config, tokenizer_path
 from server.cli.settings import Settings
 from server.cli.tracing import check_tracing
 from server.engine.link.client import EngineClient
+from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.http.app import create_app
 from server.http.chat import load_chat_template
@@ -112,7 +113,8 @@ async def embedded_service(
 def _prepare(
     settings: Settings,
 ) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
-    """Read the files of the model, which may be downloaded first."""
+    """Read the files of the model, which may be downloaded first; remove what killed services have left behind."""
+    remove_abandoned()
     check_tracing(settings)
     model_path, model = find_model(settings)
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts

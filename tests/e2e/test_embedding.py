@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -17,6 +18,7 @@ from starlette.routing import Mount
 from server.cli.settings import Settings
 from server.embedding import embedded_service
 from server.engine.core.start_checks import StartupError
+from server.engine.link.socket_folder import SocketFolder
 from server.http.metrics.specs import Outcome
 from tests.http.serving import until
 
@@ -83,6 +85,17 @@ def test_it_answers_and_leaves_no_process_thread_or_folder():
     for thread in set(threading.enumerate()) - before[2]:
         thread.join(timeout=20)
         assert not thread.is_alive(), thread
+
+
+def test_folders_of_killed_services_are_removed():
+    killed = SocketFolder()
+    os.close(killed._lock)  # as the system does when the process ends
+
+    async def use():
+        async with embedded_service(SMALL):
+            assert killed.path not in socket_folders()
+
+    asyncio.run(use())
 
 
 def test_a_wrong_setting_is_an_exception_and_leaves_nothing():
