@@ -2,7 +2,7 @@
 
 serving    requests are served
 draining   the same, but health checks fail, so that load balancers send no more requests
-refusing   new requests get 503; those in progress are completed, and their connections closed
+refusing   new requests get 503; those in progress are completed
 ending     requests that are left get an error
 """
 
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from server.engine.link.protocol import EngineState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from server.engine.link.client import EngineHandle
     from server.http.config import HTTPConfig
 
@@ -86,19 +84,13 @@ class Lifecycle:
             self._proceed.set()
         self._stop.set()
 
-    async def run(self, on_refusing: Callable[[], None] | None = None) -> None:
-        """Wait for `stop`, then pass through the stages; returns when requests that are left must be ended.
-
-        Args:
-            on_refusing: called once when new requests begin to be refused.
-        """
+    async def run(self) -> None:
+        """Wait for `stop`, then pass through the stages; returns when requests that are left must be ended."""
         await self._stop.wait()
         self.stage = Stage.DRAINING
         if self._client.state is EngineState.READY:  # otherwise health checks have failed before
             await self._wait(self._config.drain_delay_seconds)
         self.stage = Stage.REFUSING
-        if on_refusing is not None:
-            on_refusing()
         if self._requests:
             await self._wait(self._config.drain_timeout_seconds)
         self.stage = Stage.ENDING

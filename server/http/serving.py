@@ -86,7 +86,7 @@ class HTTPServer(uvicorn.Server):
         for number in self._signals:
             loop.add_signal_handler(number, self._lifecycle.stop)
         serving = asyncio.ensure_future(self.serve(sockets=[listener]))
-        stages = asyncio.ensure_future(self._lifecycle.run(self._stop_keeping))
+        stages = asyncio.ensure_future(self._lifecycle.run())
         try:
             await asyncio.wait({serving, stages}, return_when=asyncio.FIRST_COMPLETED)
             if stages.done():
@@ -103,11 +103,6 @@ class HTTPServer(uvicorn.Server):
         """Make `run_until_stopped` end all requests and return."""
         self._lifecycle.stop()
         self._lifecycle.stop()  # without waiting for the requests in progress
-
-    def _stop_keeping(self) -> None:
-        """Close kept connections, whose next request would get 503; their clients find another service by a new one."""
-        for connection in list(self.server_state.connections):
-            connection.stop_keeping()  # type: ignore[union-attr] # ours
 
     async def _end_requests(self) -> None:
         """End the requests that are left, close idle connections, and let clients read what was sent."""

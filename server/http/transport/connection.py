@@ -112,7 +112,6 @@ class HTTP11Protocol(asyncio.Protocol):
         self._lingering = False
         self._final_reply = b""
         self._read_paused = False
-        self._has_served = False
         self._drained: asyncio.Event | None = None
         self._deadline = _NEVER
         self._unsent = 0
@@ -326,7 +325,6 @@ class HTTP11Protocol(asyncio.Protocol):
     def on_response_complete(self, cycle: Cycle) -> None:
         """Continue with the next request, or close the connection."""
         self._state.total_requests += 1
-        self._has_served = True
         if self.transport.is_closing():
             return
         self.resume_reading()
@@ -376,16 +374,6 @@ class HTTP11Protocol(asyncio.Protocol):
     def abort(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
-
-    def stop_keeping(self) -> None:
-        """Close the connection instead of keeping it for another request than the one that runs or has begun.
-
-        The first request of a connection may be on its way, and is answered.
-        """
-        if self._running is not None:
-            self.shutdown()
-        elif self._has_served and not self._in_head:
-            self.transport.close()
 
     def shutdown(self) -> None:
         """Close the connection after the running request: the server stops."""
