@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from kernels.attention.autograd import flash_attention
 from kernels.attention.checks import describe
-from kernels.attention.drop_in import dropout_seed, in_one_head_dim, tell
+from kernels.attention.drop_in import dropout_seed, in_one_head_dim, log_fallback
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -337,13 +337,13 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _is_repeated(x: Tensor) -> bool:
-    """Whether the heads of each group are one head, and no gradient of each is asked for."""
-    asked = x.requires_grad and (x.is_leaf or x.retains_grad)
-    return x.stride(3) == 0 and not asked
+    """Whether the heads of each group are one head, and no gradient of each is needed."""
+    needed = x.requires_grad and (x.is_leaf or x.retains_grad)
+    return x.stride(3) == 0 and not needed
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, p: float, scale: float) -> Tensor:
-    tell("memory_efficient_attention", ("a tensor as attn_bias",))
+    log_fallback("memory_efficient_attention", ("a tensor as attn_bias",))
     wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias.shape != wanted or not bias.is_floating_point() or bias.device != q.device:
         raise ShapeError(

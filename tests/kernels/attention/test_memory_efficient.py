@@ -221,7 +221,7 @@ def test_a_leaf_of_expanded_keys_gets_the_gradient_of_each_head():
 
 
 def test_a_tensor_as_bias_is_computed_by_pytorch_which_the_log_says(caplog, monkeypatch):
-    monkeypatch.setattr("kernels.attention.drop_in._told", set())
+    monkeypatch.setattr("kernels.attention.drop_in._logged", set())
     q, k, v = tensors(2, 6, 9, 3)
     added = torch.randn(2, 3, 6, 9)
 
