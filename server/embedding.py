@@ -81,7 +81,8 @@ async def embedded_service(
 
     Args:
         settings: of the service. Those of sockets and processes have no effect: host, port, front ends, limits of
-            connections and headers, draining. `allowed_hosts` is any host unless it is set.
+            connections and headers. Those of draining are for `EmbeddedService.drain`. `allowed_hosts` is any host
+            unless it is set.
         engine_command: starts an engine process.
 
     Raises:

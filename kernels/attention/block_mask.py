@@ -85,9 +85,11 @@ class BlockMask:
 
         Raises:
             ShapeError: the function returns another shape or dtype, or differs within a tile, or a tile has no queries
-                or keys.
+                or keys, or there are fewer than none.
         """
         _check_sizes(block_q, block_k)
+        if num_queries < 0 or num_keys < 0:
+            raise ShapeError(f"{num_queries} queries and {num_keys} keys; expected at least 0")
         keys = torch.arange(num_keys, device=device)
         tiles = keys.new_zeros(
             -(-num_queries // block_q), -(-num_keys // block_k), dtype=torch.bool

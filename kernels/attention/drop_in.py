@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _logger = logging.getLogger(__name__)
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def scaled_dot_product_attention(
@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     query, key, value = in_autocast_dtype(query, key, value)
     reasons = sdpa_unsupported(query, key, value, attn_mask, is_causal, enable_gqa, dropout_p)
     if reasons:
-        tell("scaled_dot_product_attention", reasons)
+        log_fallback("scaled_dot_product_attention", reasons)
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -128,15 +128,15 @@ def dropout_seed(dropout_p: float) -> int:
     return int(torch.randint(1 << 62, ())) if dropout_p else 0
 
 
-def tell(function: str, reasons: tuple[str, ...]) -> None:
+def log_fallback(function: str, reasons: tuple[str, ...]) -> None:
     """Log why PyTorch computes a call of a function: each reason once in a process."""
     for reason in reasons:
         message = f"PyTorch computes {function}: {reason}"
-        if message not in _told:
-            _told.add(message)
+        if message not in _logged:
+            _logged.add(message)
             _logger.info("%s", message)
 
 
 # While torch.compile traces a caller, it runs once. `torch.compiler.assume_constant_result` sets this too, but it
 # imports the compiler first, which would take a second and 76 MiB in every process that imports the kernels.
-setattr(tell, "_dynamo_marked_constant", True)  # noqa: B010 - a type checker knows no such attribute of a function
+setattr(log_fallback, "_dynamo_marked_constant", True)  # noqa: B010 - a type checker knows no such attribute of a function

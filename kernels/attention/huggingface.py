@@ -41,7 +41,7 @@ _PARTS: Final = frozenset(
         "remap_positions_for_packed_sequence.<locals>.inner_mask",
     }
 )
-"""Mask functions of `transformers` whose meaning `attention` is told by its arguments."""
+"""Mask functions of `transformers` that other arguments of `attention` describe too."""
 
 
 def register() -> None:
@@ -77,7 +77,7 @@ def padding_mask(
         q_offset: position of the first query; reading a tensor waits for a GPU.
         kv_offset: position of the first key of this layer.
         mask_function: what `transformers` makes of a causal or full mask, with a window and packed sequences, which
-            `attention` is told by other means.
+            other arguments of `attention` describe.
         attention_mask: [B, n], true for tokens that are not padding; None if none is.
         cache_position: positions of the queries, in place of `q_length` and `q_offset`, as version 5.0 gives them.
         device: of a new mask.
@@ -143,7 +143,7 @@ def attention(
 
     Raises:
         ShapeError: a layer has attention sinks, position biases, a window without a causal mask or a mask of another
-            form, or is asked for its weights.
+            form, or its weights are requested.
     """
     for name in _WITH_EFFECT:
         given = others.get(name)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from kernels.attention.autograd import flash_attention
 from kernels.attention.checks import describe
-from kernels.attention.drop_in import dropout_seed, in_one_head_dim, tell
+from kernels.attention.drop_in import dropout_seed, in_one_head_dim, log_fallback
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -211,6 +211,10 @@ def _read(bias: Any, name: str, rule: _Bias, q: Tensor, k: Tensor) -> _Plan:
     seqstart, ends_q = bias.q_seqinfo.seqstart, bias.q_seqinfo.seqstart_py
     _check_sequences(name, bias, q, k)
     ranges = _ranges(bias, rule.keys)
+    if len(ranges) != len(ends_q) - 1:
+        raise ShapeError(
+            f"attn_bias is a {name} with {len(ends_q) - 1} sequences of queries and {len(ranges)} of keys"
+        )
     if rule.corner is _TOP:
         ranges = [
             range(keys.start, keys.start + _cut(name, end - start, len(keys)))
@@ -271,9 +275,10 @@ def _ranges(bias: Any, keys: _Keys) -> list[range]:
 
 def _rows(name: str, ranges: Sequence[range], k: Tensor) -> Tensor | None:
     """Return the rows of all sequences; None if these are all rows, in their order."""
+    first = min((it.start for it in ranges), default=0)
     last = max((it.stop for it in ranges), default=0)
-    if last > k.shape[1]:
-        raise ShapeError(f"attn_bias is a {name} with keys up to {last}; key has {k.shape[1]}")
+    if first < 0 or last > k.shape[1]:
+        raise ShapeError(f"attn_bias is a {name} with keys {first} to {last}; key has {k.shape[1]}")
     filled = [it for it in ranges if it]
     if [0, *(it.stop for it in filled)] == [*(it.start for it in filled), k.shape[1]]:
         return None  # each sequence begins where the one before ends
@@ -284,6 +289,10 @@ def _rows(name: str, ranges: Sequence[range], k: Tensor) -> Tensor | None:
 def _paged(name: str, bias: Any, ranges: Sequence[range], k: Tensor) -> Tensor:
     """Return the rows of positions that `block_tables` maps to pages."""
     tables, size = bias.block_tables, bias.page_size
+    if len(tables) != len(ranges):
+        raise ShapeError(
+            f"attn_bias is a {name} with block_tables of {len(tables)} sequences; it has {len(ranges)}"
+        )
     last = max((it.stop for it in ranges), default=0)
     if last > tables.shape[1] * size:
         raise ShapeError(
@@ -294,10 +303,12 @@ def _paged(name: str, bias: Any, ranges: Sequence[range], k: Tensor) -> Tensor:
         at = torch.arange(positions.start, positions.stop, device=k.device)
         parts.append(table.to(k.device).long()[at // size] * size + at % size)
     index = torch.cat(parts)
-    if len(index) and not index.is_cuda and int(index.max()) >= k.shape[1]:
-        raise ShapeError(
-            f"attn_bias is a {name} whose block_tables lead to key {int(index.max())}; key has {k.shape[1]}"
-        )
+    if len(index) and not index.is_cuda:
+        for key in (int(index.max()), int(index.min())):
+            if not 0 <= key < k.shape[1]:
+                raise ShapeError(
+                    f"attn_bias is a {name} whose block_tables lead to key {key}; key has {k.shape[1]}"
+                )
     return index
 
 
@@ -326,16 +337,18 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _is_repeated(x: Tensor) -> bool:
-    """Whether the heads of each group are one head, and no gradient of each is asked for."""
-    asked = x.requires_grad and (x.is_leaf or x.retains_grad)
-    return x.stride(3) == 0 and not asked
+    """Whether the heads of each group are one head, and no gradient of each is needed."""
+    needed = x.requires_grad and (x.is_leaf or x.retains_grad)
+    return x.stride(3) == 0 and not needed
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, p: float, scale: float) -> Tensor:
-    tell("memory_efficient_attention", ("a tensor as attn_bias",))
+    log_fallback("memory_efficient_attention", ("a tensor as attn_bias",))
     wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if bias.shape != wanted:
-        raise ShapeError(f"attn_bias is {describe(bias)}; expected [B, H, M, N] = {list(wanted)}")
+    if bias.shape != wanted or not bias.is_floating_point() or bias.device != q.device:
+        raise ShapeError(
+            f"attn_bias is {describe(bias)}; expected numbers to add, [B, H, M, N] = {list(wanted)} on {q.device}"
+        )
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

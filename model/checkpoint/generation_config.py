@@ -1,4 +1,4 @@
-"""Reads how a checkpoint's author wants tokens to be sampled, from its generation_config.json."""
+"""Reads a checkpoint's default sampling parameters from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters of a request that does not set them; see `model.sampling.parameters.SamplingParams`.
 
-    Whether a request samples at all is its own to say, so `do_sample` of the file is not among them.
+    The request alone decides whether it samples, so `do_sample` of the file is not among them.
 
     Attributes:
         top_k: 0 and -1 keep all tokens.

@@ -2,7 +2,7 @@
 
 A thread block has one tile of keys and values and visits the tiles of queries that see some of them, for all query
 heads of its key-value head. `full` mbarriers complete when the bytes of a stage have arrived; use n of a ring of S
-stages has stage n % S and phase (n // S) & 1. A named barrier for each stage tells that the consumers have released it.
+stages has stage n % S and phase (n // S) & 1. The consumers release a stage at a named barrier of its own.
 """
 # `aggregate` evaluates the annotations when the class is defined, so this module cannot postpone them.
 

@@ -135,10 +135,12 @@ class EngineHandle(EngineReports):
     def _deliver(self, steps: list[StepMessage]) -> None:
         """Distribute the events of steps; a reader gets its events of all steps in one call."""
         touched: list[RequestStream] = []
-        for step in steps:
-            self._distribute(step, touched)
-        for stream in touched:
-            stream.deliver()
+        try:
+            for step in steps:
+                self._distribute(step, touched)
+        finally:  # also if a step is inconsistent: events that are not delivered now would never be
+            for stream in touched:
+                stream.deliver()
 
     def _distribute(self, step: StepMessage, touched: list[RequestStream]) -> None:
         streams = self._streams

@@ -67,7 +67,7 @@ class DecodeNeeds:
             return self._needs
         sequences = decode.batch.sequences
         samplings = [sequence.sampling for sequence in sequences]
-        # Of most batches, the parameters alone tell.
+        # The parameters suffice for most batches.
         argmax_from = max(map(_argmax_from, samplings[: decode.num_logits]), default=0)
         needs = BatchNeeds(
             argmax_from == 0

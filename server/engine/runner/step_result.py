@@ -85,11 +85,11 @@ class WaitingStep:
 
 
 def suffices(outputs: Sequence[StepOutput], *, logprobs: bool) -> bool:
-    """Return whether the forward pass computed all results that greedy sequences want.
+    """Return whether the forward pass computed all results that greedy sequences need.
 
     Args:
         outputs: results of the step's parts.
-        logprobs: whether a sequence wants log-probabilities.
+        logprobs: whether a sequence reports log-probabilities.
     """
     return all(
         part.tokens is not None and (part.logprobs is not None or not logprobs) for part in outputs
@@ -102,7 +102,7 @@ class GreedyStep:
     Args:
         outputs: results of the step's parts; `tokens` is set in each.
         decode, prefill: the step's sequences, in the order of their rows.
-        logprobs: whether a sequence wants log-probabilities.
+        logprobs: whether a sequence reports log-probabilities.
     """
 
     feeds_next = True

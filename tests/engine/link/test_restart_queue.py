@@ -182,3 +182,21 @@ async def test_without_a_wait_a_restart_ends_and_refuses_requests():
     assert (await collect(stream))[-1].error == "lost"
     with pytest.raises(EngineUnavailableError):
         engine.request()
+
+
+async def test_an_inconsistent_step_keeps_no_events_from_their_readers(engine):
+    stream = engine.request()
+    reading = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0)
+    step = StepMessage(
+        request_ids=[stream.request_id, stream.request_id],
+        token_ids=[98],
+        finish_reasons=[0, 0],
+        logprobs={},
+    )
+
+    with pytest.raises(IndexError):
+        engine._deliver([step])
+    engine.answer(stream.request_id, 99, FinishReason.LENGTH)
+
+    assert [event.token_id for event in await asyncio.wait_for(reading, 60)] == [98, 99]

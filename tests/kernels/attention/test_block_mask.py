@@ -70,3 +70,8 @@ def test_a_predicate_that_tiles_cannot_express_is_refused(predicate, words):
 def test_tiles_of_nothing_are_refused():
     with pytest.raises(ShapeError, match="a tile of 0 queries and 8 keys"):
         kernels.BlockMask.from_predicate(lambda q, k: q >= k, 8, 8, 0, 8)
+
+
+def test_a_negative_number_of_queries_is_refused():
+    with pytest.raises(ShapeError, match="-3 queries and 8 keys; expected at least 0"):
+        kernels.BlockMask.from_predicate(lambda q, k: q >= k, -3, 8, 4, 4)

@@ -354,7 +354,7 @@ def test_sdpa_takes_the_dtype_of_autocast():
 def test_sdpa_compiles_without_a_graph_break_and_says_why_pytorch_computes(
     options, caplog, monkeypatch
 ):
-    monkeypatch.setattr("kernels.attention.drop_in._told", set())
+    monkeypatch.setattr("kernels.attention.drop_in._logged", set())
     x = torch.randn(1, 2, 5, 8, requires_grad=True)
     compiled = torch.compile(
         lambda x: scaled_dot_product_attention(x, x, x, **options).sin(),

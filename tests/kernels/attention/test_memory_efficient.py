@@ -221,7 +221,7 @@ def test_a_leaf_of_expanded_keys_gets_the_gradient_of_each_head():
 
 
 def test_a_tensor_as_bias_is_computed_by_pytorch_which_the_log_says(caplog, monkeypatch):
-    monkeypatch.setattr("kernels.attention.drop_in._told", set())
+    monkeypatch.setattr("kernels.attention.drop_in._logged", set())
     q, k, v = tensors(2, 6, 9, 3)
     added = torch.randn(2, 3, 6, 9)
 
@@ -255,7 +255,15 @@ def test_dropout_is_seeded_by_pytorchs_generator():
         (bias("BlockDiagonalMask"), "without the attributes of xFormers 0.0.35: .*q_seqinfo"),
         (bias("LocalAttentionFromBottomRightMask", window_left=1, window_right=2), "window_right 2; only 0"),
         (bias("BlockDiagonalMask", q_seqinfo=seqinfo([5]), k_seqinfo=seqinfo([9])), "with 5 queries; query has 6"),
-        (bias("BlockDiagonalMask", q_seqinfo=seqinfo([6]), k_seqinfo=seqinfo([10])), "keys up to 10; key has 9"),
+        (bias("BlockDiagonalMask", q_seqinfo=seqinfo([6]), k_seqinfo=seqinfo([10])), "keys 0 to 10; key has 9"),
+        (
+            bias("BlockDiagonalMask", q_seqinfo=seqinfo([2, 4]), k_seqinfo=seqinfo([3, 3, 3])),
+            "with 2 sequences of queries and 3 of keys",
+        ),
+        (
+            bias("BlockDiagonalPaddedKeysMask", q_seqinfo=seqinfo([6]), k_seqinfo=spaced([-3], [5])),
+            "keys -3 to 2; key has 9",
+        ),
         (
             bias("PagedBlockDiagonalPaddedKeysMask", q_seqinfo=seqinfo([6]), k_seqinfo=spaced([0], [9]),
                  block_tables=torch.tensor([[2]]), page_size=8),
@@ -266,7 +274,19 @@ def test_dropout_is_seeded_by_pytorchs_generator():
                  block_tables=torch.tensor([[2]]), page_size=8),
             "lead to key 23; key has 9",
         ),
-        (torch.zeros(6, 9), r"expected \[B, H, M, N\] = \[1, 2, 6, 9\]"),
+        (
+            bias("PagedBlockDiagonalPaddedKeysMask", q_seqinfo=seqinfo([6]), k_seqinfo=spaced([0], [8]),
+                 block_tables=torch.tensor([[-1]]), page_size=8),
+            "lead to key -1; key has 9",
+        ),
+        (
+            bias("PagedBlockDiagonalPaddedKeysMask", q_seqinfo=seqinfo([6]), k_seqinfo=spaced([0], [8]),
+                 block_tables=torch.tensor([[0], [1]]), page_size=8),
+            "block_tables of 2 sequences; it has 1",
+        ),
+        (torch.zeros(6, 9), r"expected numbers to add, \[B, H, M, N\] = \[1, 2, 6, 9\] on cpu"),
+        (torch.ones(1, 2, 6, 9, dtype=torch.bool), "torch.bool .* expected numbers to add"),
+        (torch.zeros(1, 2, 6, 9, device="meta"), "expected numbers to add"),
     ],
 )  # fmt: skip
 def test_an_unsupported_bias_is_refused(attn_bias, words):
