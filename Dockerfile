@@ -204,10 +204,11 @@ LABEL org.opencontainers.image.title="Tessera" \
 
 
 FROM runtime-cpu AS ray
-# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md). Ray writes a
+# The proxies start with Ray, so that these must be set on every node before it (docs/operations.md). Ray writes a
 # token to its user's home, which must be writable on a read-only root.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
+    RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/tmp
 COPY --from=app-ray /opt/tessera /opt/tessera
@@ -224,10 +225,11 @@ LABEL org.opencontainers.image.title="Tessera" \
 
 
 FROM runtime-gpu AS ray-gpu
-# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md). Ray writes a
+# The proxies start with Ray, so that these must be set on every node before it (docs/operations.md). Ray writes a
 # token to its user's home, which must be writable on a read-only root.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
+    RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/tmp
 COPY --from=app-ray-gpu /opt/tessera /opt/tessera

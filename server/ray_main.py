@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 VARIABLES: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": "131072",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""What Ray's processes read when they start. The third and fourth matter with prefix_routing only."""
+"""What Ray's processes read when they start.
+
+HAProxy sends a request again that a killed replica has not begun to answer, since to compute it twice does no harm. The
+variables of the request router matter with prefix_routing only.
+"""
 _NAME: Final = "tessera"
 _END_SECONDS: Final = 30.0
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
 
 _MAX_RETRY_SECONDS: Final = 600
+_REPORTED_SECONDS: Final = 1.0
+"""After this time without newer stats, the newest include all that was submitted before they came: what the engine read
+too late for them would have begun a step, which ends with others. An idle engine sends none.
+"""
 _SPREAD: Final = 0.5
 """Clients that are refused at one moment are told to return at random times, up to this share later, so that they do
 not all return at one moment. The header has whole seconds: delays up to a second are not spread.
@@ -50,6 +54,7 @@ class LoadShedding:
         self._client = client
         self._config = config
         self._stats: EngineStats | None = None
+        self._stats_seen = 0.0
         # Submitted since the newest stats, and between those and the stats before. The engine may have
         # read the latter too late to report them.
         self._recent = _Lengths()
@@ -155,6 +160,9 @@ class LoadShedding:
             self._stats = stats
             if self._recent or self._previous:
                 self._previous, self._recent = self._recent, _Lengths()
+                self._stats_seen = time.monotonic()
+        elif self._previous and time.monotonic() - self._stats_seen > _REPORTED_SECONDS:
+            self._previous = _Lengths()
         return stats
 
 

@@ -71,6 +71,24 @@ def test_prompts_submitted_since_the_last_stats_count_until_the_engine_must_have
     assert waits == pytest.approx([1.0, 2.256, 3.512, 3.512, 0.0])
 
 
+def test_an_idle_engine_that_reports_nothing_more_accepts_requests_again(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: now[0])
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
+    shed.admit([1000], INFO)
+    shed.admit([1000], INFO)
+    engine.stats = msgspec.structs.replace(
+        BUSY
+    )  # all have ended; the last that an idle engine sends
+
+    with pytest.raises(OverloadedError):
+        shed.admit([1000], INFO)
+    now[0] += 1.1
+
+    shed.admit([1000], INFO)
+
+
 def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_enough():
     engine = Engine(waiting(*[1000] * 24))
     shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=10))

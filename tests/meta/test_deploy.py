@@ -165,6 +165,7 @@ def test_a_ray_image_is_as_unprivileged_as_the_others_and_leaves_the_command_to_
     assert json.loads(instructions(target, "ENTRYPOINT")[-1]) == []
     assert json.loads(instructions(target, "CMD")[-1])[1:3] == ["-m", "tessera.server.ray_main"]
     assert environment(target)["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert "empty-response" in environment(target)["RAY_SERVE_HAPROXY_RETRY_ON"]
 
 
 @pytest.mark.parametrize("target", TARGETS + RAY)
