@@ -34,6 +34,7 @@ from kernels.sampling.gpu.embed import embed
 from kernels.sampling.gpu.sample_tokens import sample_tokens
 from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
+from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
@@ -313,11 +314,16 @@ class FusedCompiler(Compiler):
         arch = ARCHES[job.sm]
         if "78 SMs" in job.around:
             arch = dataclasses.replace(arch, num_sms=78)
-        step = StepKernel(weights, (cache,), (scales,), arch)
-        one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
-        table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
+        rows = job.tokens
+        ids, slots = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
+        table, rope = torch.empty((rows, 9), dtype=torch.int32), (empty(99, 1, dim),) * 2
+        logits = empty(rows, vocabulary)
+        inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
-        step(one, one, slot, table, rope, empty(1, vocabulary), one, torch.empty(1), one)
+        if rows == 1:
+            StepKernel(weights, (cache,), (scales,), arch)(*inputs)
+        else:
+            RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)
 
     def _argmax(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
