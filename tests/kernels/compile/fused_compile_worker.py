@@ -56,6 +56,7 @@ STEPS = {
     ("wide",): StepShape(3072, 14336, 32, 8, 128, 32000, 1e-6, 0.1),
     ("heads of 80",): StepShape(2560, 6912, 32, 8, 80, 50257, 1e-6, 0.1),
     ("heads of 256", "window"): StepShape(1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1),
+    ("bundled",): StepShape(384, 1024, 6, 2, 64, 4096, 1e-6, 0.1),
     ("heads of 32",): StepShape(384, 1024, 12, 12, 32, 32003, 1e-6, 0.1),
     ("norm", "78 SMs"): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     ("78 SMs",): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
