@@ -1,4 +1,4 @@
-"""A decode step of one sequence in a single launch: all layers, the output head and the argmax of the logits.
+"""A decode step of one or a few sequences in a single launch: all layers, the output head and the argmax of the logits.
 
 Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 
 from kernels.arch import BLACKWELL, HOPPER
-from kernels.step.sizes import LEAST_STAGES, step_sizes
+from kernels.attention.spec import NEVER_RUN
+from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, step_sizes
 from kernels.step.weights import LayerWeights, StepShape, StepWeights
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
 
-__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "launch_refusal", "unsupported"]
+__all__ = [
+    "ROW_COUNTS", "LayerWeights", "StepShape", "StepWeights", "bind_step", "launch_refusal", "unsupported",
+]  # fmt: skip
 
 _ARCHES: Final = HOPPER | BLACKWELL
 _DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -29,6 +32,8 @@ _UNIT: Final = 64
 """Of which hidden and intermediate sizes are multiples."""
 _MOST_HIDDEN: Final = 3072
 """With 4096 a step takes 5.97 ms in one launch and 5.12 layer by layer (Mistral-7B, H100)."""
+_STAGE: Final = PARTS * COLUMNS
+"""Columns of weights in a stage."""
 _MOST_SMS: Final = 256
 """Programs whose results the argmax reduces, at most."""
 _REFUSALS: Final = ("too many blocks in cooperative launch", "operation not supported")
@@ -36,21 +41,33 @@ _REFUSALS: Final = ("too many blocks in cooperative launch", "operation not supp
 
 
 StepKernel: TypeAlias = Callable[..., None]
-"""A bound step; called as `kernels.step.gpu.kernel.StepKernel` documents."""
+"""A bound step; called as `kernels.step.gpu.kernel.StepKernel` documents, or `RowsKernel` for several sequences."""
 
 
-def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[str, ...]:
+def unsupported(
+    shape: StepShape,
+    dtype: torch.dtype,
+    arch: GPUArch,
+    rows: int = 1,
+    *,
+    unmeasured: bool = False,
+) -> tuple[str, ...]:
     """List why the decode steps of a model cannot be single launches; empty if they can.
 
     Args:
         shape: sizes of the model.
         dtype: of its weights, and of its KV cache unless that is in FP8.
         arch: of its device.
+        rows: sequences of a step, 1 or one of `ROW_COUNTS`.
+        unmeasured: whether kernels that no GPU has ever run may be chosen: that of several sequences.
     """
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    divided = step_sizes(shape, arch)
-    units = kv_heads * divided.group_splits
+    divided = step_sizes(shape, arch, rows)
+    units = rows * kv_heads * divided.group_splits
+    # Of several sequences, gate and up are multiplied together.
+    least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
+        (rows > 1 and not unmeasured, NEVER_RUN),
         (dtype not in _DTYPES, f"no {str(dtype).removeprefix('torch.')}"),
         (
             not units <= arch.num_sms <= _MOST_SMS,
@@ -73,12 +90,14 @@ def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[st
         ),
         (heads % kv_heads > 0, f"{heads} query heads for {kv_heads} key-value heads"),
         (
-            divided.stages < LEAST_STAGES,
+            divided.stages < least,
             f"{arch.shared_memory_bytes} bytes of shared memory hold {max(divided.stages, 0)} stages beside vectors "
-            f"of {divided.inputs} elements, at least {LEAST_STAGES}",
+            f"of {divided.inputs} elements, at least {least}",
         ),
     )
-    return arch.unsupported(_ARCHES) + tuple(reason for fails, reason in tests if fails)
+    return arch.unsupported(_ARCHES if rows == 1 else HOPPER) + tuple(
+        reason for fails, reason in tests if fails
+    )
 
 
 def launch_refusal(error: RuntimeError) -> str | None:
@@ -98,8 +117,9 @@ def bind_step(
     caches: tuple[Tensor, ...],
     scales: tuple[Tensor | None, ...],
     arch: GPUArch,
+    rows: int = 1,
 ) -> StepKernel:
-    """Bind the decode steps of one sequence to a model and a cache.
+    """Bind the decode steps of one sequence, or of several, to a model and a cache.
 
     Args:
         weights: of a model for which `unsupported` lists nothing.
@@ -107,7 +127,12 @@ def bind_step(
             `scales` may be replaced.
         scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
+        rows: sequences of a step, 1 or one of `ROW_COUNTS`.
     """
-    from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415 - Triton is not everywhere
+    # Triton is not everywhere.
+    from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415
+    from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415
 
-    return Kernel(weights, caches, scales, arch)
+    if rows == 1:
+        return Kernel(weights, caches, scales, arch)
+    return RowsKernel(weights, caches, scales, arch, rows)

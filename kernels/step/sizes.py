@@ -20,6 +20,14 @@ PARTS: Final = 4
 STAGE_BYTES: Final = PARTS * ROWS * COLUMNS * 2
 MOST_STAGES: Final = 12
 LEAST_STAGES: Final = 4
+ROW_COUNTS: Final = (2, 4, 8)
+"""Numbers of sequences for which a step of several is compiled."""
+MULTIPLIED: Final = ROWS * PARTS * COLUMNS
+"""Elements that tensor cores multiply at once: 1024 columns of 8 sequences, by those of 8 rows of weights."""
+MOST_TILES: Final = 4
+"""Tiles of 8 rows of weights that a program multiplies before its warps add their sums."""
+SUMS: Final = 64
+"""Of a tile: 8 for each of 8 sequences."""
 MOST_SPLITS: Final = 8
 """Splits of a sequence, at most: to merge them, a thread holds its elements of all splits in registers."""
 MOST_HEADS: Final = 4
@@ -44,7 +52,8 @@ class StepSizes(NamedTuple):
         padded_dim: the head dim, rounded up to a power of two.
         block_dim: largest power of two that divides the head dim.
         inputs: elements of the largest vector in shared memory, rounded up so that partial results of the heads
-            divide the same memory.
+            divide the same memory; with several sequences, of 8 such vectors.
+        splits: programs that attend a part of the keys each, at most.
         stages: of the ring; less than `LEAST_STAGES` if the shared memory is too small.
     """
 
@@ -54,17 +63,24 @@ class StepSizes(NamedTuple):
     padded_dim: int
     block_dim: int
     inputs: int
+    splits: int
     stages: int
 
 
-def step_sizes(shape: StepShape, arch: GPUArch) -> StepSizes:
+def step_sizes(shape: StepShape, arch: GPUArch, rows: int = 1) -> StepSizes:
     """Divide the step of a model on a GPU.
 
     Query heads are divided until all SMs have some; the keys that several programs read come from the second-level
     cache.
+
+    Args:
+        shape: sizes of the model.
+        arch: the GPU.
+        rows: sequences, 1 or one of `ROW_COUNTS`.
     """
     group = shape.num_heads // shape.num_kv_heads
-    idle = arch.num_sms // (MOST_SPLITS * shape.num_kv_heads)
+    kv_heads = rows * shape.num_kv_heads
+    idle = arch.num_sms // (MOST_SPLITS * kv_heads)
     group_splits = max(-(-group // MOST_HEADS), min(group, idle))
     heads = -(-group // group_splits)
     padded_heads = _power_of_two(heads)
@@ -72,8 +88,13 @@ def step_sizes(shape: StepShape, arch: GPUArch) -> StepSizes:
     queries = shape.num_heads * shape.head_dim
     largest = max(shape.hidden_size, shape.inner_size, queries)
     partials = padded_heads * HEAD_BYTES // 2
-    inputs = -(-largest // partials) * partials
-    used = inputs * 2 + (padded_heads + 4) * padded_dim * 2
+    used = (padded_heads + 4) * padded_dim * 2
+    if rows == 1:
+        inputs = -(-largest // partials) * partials
+    else:
+        inputs = max(-(-largest * ROWS // MULTIPLIED) * MULTIPLIED, partials)
+        used += MOST_TILES * ROWS * SUMS * 4
+    used += inputs * 2
     stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // STAGE_BYTES
     return StepSizes(
         group_splits,
@@ -82,6 +103,7 @@ def step_sizes(shape: StepShape, arch: GPUArch) -> StepSizes:
         padded_dim,
         shape.head_dim & -shape.head_dim,
         inputs,
+        min(MOST_SPLITS, arch.num_sms // (kv_heads * group_splits)),
         min(stages, MOST_STAGES),
     )
 

@@ -65,7 +65,7 @@ class DecoderLM(nn.Module):
 
     Attributes:
         config: that of this rank's layers.
-        unmeasured_kernels: whether attention kernels that no GPU has ever run may be chosen; set before the first step.
+        unmeasured_kernels: whether kernels that no GPU has ever run may be chosen; set before the first step.
     """
 
     def __init__(
@@ -103,7 +103,10 @@ class DecoderLM(nn.Module):
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
         self._bound = self._bind(Purpose.TRAINING)
         self._deterministic: BoundNetwork | None = None
-        self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
+        # By number of sequences; None where a step is computed layer by layer.
+        self._step_kernels: WeakKeyDictionary[KVCache, dict[int, StepKernel | None]] = (
+            WeakKeyDictionary()
+        )
         self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
         self.cpu_steps: cpu_steps.CPUSteps | None = None
@@ -172,8 +175,8 @@ class DecoderLM(nn.Module):
         if self.cpu_steps is not None:
             assert out is None, "steps on a CPU are not recorded"
             return self.cpu_steps.step(step, kv_cache, sampled)
-        if rows == num_logits == 1 and not (prompt_seqs or shared_blocks or deterministic):
-            kernel = self._step_kernel(kv_cache)
+        if rows == num_logits and not (prompt_seqs or shared_blocks or deterministic):
+            kernel = self._step_kernel(kv_cache, rows)
             if kernel is not None:
                 try:
                     return self._launch_once(kernel, step, sampled, out)
@@ -329,10 +332,21 @@ class DecoderLM(nn.Module):
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
         return (self._deterministic or self._bound).row_counts
 
-    def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
-        """List why `arch` cannot run a decode step of one sequence as a single launch; empty if it can."""
-        dtype = self.embed_tokens.dtype
-        reasons = single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
+    def launched_rows(self, arch: GPUArch) -> tuple[int, ...]:
+        """Return the numbers of sequences, from 2 on, for which a decode step is a single launch on `arch`."""
+        counts = single_launch.ROW_COUNTS
+        return tuple(rows for rows in counts if not self.single_launch_unsupported(arch, rows))
+
+    def single_launch_unsupported(self, arch: GPUArch, rows: int = 1) -> tuple[str, ...]:
+        """List why `arch` cannot run a decode step of `rows` sequences as a single launch; empty if it can."""
+        reasons = single_launch.unsupported(
+            self.config,
+            self.embed_tokens.dtype,
+            self.weight_dtype,
+            arch,
+            rows,
+            unmeasured=self.unmeasured_kernels,
+        )
         if self.communicator is not None:
             reasons = (*reasons, "no tensor parallelism")
         return reasons + self._launch_refusals
@@ -349,10 +363,10 @@ class DecoderLM(nn.Module):
         reason = single_launch.launch_refusal(error)
         if reason is None or reason in self._launch_refusals:
             return False
-        _logger.warning("a decode step of one sequence is not a single launch: %s", reason)
+        _logger.warning("a decode step is not a single launch: %s", reason)
         self._launch_refusals += (reason,)
-        for kv_cache in self._step_kernels:
-            self._step_kernels[kv_cache] = None
+        for kernels in self._step_kernels.values():
+            kernels.update(dict.fromkeys(kernels))
         return True
 
     def deterministic_unsupported(
@@ -462,12 +476,16 @@ class DecoderLM(nn.Module):
     def _launch_once(
         self, kernel: StepKernel, step: StepInput, sampled: Tensor | None, out: StepOutput | None
     ) -> StepOutput:
-        """Run a step of one token as a single launch; the kernel always computes the argmax."""
-        table, arrays = self.embed_tokens, step.device
-        logits, tokens, logprobs = out or StepOutput(table.new_empty((1, len(table))))
+        """Run a step of decode rows as a single launch; the kernel always computes the argmax."""
+        table, arrays, rows = self.embed_tokens, step.device, step.bucket.rows
+        logits, tokens, logprobs = out or StepOutput(table.new_empty((rows, len(table))))
         if tokens is None or logprobs is None:
-            tokens = torch.empty(1, dtype=torch.int64, device=table.device)
+            tokens = torch.empty(rows, dtype=torch.int64, device=table.device)
             logprobs = torch.empty_like(tokens, dtype=torch.float32)
+        sampled_rows = arrays.sampled_rows
+        if sampled is None:
+            sampled = torch.empty_like(tokens)
+            sampled_rows = torch.arange(rows, device=table.device)
         kernel(
             arrays.token_ids,
             arrays.positions,
@@ -477,16 +495,20 @@ class DecoderLM(nn.Module):
             logits,
             tokens,
             logprobs,
-            torch.empty_like(tokens) if sampled is None else sampled,
+            sampled,
+            *((sampled_rows,) if rows > 1 else ()),
         )
         return StepOutput(logits, tokens, logprobs)
 
-    def _step_kernel(self, kv_cache: KVCache) -> StepKernel | None:
-        """Return the single-launch step kernel bound to a cache; None if it is unsupported."""
-        if kv_cache not in self._step_kernels:
+    def _step_kernel(self, kv_cache: KVCache, rows: int) -> StepKernel | None:
+        """Return the single-launch kernel of steps of `rows` sequences on a cache; None if it is unsupported."""
+        if rows not in (1, *single_launch.ROW_COUNTS):
+            return None
+        kernels = self._step_kernels.setdefault(kv_cache, {})
+        if rows not in kernels:
             bound = None
             arch = detect(self.embed_tokens.device)
-            if self._bound.fused and not self.single_launch_unsupported(arch):
+            if self._bound.fused and not self.single_launch_unsupported(arch, rows):
                 bound = single_launch.bind_single_launch(
                     self.config,
                     self.decoder_layers,
@@ -494,9 +516,10 @@ class DecoderLM(nn.Module):
                     self._head,
                     self.norm,
                     kv_cache,
+                    rows,
                 )
-            self._step_kernels[kv_cache] = bound
-        return self._step_kernels[kv_cache]
+            kernels[rows] = bound
+        return kernels[rows]
 
     def _kernels(self, *, deterministic: bool) -> BoundNetwork:
         """Return the bound parameters; those for deterministic steps are bound when they are first used."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kernels import detect
 from kernels.step.single_launch import (
+    ROW_COUNTS,
     LayerWeights,
     StepShape,
     StepWeights,
@@ -14,7 +15,7 @@ from kernels.step.single_launch import (
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
 
-__all__ = ["bind_single_launch", "launch_refusal", "step_shape", "unsupported"]
+__all__ = ["ROW_COUNTS", "bind_single_launch", "launch_refusal", "step_shape", "unsupported"]
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,7 @@ def bind_single_launch(
     head: Tensor,
     norm: Tensor,
     kv_cache: KVCache,
+    rows: int = 1,
 ) -> StepKernel:
     """Bind the parameters and the cache. Neither may be reallocated afterwards.
 
@@ -46,6 +48,7 @@ def bind_single_launch(
         head: [V, C].
         norm: [C], the final norm.
         kv_cache: on the model's device.
+        rows: sequences of a step, 1 or one of `ROW_COUNTS`.
     """
     weights = [
         LayerWeights(
@@ -63,7 +66,7 @@ def bind_single_launch(
         for index, layer in enumerate(layers)
     ]
     step = StepWeights(step_shape(config), weights, embedding, head, norm)
-    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device))
+    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
 
 
 def step_shape(config: ModelConfig) -> StepShape:
@@ -81,15 +84,23 @@ def step_shape(config: ModelConfig) -> StepShape:
 
 
 def unsupported(
-    config: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype | None, arch: GPUArch
+    config: ModelConfig,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    arch: GPUArch,
+    rows: int = 1,
+    *,
+    unmeasured: bool = False,
 ) -> tuple[str, ...]:
-    """List why a decode step of one sequence cannot be a single launch; empty if it can.
+    """List why a decode step cannot be a single launch; empty if it can.
 
     Args:
         config: the model's configuration.
         dtype: dtype of its parameters.
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
+        rows: sequences of the step, 1 or one of `ROW_COUNTS`.
+        unmeasured: whether kernels that no GPU has ever run may be chosen: that of several sequences.
     """
     features = {
         "quantized weights": weight_dtype is not None,
@@ -97,5 +108,5 @@ def unsupported(
         "biases of the MLP": config.mlp_bias,
     }
     missing = (*(name for name, has in features.items() if has), *config.beyond_llama)
-    reasons = shape_unsupported(step_shape(config), dtype, arch)
+    reasons = shape_unsupported(step_shape(config), dtype, arch, rows, unmeasured=unmeasured)
     return reasons + tuple(f"no {name}" for name in missing)

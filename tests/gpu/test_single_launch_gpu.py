@@ -13,6 +13,7 @@ from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache
+from model.network import single_launch
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
 
@@ -114,10 +115,10 @@ def build(name, dtype):
     return model
 
 
-def bind(model, cache):
+def bind(model, cache, rows=1):
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     return bind_single_launch(
-        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache
+        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
     )
 
 
@@ -194,6 +195,53 @@ class Step:
     def true_logprob(self):
         """Return the exact log-probability of the argmax of the stored logits."""
         return self.logits.double().log_softmax(-1).amax(-1)
+
+
+class RowsStep:
+    """A decode step of several sequences with blocks of their own."""
+
+    def __init__(self, model, contexts, write=True):
+        self.model, self.contexts = model, contexts
+        generator = torch.Generator().manual_seed(sum(contexts))
+        blocks = torch.randperm(BLOCKS, generator=generator).int()
+        table = torch.zeros(len(contexts), -(-max(contexts) // BLOCK), dtype=torch.int32)
+        slots = torch.full((len(contexts),), -1, dtype=torch.int32)
+        for row, context in enumerate(contexts):
+            count = -(-context // BLOCK)
+            table[row, :count], blocks = blocks[:count], blocks[count:]
+            if write:
+                slots[row] = table[row, count - 1] * BLOCK + (context - 1) % BLOCK
+        self.ids = torch.tensor([context % 1000 + 3 for context in contexts]).cuda()
+        self.positions = torch.tensor(contexts).cuda() - 1
+        self.slots, self.table = slots.cuda(), table.cuda()
+        vocabulary, dtype = model.config.vocab_size, model.embed_tokens.dtype
+        self.logits = torch.empty(len(contexts), vocabulary, dtype=dtype, device="cuda")
+        self.tokens = torch.empty(len(contexts), dtype=torch.int64, device="cuda")
+        self.logprobs = torch.empty(len(contexts), device="cuda")
+        self.sampled = torch.zeros(12, dtype=torch.int64, device="cuda")
+        self.sampled_rows = torch.arange(len(contexts), device="cuda") + 2
+
+    @torch.inference_mode()
+    def by_layers(self, cache):
+        lengths = (self.positions + 1).int()
+        batch = PagedBatch(
+            torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda"),
+            lengths,
+            self.table,
+            num_tokens=len(lengths),
+            max_seqlen_q=1,
+            max_seqlen_k=max(self.contexts),
+        )
+        metadata = self.model.attention.metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
+        return self.model.logits(self.model(self.ids, self.positions, cache, metadata))
+
+    @torch.inference_mode()
+    def single_launch(self, bound):
+        bound(
+            self.ids, self.positions, self.slots, self.table, self.model.rope.tables, self.logits, self.tokens,
+            self.logprobs, self.sampled, self.sampled_rows,
+        )  # fmt: skip
+        return self.logits.clone()
 
 
 def assert_same_rows(found, truth, plain, kv_dtype):
@@ -363,6 +411,100 @@ def test_logits_of_minus_infinity_do_not_change_the_log_probability():
     assert step.logits[0, 8:].max() == -float("inf")
     assert 0 <= step.tokens.item() < 8
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
+
+
+SEVERAL = (64, 1, 511, 1500, 2, 65, 31, 1024)
+"""Contexts of a step of several sequences."""
+
+
+def rows_supported(name, rows, arch):
+    """Return whether a model's steps of several sequences are single launches."""
+    config = MODELS[name]
+    return not single_launch.unsupported(config, torch.bfloat16, None, arch, rows, unmeasured=True)
+
+
+def test_the_models_of_the_tests_of_several_sequences_are_supported():
+    unsupported = {name for name in MODELS if not rows_supported(name, 8, detect("cuda"))}
+
+    assert unsupported == {"wide", "long"}
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, 8) for name in sorted(set(MODELS) - {"wide", "long"})),
+        *itertools.product(("qwen", "groups of 3"), (2, 4)),
+    ],
+)
+def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, kv_dtype):
+    model = build(name, torch.bfloat16)
+    wide = build(name, torch.float32)
+    wide.load_state_dict(model.state_dict())
+    own_cache = new_cache(model, kv_dtype)
+    bound = bind(model, own_cache, rows)
+    for shift in (0, 3, 100):
+        contexts = [context + shift for context in SEVERAL[:rows]]
+        cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
+        step = RowsStep(model, contexts)
+        plain, truth = step.by_layers(cache), RowsStep(wide, contexts).by_layers(truth_cache)
+
+        found = step.single_launch(bound)
+
+        assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
+        for layer in range(model.config.num_layers):
+            assert_same_rows(
+                *(rows_of(c, layer) for c in (own_cache, truth_cache, cache)), kv_dtype
+            )
+        fill(own_cache)
+        assert torch.equal(step.tokens, found.float().argmax(-1))
+        assert torch.equal(step.sampled[2 : 2 + rows], step.tokens)
+        expected = found.double().log_softmax(-1).amax(-1)
+        torch.testing.assert_close(step.logprobs.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("num_sms", [78, 114])
+@pytest.mark.parametrize("name", ["qwen", "groups of 7"])
+def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
+    arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
+    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    model, wide = build(name, torch.bfloat16), build(name, torch.float32)
+    wide.load_state_dict(model.state_dict())
+    step = RowsStep(model, SEVERAL)
+    plain = step.by_layers(new_cache(model))
+    truth = RowsStep(wide, SEVERAL).by_layers(new_cache(wide))
+
+    found = step.single_launch(bind(model, new_cache(model), 8))
+
+    assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "heads of 80"])
+def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(name, kv_dtype):
+    model = build(name, torch.bfloat16)
+    bound = bind(model, new_cache(model, kv_dtype), 8)
+    steps = [RowsStep(model, contexts, write=False) for contexts in (SEVERAL, SEVERAL[::-1])]
+    expected = [step.single_launch(bound) for step in steps]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps[0].single_launch(bound)
+
+    for number in [0, 1, 1, 0, 0, 0, 1] * 30:
+        assert torch.equal(steps[number].single_launch(bound), expected[number])
+        graph.replay()
+        assert torch.equal(steps[0].logits, expected[0])
+
+
+def test_a_sequence_has_the_same_bits_beside_any_others():
+    model = build("qwen", torch.bfloat16)
+    bound = bind(model, new_cache(model), 4)
+    step = RowsStep(model, (700, 40, 65, 1), write=False)
+    first = step.single_launch(bound)[2]
+    step.positions[[0, 1, 3]] = torch.tensor([9, 3, 0], device="cuda")
+    step.ids[[0, 1, 3]] = 77
+
+    assert torch.equal(step.single_launch(bound)[2], first)
 
 
 def test_the_shapes_of_these_models_are_supported():

@@ -25,9 +25,11 @@ from kernels.step.gpu.grid_barrier import (
     wait_grid,
 )
 from kernels.step.gpu.ring import (
+    COLUMNS,
     CONSUMER_WARPS,
     MERGED,
     MOST_SPLITS,
+    attended,
     head_element,
     key_range,
     lines_of,
@@ -47,16 +49,17 @@ _SIGN_BIT = gl.constexpr(SIGN_BIT)
 def attend(
     ring, qkv, vectors, cache, seen, position, slot, parts, logs, parity, counter, arrivals, used, eps, scale, c
 ):  # fmt: skip
-    """Attend this program's split for some of the query heads of one key-value head.
+    """Attend this program's split for some of the query heads of one key-value head of its sequence.
 
-    The first split also writes the token's key and value. `cache` is a result of `cache_of`; `seen` is the first key
-    that the token may see; `scale` is in units of log2. Returns `used` and the number of programs that attend.
+    The first split also writes the token's key and value. `qkv`, `vectors`, `seen`, `position` and `slot` are of the
+    sequence. `cache` is a result of `cache_of`; `seen` is the first key that the token may see; `scale` is in units of
+    log2. With several sequences, splits without keys give results too. Returns `used` and the number of programs that
+    give results.
     """
-    unit = gl.program_id(0) % c.UNITS
-    split = gl.program_id(0) // c.UNITS
-    kv_head = unit % c.KV_HEADS
-    part = unit // c.KV_HEADS
+    sequence, kv_head, part, split = attended(c)
     splits, first, last = key_range(seen, position, split, c)
+    if c.BATCH > 1:
+        splits = c.SPLITS
     if split < splits:
         wait_grid(counter + HEAD_READY + kv_head * COUNTER_LINE, arrivals, gl.constexpr(False))
         bring_heads(ring, qkv, vectors, kv_head, part, eps, c)
@@ -93,9 +96,10 @@ def attend(
             state, used = attend_stages(
                 ring, state, queries, last - 1, seen, position, used, gl.constexpr(1), c
             )
-        merge_lines(ring, state, parts, logs, parity, split, kv_head, part, c)
+        split_row = split * c.BATCH + sequence
+        merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c)
         arrive_published(counter + HEADS_DONE, c)
-    elif c.EARLY and split < c.SPLITS:
+    elif c.EARLY and c.BATCH == 1 and split < c.SPLITS:
         # A longer sequence may have this split again.
         number = gl.arange(0, c.DP, layout=gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0]))
         for g in gl.static_range(c.HELD):
@@ -295,8 +299,11 @@ def rows_of(values, like):
 
 
 @gluon.jit
-def merge_lines(ring, state, parts, logs, parity, split, kv_head, part, c):
-    """Merge the results of the lines; publish the split's result and its log-sum-exp in units of log2."""
+def merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c):
+    """Merge the results of the lines; publish the split's result and its log-sum-exp in units of log2.
+
+    `split_row` is the split's number times the number of sequences, plus the sequence's number.
+    """
     plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     space: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -329,14 +336,15 @@ def merge_lines(ring, state, parts, logs, parity, split, kv_head, part, c):
     g = gl.arange(0, c.HELD_P, layout=heads)
     query = part * c.HELD + g
     exists = (g < c.HELD) & (query < c.GROUP)
-    head = split * c.HEADS + kv_head * c.GROUP + query
-    publish(logs, c.SPLITS * c.HEADS, parity, head, log, exists, c)
+    head = split_row * c.HEADS + kv_head * c.GROUP + query
+    ALL: gl.constexpr = c.SPLITS * c.BATCH * c.HEADS
+    publish(logs, ALL, parity, head, log, exists, c)
     rows: gl.constexpr = gl.SliceLayout(1, merged.type.layout)
     head = gl.convert_layout(head, rows, assert_trivial=True)[:, None]
     exists = gl.convert_layout(exists, rows, assert_trivial=True)[:, None]
     d, in_head = head_element(gl.arange(0, c.DP, layout=gl.SliceLayout(0, merged.type.layout)), c)
     place = head * c.D + d[None, :]
-    publish(parts, c.SPLITS * c.HEADS * c.D, parity, place, merged, exists & in_head[None, :], c)
+    publish(parts, ALL * c.D, parity, place, merged, exists & in_head[None, :], c)
 
 
 @gluon.constexpr_function
@@ -350,8 +358,12 @@ def merge_layout(size):
 
 @gluon.constexpr_function
 def merged_blocks(heads, dim, block):
-    """Return how many blocks of a head are merged at once, a power of two."""
-    return min(MERGED.value // block, 1 << (heads * dim // block - 1).bit_length())
+    """Return how many blocks of a head are merged at once: a power of two, and at least a part of a product's columns.
+
+    Zeros behind the heads fill the part, since what else is there may be NaN.
+    """
+    size = max(COLUMNS.value, 1 << (heads * dim - 1).bit_length())
+    return min(MERGED.value, size) // block
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from kernels.step.gpu.consumer import consume
 from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
 from kernels.step.gpu.ring import FIELDS, MOST_PROGRAMS, StepConstants, make_ring
-from kernels.step.sizes import MOST_SPLITS, ROWS, step_sizes
+from kernels.step.sizes import ROWS, step_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,68 +94,12 @@ class StepKernel:
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
     ) -> None:
-        shape, device = weights.shape, weights.embedding.device
-        dtype = weights.embedding.dtype
-        queries = shape.num_heads * shape.head_dim
-        keys = shape.num_kv_heads * shape.head_dim
-        sizes = step_sizes(shape, arch)
-        num_sms = arch.num_sms
-        splits = min(MOST_SPLITS, num_sms // (shape.num_kv_heads * sizes.group_splits))
         self._weights = weights
         self._in_table = caches, scales
-        self._grid = (num_sms,)
-        self._table = torch.tensor(addresses(weights, caches, scales), dtype=torch.int64).to(device)
-
-        def empty(size: int, kind: torch.dtype) -> Tensor:
-            return torch.empty(size, dtype=kind, device=device)
-
-        def missing(size: int) -> Tensor:
-            return torch.full((2 * size,), MISSING.value, dtype=torch.int16, device=device).view(
-                dtype
-            )
-
-        self._buffers = (
-            missing(shape.hidden_size),
-            missing(shape.hidden_size),
-            missing(queries + 2 * keys),
-            missing(shape.inner_size),
-            missing(splits * queries),
-            missing(2 * splits * shape.num_heads).view(torch.float32),
-            empty(MOST_PROGRAMS.value, torch.int64),
-            empty(MOST_PROGRAMS.value, torch.float32),
-        )
-        counters = HEAD_READY.value + shape.num_kv_heads * COUNTER_LINE.value
-        self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
-        first = weights.layers[0]
-        little = shape.hidden_size <= _LITTLE_HIDDEN
-        self._constants: dict[str, Any] = {
-            "LAYERS": len(weights.layers),
-            "HIDDEN": shape.hidden_size,
-            "INNER": shape.inner_size,
-            "HEADS": shape.num_heads,
-            "KV_HEADS": shape.num_kv_heads,
-            "GROUP_SPLITS": sizes.group_splits,
-            "HELD": sizes.heads,
-            "HELD_P": sizes.padded_heads,
-            "D": shape.head_dim,
-            "DP": sizes.padded_dim,
-            "BLOCK_D": sizes.block_dim,
-            "INPUTS": sizes.inputs,
-            "VOCAB": len(weights.head),
-            "BLOCK_SIZE": caches[0].shape[2],
-            "STAGES": sizes.stages,
-            "FLYING": 1 if little else 2,
-            "HEAD_FLYING": _HEAD_FLYING,
-            "EARLY": little,
-            "SPLITS": splits,
-            "NORMS": first.q_norm is not None,
-            "BIAS": first.qkv_bias is not None,
-            "WINDOWS": any(layer.window for layer in weights.layers),
-            "FP8": scales[0] is not None,
-            "OWN": -(-shape.hidden_size // (ROWS * num_sms)),
-            "num_warps": 8,
-            "launch_cooperative_grid": True,
-        }
+        self._grid = (arch.num_sms,)
+        self._table = address_table(weights, caches, scales)
+        self._buffers = exchange_buffers(weights, arch)
+        self._constants = step_constants(weights, caches, scales, arch)
 
     def __call__(
         self,
@@ -194,7 +138,6 @@ class StepKernel:
             block_table,
             *rope,
             *self._buffers,
-            self._counters,
             logits,
             tokens,
             logprobs,
@@ -203,6 +146,90 @@ class StepKernel:
             weights.shape.softmax_scale * math.log2(math.e),
             **self._constants,
         )
+
+
+def exchange_buffers(weights: StepWeights, arch: GPUArch, rows: int = 1) -> tuple[Tensor, ...]:
+    """Allocate the buffers through which programs exchange their results, as before the first launch.
+
+    Args:
+        weights: of the model.
+        arch: of their device.
+        rows: sequences of the step; all sizes that `whole_step` documents are multiplied by it.
+
+    Returns:
+        The arguments of `whole_step` from `hidden` to `counters`.
+    """
+    shape, device = weights.shape, weights.embedding.device
+    queries = shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
+    splits = step_sizes(shape, arch, rows).splits
+
+    def missing(size: int, kind: torch.dtype = weights.embedding.dtype) -> Tensor:
+        halves = 2 * rows * size * kind.itemsize // torch.int16.itemsize
+        return torch.full((halves,), MISSING.value, dtype=torch.int16, device=device).view(kind)
+
+    best = torch.empty(rows * MOST_PROGRAMS.value, dtype=torch.int64, device=device)
+    counters = HEAD_READY.value + shape.num_kv_heads * COUNTER_LINE.value
+    return (
+        missing(shape.hidden_size),
+        missing(shape.hidden_size),
+        missing(queries + 2 * keys),
+        missing(shape.inner_size),
+        missing(splits * queries),
+        missing(splits * shape.num_heads, torch.float32),
+        best,
+        torch.empty_like(best, dtype=torch.float32),
+        torch.zeros(counters, dtype=torch.int32, device=device),
+    )
+
+
+def step_constants(
+    weights: StepWeights,
+    caches: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    arch: GPUArch,
+    rows: int = 1,
+) -> dict[str, Any]:
+    """Return the constants and options of a launch; arguments as for `StepKernel` and `exchange_buffers`."""
+    shape, first = weights.shape, weights.layers[0]
+    sizes = step_sizes(shape, arch, rows)
+    little = shape.hidden_size <= _LITTLE_HIDDEN
+    return {
+        "LAYERS": len(weights.layers),
+        "HIDDEN": shape.hidden_size,
+        "INNER": shape.inner_size,
+        "HEADS": shape.num_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP_SPLITS": sizes.group_splits,
+        "HELD": sizes.heads,
+        "HELD_P": sizes.padded_heads,
+        "D": shape.head_dim,
+        "DP": sizes.padded_dim,
+        "BLOCK_D": sizes.block_dim,
+        "INPUTS": sizes.inputs,
+        "VOCAB": len(weights.head),
+        "BLOCK_SIZE": caches[0].shape[2],
+        "STAGES": sizes.stages,
+        "FLYING": 1 if little else 2,
+        "HEAD_FLYING": _HEAD_FLYING,
+        "EARLY": little,
+        "SPLITS": sizes.splits,
+        "NORMS": first.q_norm is not None,
+        "BIAS": first.qkv_bias is not None,
+        "WINDOWS": any(layer.window for layer in weights.layers),
+        "FP8": scales[0] is not None,
+        "OWN": -(-shape.hidden_size // (ROWS * arch.num_sms)),
+        "num_warps": 8,
+        "launch_cooperative_grid": True,
+    }
+
+
+def address_table(
+    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+) -> Tensor:
+    """Return the table of a step on the weights' device."""
+    table = torch.tensor(addresses(weights, caches, scales), dtype=torch.int64)
+    return table.to(weights.embedding.device)
 
 
 def addresses(

@@ -20,14 +20,15 @@ from kernels.step.gpu.ring import (
     QKV,
     ROWS,
     address,
+    attended,
     cache_of,
     first_key,
     first_tile,
     head_element,
     key_range,
     keys_of,
-    parts_in,
     parts_of,
+    parts_sent,
     projected_row,
     projected_tiles,
     scales_of,
@@ -39,9 +40,23 @@ from kernels.step.gpu.ring import (
 
 @gluon.jit
 def produce(ring, table, head, positions, block_table, c):
-    """Copy all weights, keys and values that this program reads in a step."""
-    dtype: gl.constexpr = ring.data.dtype
+    """Copy all weights, keys and values that this program reads in a step of one sequence."""
     past = gl.load(positions).to(gl.int32)
+    produce_step(ring, table, head, past, block_table, c)
+
+
+@gluon.jit
+def produce_rows(ring, table, head, positions, block_table, columns, c):
+    """Like `produce`, for several sequences; their block tables have `columns` blocks each."""
+    row, _, _, _ = attended(c)
+    past = gl.load(positions + row).to(gl.int32)
+    produce_step(ring, table, head, past, block_table + row * columns, c)
+
+
+@gluon.jit
+def produce_step(ring, table, head, past, block_table, c):
+    """Copy weights, keys and values; `past` and `block_table` are of the sequence that this program attends."""
+    dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     used = 0
     for layer in range(c.LAYERS):
@@ -90,14 +105,13 @@ def send_rows(ring, weight, last, used, INPUTS: gl.constexpr, FLYING: gl.constex
     FULL: gl.constexpr = INPUTS // (COLUMNS * PARTS)
     for i in range(FULL):
         stage = wait_empty(ring, used, c)
-        send_parts(ring, stage, weight, i, last, INPUTS, gl.constexpr(False), PARTS)
+        send_parts(ring, stage, weight, i, last, INPUTS, gl.constexpr(False), PARTS, c)
         sent(ring, stage, FLYING)
         used += 1
     if stages_of(INPUTS) > FULL:
         stage = wait_empty(ring, used, c)
-        send_parts(
-            ring, stage, weight, FULL, last, INPUTS, gl.constexpr(True), parts_in(INPUTS, FULL)
-        )
+        COUNT: gl.constexpr = parts_sent(INPUTS, FULL, c.BATCH)
+        send_parts(ring, stage, weight, FULL, last, INPUTS, gl.constexpr(True), COUNT, c)
         sent(ring, stage, FLYING)
         used += 1
     return used
@@ -105,13 +119,13 @@ def send_rows(ring, weight, last, used, INPUTS: gl.constexpr, FLYING: gl.constex
 
 @gluon.jit
 def send_parts(
-    ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr
+    ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr, c
 ):  # fmt: skip
     """Copy COUNT parts of ROWS rows, those of their stage `number`; zeros behind the rows' end if ENDS."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PRODUCER_WARPS, 1], [1, 0])
     row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), last)[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    parts = parts_of(ring, stage)
+    parts = parts_of(ring, stage, c)
     for j in gl.static_range(COUNT):
         element = (number * PARTS + j) * COLUMNS + column
         place = gl.multiple_of(gl.max_contiguous(weight + row * INPUTS + element, [1, 8]), [1, 16])
@@ -133,9 +147,7 @@ def send_keys(ring, cache, block_table, seen, past, used, c):
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [32 // LANES, LANES], [PRODUCER_WARPS, 1], [1, 0]
     )
-    unit = gl.program_id(0) % c.UNITS
-    split = gl.program_id(0) // c.UNITS
-    kv_head = unit % c.KV_HEADS
+    _, kv_head, _, split = attended(c)
     splits, first, last = key_range(seen, past, split, c)
     row = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, layout))
     column, in_head = head_element(gl.arange(0, c.DP, layout=gl.SliceLayout(0, layout)), c)

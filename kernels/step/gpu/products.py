@@ -190,7 +190,7 @@ def dot_held(ring, xs, used, TILES: gl.constexpr, c):
         if i % AT_ONCE == 0:
             for k in gl.static_range(AT_ONCE):
                 wait_full(ring, used + i + k, c)
-        parts = parts_of(ring, (used + i) % c.STAGES)
+        parts = parts_of(ring, (used + i) % c.STAGES, c)
         for j in gl.static_range(parts_in(c.HIDDEN, i % EACH)):
             weights = parts.index(j).load(c.W).to(gl.float32)
             sums += weights * xs[i % EACH * PARTS + j][None, :]
@@ -229,7 +229,7 @@ def add_stages(
     for b in gl.static_range(COUNT):
         wait_full(ring, used + b, c)
     for b in gl.static_range(COUNT):
-        parts = parts_of(ring, (used + b) % c.STAGES)
+        parts = parts_of(ring, (used + b) % c.STAGES, c)
         for j in gl.static_range(PARTS if b + 1 < COUNT else LAST):
             weights = parts.index(j).load(c.W).to(gl.float32)
             x = ring.x.index((number + b) * PARTS + j).load(gl.SliceLayout(0, c.W)).to(gl.float32)

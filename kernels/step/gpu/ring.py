@@ -24,6 +24,9 @@ PARTS = gl.constexpr(sizes.PARTS)
 MOST_SPLITS = gl.constexpr(sizes.MOST_SPLITS)
 MOST_HELD = gl.constexpr(sizes.MOST_HELD)
 MERGED = gl.constexpr(sizes.MERGED)
+MULTIPLIED = gl.constexpr(sizes.MULTIPLIED)
+MOST_TILES = gl.constexpr(sizes.MOST_TILES)
+SUMS = gl.constexpr(sizes.SUMS)
 MOST_PROGRAMS = gl.constexpr(256)
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
@@ -57,10 +60,11 @@ class StepConstants:
     """Compile-time constants of the kernel.
 
     Attributes:
+        BATCH: sequences of the step; several are multiplied on tensor cores (`kernels.step.gpu.products_of_rows`).
         LAYERS: layers of the model; `HIDDEN`, `INNER`, `HEADS`, `KV_HEADS`, `D` and `VOCAB` are its sizes.
         GROUP: query heads per key-value head.
         GROUP_SPLITS: programs that attend the same keys, each for other query heads.
-        UNITS: key-value heads times `GROUP_SPLITS`.
+        UNITS: key-value heads of all sequences times `GROUP_SPLITS`.
         HELD: query heads that a program attends.
         BLOCK_SIZE: tokens per block of the cache.
         STAGES: stages of the ring.
@@ -76,7 +80,7 @@ class StepConstants:
         KEYS: keys per stage; values likewise.
         HELD_P: `HELD` rounded up to a power of two.
         HEAD_ROWS: rows of the buffer of query heads, a key and a value.
-        INPUTS: elements of the largest vector in shared memory.
+        INPUTS: elements of the largest vector in shared memory; with several sequences, of 8 such vectors.
         DP: `D` rounded up to a power of two. A head is two halves of DP / 2 elements, each padded (`head_element`).
         BLOCK_D: largest power of two that divides `D`.
         W: register layout of a part [ROWS, COLUMNS]: one row per warp.
@@ -85,6 +89,7 @@ class StepConstants:
         M: register layout of partial results [HELD_P, LINES, DP]: a thread has all lines.
     """
 
+    BATCH: gl.constexpr
     LAYERS: gl.constexpr
     HIDDEN: gl.constexpr
     INNER: gl.constexpr
@@ -121,8 +126,9 @@ class StepConstants:
     @gluon.constexpr_function
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
-        BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN,
+        BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
     ) -> None:  # fmt: skip
+        self.BATCH = gl.constexpr(BATCH)
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
         self.INNER = gl.constexpr(INNER)
@@ -130,7 +136,7 @@ class StepConstants:
         self.KV_HEADS = gl.constexpr(KV_HEADS)
         self.GROUP = gl.constexpr(HEADS // KV_HEADS)
         self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
-        self.UNITS = gl.constexpr(KV_HEADS * GROUP_SPLITS)
+        self.UNITS = gl.constexpr(BATCH * KV_HEADS * GROUP_SPLITS)
         self.HELD = gl.constexpr(HELD)
         self.D = gl.constexpr(D)
         self.DP = gl.constexpr(DP)
@@ -173,6 +179,7 @@ class Ring:
         data: [STAGES, PARTS * ROWS * COLUMNS].
         full: [STAGES, 1], as is `empty`.
         x: [INPUTS / 256, 256], the input of a linear layer.
+        sums: [MOST_TILES, ROWS, SUMS] float32, each consumer warp's sums of a tile; of several sequences only.
         heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
     """
@@ -184,9 +191,10 @@ class Ring:
     heads: gl.shared_memory_descriptor
     maxima: gl.shared_memory_descriptor
     totals: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, data, full, empty, x, heads, maxima, totals) -> None:
+    def __init__(self, data, full, empty, x, heads, maxima, totals, sums) -> None:
         self.data = data
         self.full = full
         self.empty = empty
@@ -194,6 +202,7 @@ class Ring:
         self.heads = heads
         self.maxima = maxima
         self.totals = totals
+        self.sums = sums
 
 
 @gluon.jit
@@ -206,6 +215,11 @@ def make_ring(dtype: gl.constexpr, c):
     heads = gl.allocate_shared_memory(dtype, [c.HEAD_ROWS, c.DP], flat)
     maxima = gl.allocate_shared_memory(gl.float32, [c.HELD_P, c.LINES], plane)
     totals = gl.allocate_shared_memory(gl.float32, [c.HELD_P, c.LINES], plane)
+    sums = totals
+    if c.BATCH > 1:
+        # Warps write a row each and read a column each, both without bank conflicts.
+        apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, ROWS, [1, 0])
+        sums = gl.allocate_shared_memory(gl.float32, [MOST_TILES, ROWS, SUMS], apart)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
@@ -214,13 +228,21 @@ def make_ring(dtype: gl.constexpr, c):
         mbarrier.init(full.index(i), count=PRODUCER_WARPS * 32)
         mbarrier.init(empty.index(i), count=1)
     gl.thread_barrier()
-    return Ring(data, full, empty, x, heads, maxima, totals)
+    return Ring(data, full, empty, x, heads, maxima, totals, sums)
+
+
+@gluon.constexpr_function
+def part_layout(batch):
+    """Return the layout of a part; for tensor cores, the same columns of its rows are in different banks."""
+    if batch == 1:
+        return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.SwizzledSharedLayout(8, 1, ROWS.value, [1, 0])
 
 
 @gluon.jit
-def parts_of(ring, stage):
+def parts_of(ring, stage, c):
     """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    layout: gl.constexpr = part_layout(c.BATCH)
     return ring.data.index(stage)._reinterpret(ring.data.dtype, [PARTS, ROWS, COLUMNS], layout)
 
 
@@ -361,6 +383,26 @@ def parts_in(inputs, stage):
     """Return how many parts of ROWS rows of weights are in one of their stages."""
     parts = -(-inputs // COLUMNS.value)
     return min(PARTS.value, parts - stage * PARTS.value)
+
+
+@gluon.constexpr_function
+def parts_sent(inputs, stage, batch):
+    """Return how many parts of a stage are filled; for tensor cores all, with zeros behind the rows' end."""
+    return parts_in(inputs, stage) if batch == 1 else PARTS.value
+
+
+@gluon.jit
+def attended(c):
+    """Return what this program attends: sequence, key-value head, part of the head's queries, and split."""
+    unit = gl.program_id(0) % c.UNITS
+    split = gl.program_id(0) // c.UNITS
+    kv_head = unit % c.KV_HEADS
+    part = unit // c.KV_HEADS
+    row = 0
+    if c.BATCH > 1:
+        row = part // c.GROUP_SPLITS
+        part = part % c.GROUP_SPLITS
+    return row, kv_head, part, split
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from kernels.step.gpu.ring import (
     ROWS,
 )
 
-_LOWEST_KEY = gl.constexpr(-(2**63))
+LOWEST_KEY = gl.constexpr(-(2**63))
 _MINUS_INFINITY = gl.constexpr(-0x7F800001)
 
 
@@ -28,7 +28,7 @@ _MINUS_INFINITY = gl.constexpr(-0x7F800001)
 def score_all(ring, xs, factor, logits, best, totals, used, c):
     """Compute and store this program's logits, their largest key and the sum of their exponentials."""
     EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4)
-    key = gl.full([ROWS], _LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
+    key = gl.full([ROWS], LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
     count = tiles_of_program(gl.program_id(0), (c.VOCAB + ROWS - 1) // ROWS)
     for i in range(count // EACH):
@@ -57,7 +57,7 @@ def score(ring, xs, factor, logits, number, key, total, used, TILES: gl.constexp
             gl.store(logits + row, rounded)
         else:
             gl.store(logits + row, rounded, mask=row < c.VOCAB)
-            ranked = gl.where(row < c.VOCAB, ranked, _LOWEST_KEY)
+            ranked = gl.where(row < c.VOCAB, ranked, LOWEST_KEY)
         keys = keys + (ranked,)  # type: ignore[assignment]
         largest = gl.maximum(largest, keys[t])
     total *= exponentials(key, largest)
@@ -72,7 +72,7 @@ def choose(best, totals, tokens, logprobs, sampled):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
     number = gl.arange(0, MOST_PROGRAMS, layout=layout)
     exists = number < gl.num_programs(0)
-    keys = gl.load(best + number, mask=exists, other=_LOWEST_KEY, cache_modifier=".cg")
+    keys = gl.load(best + number, mask=exists, other=LOWEST_KEY, cache_modifier=".cg")
     sums = gl.load(totals + number, mask=exists, other=0.0, cache_modifier=".cg")
     key = gl.max(keys, 0)
     chosen = 0x7FFFFFFF - (key & 0x7FFFFFFF)

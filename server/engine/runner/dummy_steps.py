@@ -102,6 +102,21 @@ def few_rows(
             yield _output((), (_chunk(_sequence(count, block_size, _GREEDY), count),))
 
 
+def prompts(
+    counts: Iterable[int], limits: SchedulerConfig, block_size: int
+) -> Iterator[SchedulerOutput]:
+    """Yield steps of one prompt with these numbers of tokens, computed layer by layer even if decode rows are not.
+
+    Args:
+        counts: numbers of tokens; larger ones than the limits are left out.
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    for count in counts:
+        if count <= min(limits.max_num_batched_tokens, limits.max_model_len):
+            yield _output((), (_chunk(_sequence(count, block_size, _GREEDY), count),))
+
+
 def sampling_ways(block_size: int) -> Iterator[SchedulerOutput]:
     """Yield decode steps of one sequence for each set of sampling kernels; with a penalty these read float32 logits.
 

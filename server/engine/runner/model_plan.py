@@ -10,6 +10,7 @@ from kernels import select
 from kernels.cpu.library import instructions
 from model.device.kv_cache import bytes_per_token
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
+from model.network.single_launch import ROW_COUNTS
 from server.engine.core.plan_report import (
     DeterminismPlan,
     LaunchPlan,
@@ -49,11 +50,7 @@ def explain_model(
     in_c = cpu_quantization is not None
     invariant = deterministic and not in_c
     problems = model.attention.problems(block_size, kv_dtype, deterministic=invariant)
-    shape, weight_dtype, reasons = (
-        problems[0],
-        model.weight_dtype,
-        ("deterministic",) if invariant else model.single_launch_unsupported(arch),
-    )
+    shape, weight_dtype = problems[0], model.weight_dtype
     return PlanReport(
         arch=arch.key,
         arch_name=arch.name,
@@ -74,9 +71,7 @@ def explain_model(
         head_dim=shape.head_dim,
         block_size=shape.block_size,
         memory=_plan_memory(model, CPU_CACHE_DTYPE if in_c else shape.cache_dtype, in_c=in_c),
-        one_sequence=(
-            f"layer by layer: {'; '.join(reasons)}" if reasons and not in_c else "in one launch"
-        ),
+        one_sequence="in one launch" if in_c else _plan_launches(model, arch, invariant=invariant),
         phases=[
             _plan_cpu_phase(problem) if in_c else _plan_phase(problem, arch) for problem in problems
         ],
@@ -88,6 +83,20 @@ def explain_model(
             else _plan_determinism(model, block_size, arch, kv_dtype, always=deterministic)
         ),
     )
+
+
+def _plan_launches(model: DecoderLM, arch: GPUArch, *, invariant: bool) -> str:
+    """Return how a decode step of one sequence is computed; if in one launch, also a step of a few."""
+    reasons = ("deterministic",) if invariant else model.single_launch_unsupported(arch)
+    if reasons:
+        return f"layer by layer: {'; '.join(reasons)}"
+    counts: dict[str, list[str]] = {}
+    for rows in ROW_COUNTS:
+        reasons = model.single_launch_unsupported(arch, rows)
+        way = f"layer by layer: {'; '.join(reasons)}" if reasons else "in one launch"
+        counts.setdefault(way, []).append(str(rows))
+    few = (f"{', '.join(rows)} sequences {way}" for way, rows in counts.items())
+    return "; ".join(("in one launch", *few))
 
 
 def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:

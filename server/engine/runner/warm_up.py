@@ -99,7 +99,11 @@ def _compute_first_steps(
     if on_gpu:
         _compute(runner, dummy_steps.longest_chunk(limits, block_size))
         few = dummy_steps.few_rows(runner.model.row_counts, limits, block_size)
-        for output in (*few, *dummy_steps.sampling_ways(block_size)):
+        launched = runner.model.launched_rows(detect(runner.device))
+        in_one_launch = dummy_steps.few_rows(launched, limits, block_size)
+        by_layers = dummy_steps.prompts(launched, limits, block_size)
+        ways = dummy_steps.sampling_ways(block_size)
+        for output in (*few, *in_one_launch, *by_layers, *ways):
             _compute(runner, output)
         for num_rows in _ARGMAX_ROWS:
             _argmax(runner, min(num_rows, limits.max_num_seqs))

@@ -8,6 +8,7 @@ from server.engine.runner.dummy_steps import (
     few_rows,
     first_steps,
     largest_step,
+    prompts,
     sampling_ways,
     unsampled_token,
 )
@@ -85,6 +86,16 @@ def test_steps_of_few_tokens_are_decode_steps_or_one_prompt(
     assert [output.num_tokens for output in outputs if output.prefill] == prompts
     assert all(len(members(output)) == output.num_tokens for output in outputs if output.decode)
     assert all(len(output.prefill) == 1 for output in outputs if not output.decode)
+
+
+def test_prompts_have_the_numbers_of_tokens_that_the_limits_allow():
+    config = limits(tokens=64, model_len=4)
+    outputs = list(prompts((2, 4, 8), config, S))
+
+    for output in outputs:
+        assert_sound(output, config, config.max_model_len)
+    assert [output.num_tokens for output in outputs] == [2, 4]
+    assert all(len(output.prefill) == 1 and not output.decode for output in outputs)
 
 
 def test_sampling_steps_cover_filters_and_penalties():

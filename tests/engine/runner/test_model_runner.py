@@ -10,6 +10,7 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
 from model.network.single_launch import launch_refusal
+from model.network.step import StepOutput
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.dummy_steps import crowds, first_steps, largest_step
 from server.engine.runner.model_runner import ModelRunner
@@ -65,11 +66,46 @@ def test_only_a_step_that_samples_one_token_is_a_single_launch(
         hidden = model.hidden_states(step, engine.engine._runner.kv_cache, sampled)
         return model.score(step, hidden, sampled, out)
 
-    monkeypatch.setattr(model, "_step_kernel", lambda _cache: "kernel")
+    monkeypatch.setattr(model, "_step_kernel", lambda _cache, rows: "kernel" if rows == 1 else None)
     monkeypatch.setattr(model, "_launch_once", launch_once)
 
     assert engine.generate(requests) == expected
     assert len(launches) == (6 if budget < 4 and not scored else 5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_step_of_as_many_sequences_as_a_kernel_has_rows_is_a_single_launch(
+    checkpoint, count, monkeypatch
+):
+    requests = [greedy(i, [5 + i, 6, 7, 8], 6) for i in range(count)]
+    expected = make_engine(checkpoint).generate(requests)
+    engine = make_engine(checkpoint)
+    runner, launches = engine.engine._runner, []
+    model = runner.model
+
+    def kernel(ids, positions, *rest):
+        launches.append(len(ids))
+        logits, tokens, logprobs, sampled, *rows = rest[3:]
+        step = steps[-1]
+        hidden = model.hidden_states(step, runner.kv_cache, sampled)
+        found = model.score(step, hidden, sampled, StepOutput(logits, tokens, logprobs))
+        assert found.logits is logits
+        assert [it.tolist() for it in rows] == (
+            [step.device.sampled_rows.tolist()] if count > 1 else []
+        )
+
+    steps = []
+    launch_once = model._launch_once
+
+    def launch(kernel, step, sampled, out):
+        steps.append(step)
+        return launch_once(kernel, step, sampled, out)
+
+    monkeypatch.setattr(model, "_launch_once", launch)
+    model._step_kernels[runner.kv_cache] = dict.fromkeys((1, 2, 4), kernel)
+
+    assert engine.generate(requests) == expected
+    assert set(launches) == ({count} if count != 3 else set())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +123,7 @@ def test_a_single_launch_that_the_driver_refuses_is_replaced_and_the_plan_says_w
         launches.append(1)
         raise RuntimeError(f"Triton Error [CUDA]: {text}")
 
-    runner.model._step_kernels[runner.kv_cache] = refuse
+    runner.model._step_kernels[runner.kv_cache] = {1: refuse}
     monkeypatch.setattr(runner.model, "_launch_once", refuse)
 
     assert engine.generate(requests) == expected

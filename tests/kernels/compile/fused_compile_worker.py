@@ -34,6 +34,7 @@ from kernels.sampling.gpu.embed import embed
 from kernels.sampling.gpu.sample_tokens import sample_tokens
 from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
+from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
@@ -55,6 +56,7 @@ STEPS = {
     ("wide",): StepShape(3072, 14336, 32, 8, 128, 32000, 1e-6, 0.1),
     ("heads of 80",): StepShape(2560, 6912, 32, 8, 80, 50257, 1e-6, 0.1),
     ("heads of 256", "window"): StepShape(1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1),
+    ("bundled",): StepShape(384, 1024, 6, 2, 64, 4096, 1e-6, 0.1),
     ("heads of 32",): StepShape(384, 1024, 12, 12, 32, 32003, 1e-6, 0.1),
     ("norm", "78 SMs"): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     ("78 SMs",): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
@@ -313,11 +315,16 @@ class FusedCompiler(Compiler):
         arch = ARCHES[job.sm]
         if "78 SMs" in job.around:
             arch = dataclasses.replace(arch, num_sms=78)
-        step = StepKernel(weights, (cache,), (scales,), arch)
-        one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
-        table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
+        rows = job.tokens
+        ids, slots = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
+        table, rope = torch.empty((rows, 9), dtype=torch.int32), (empty(99, 1, dim),) * 2
+        logits = empty(rows, vocabulary)
+        inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
-        step(one, one, slot, table, rope, empty(1, vocabulary), one, torch.empty(1), one)
+        if rows == 1:
+            StepKernel(weights, (cache,), (scales,), arch)(*inputs)
+        else:
+            RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)
 
     def _argmax(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)

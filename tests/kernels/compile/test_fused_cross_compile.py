@@ -9,12 +9,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR as VECTOR_ROW
 from kernels.linear.select import LinearChoice, select_linear
 from kernels.sampling.rows import SAMPLE_SIZES
+from kernels.step.single_launch import unsupported
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.fused_compile_worker import MATRICES, STEPS, FusedJob
@@ -40,6 +42,12 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
 BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 """Of `STEPS`: those that fit into the shared memory of sm_120, and without a spill on sm_100."""
+STEPS_OF_ROWS = tuple(
+    around
+    for around, shape in STEPS.items()
+    if not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8, unmeasured=True)
+)
+"""Of `STEPS`: those that a step of 8 sequences supports."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
 SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
 """Sizes of rows that a list of candidates holds, just holds and just does not hold."""
@@ -142,6 +150,8 @@ def jobs_for(sm: int) -> list[FusedJob]:
 JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)] + [
     FusedJob(sm, "step", around=around) for sm in (100, 120) for around in BLACKWELL_STEPS
 ]
+JOBS += [FusedJob(HOPPER, "step", around=around, tokens=8) for around in STEPS_OF_ROWS]
+JOBS += [FusedJob(HOPPER, "step", around=("norm",), tokens=rows) for rows in (2, 4)]
 
 
 def representative_jobs() -> list[FusedJob]:
@@ -150,7 +160,8 @@ def representative_jobs() -> list[FusedJob]:
     for job in JOBS:
         if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
             weight_dtype = job.choice and job.choice.problem.weight_dtype
-            found.setdefault((job.sm, job.operation, job.function, weight_dtype), job)
+            of_rows = job.operation == "step" and job.tokens > 1
+            found.setdefault((job.sm, job.operation, job.function, weight_dtype, of_rows), job)
     return list(found.values())
 
 

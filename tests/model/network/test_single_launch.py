@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.step.single_launch import StepShape, unsupported
-from kernels.step.sizes import step_sizes
+from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
+from kernels.step.sizes import MULTIPLIED, step_sizes
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
@@ -56,6 +56,51 @@ def test_small_models_on_hopper_are_supported(sizes, num_sms):
     assert divided.stages >= 8
     assert divided.group_splits * divided.heads >= shape.num_heads // shape.num_kv_heads
     assert divided.group_splits * shape.num_kv_heads <= num_sms
+
+
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+@pytest.mark.parametrize(
+    "name", ["SmolLM2-135M", "SmolLM2-360M", "Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.2-1B"]
+)
+def test_steps_of_several_sequences_of_small_models_are_supported(name, num_sms, rows):
+    shape = StepShape(*KNOWN[name], eps=1e-6, softmax_scale=0.1)
+    arch = dataclasses.replace(HOPPER, num_sms=num_sms)
+
+    assert unsupported(shape, torch.bfloat16, arch, rows, unmeasured=True) == ()
+    divided = step_sizes(shape, arch, rows)
+    assert divided.inputs % MULTIPLIED == 0
+    assert divided.inputs >= 8 * max(shape.hidden_size, shape.inner_size)
+    units = rows * shape.num_kv_heads * divided.group_splits
+    assert units * divided.splits <= num_sms
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "message"),
+    [
+        (QWEN._replace(num_kv_heads=16), 8, "114 SMs for 128 groups of query heads; from 128"),
+        (QWEN._replace(num_heads=64), 8, "114 SMs for 128 groups of query heads; from 128"),
+        (
+            QWEN._replace(hidden_size=3072, inner_size=8192),
+            2,
+            "hold 5 stages beside vectors of 65536 elements, at least 6",
+        ),
+        (QWEN._replace(inner_size=12288), 2, "hold 1 stages beside vectors of 98304 elements"),
+    ],
+)
+def test_a_reason_against_several_sequences_names_the_value_and_the_limit(shape, rows, message):
+    arch = dataclasses.replace(HOPPER, num_sms=114)
+
+    assert unsupported(shape, torch.bfloat16, arch) == ()
+    assert message in "; ".join(unsupported(shape, torch.bfloat16, arch, rows, unmeasured=True))
+
+
+def test_steps_of_several_sequences_are_off_until_a_gpu_has_run_them_and_only_for_hopper():
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 8) == (
+        "never run, and unmeasured kernels are not allowed",
+    )
+    (reason,) = unsupported(QWEN, torch.bfloat16, ARCHES[100], 8, unmeasured=True)
+    assert "needs sm_90, this is sm_100" in reason
 
 
 @pytest.mark.parametrize(
@@ -129,7 +174,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
     ],
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
-    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_: ())
+    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())

@@ -1,0 +1,521 @@
+"""Runs the single-launch decode step on a CPU: its own functions, on PyTorch's tensors instead of Gluon's.
+
+Consumers and producer of each program are threads, which wait for each other at the kernel's barriers. Views of shared
+memory follow their layouts; layouts of registers have no meaning. Products are exact and their sums are in float32.
+Shared memory begins as NaN, and a stage is NaN from the start of a copy until it arrives. Published numbers, and the
+places that are cleared for them, are those of `kernels.step.gpu.grid_barrier`, whose assembly is written again here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from kernels.step.gpu import (
+    attend,
+    attend_rows,
+    consumer,
+    consumer_rows,
+    grid_barrier,
+    kernel,
+    kernel_rows,
+    producer,
+    products,
+    products_of_rows,
+    ring,
+    score,
+    score_rows,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE = 60.0
+"""Seconds at a barrier that mean a deadlock."""
+_MODULES = (
+    attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, ring, score,
+    score_rows,
+)  # fmt: skip
+
+
+class Array(torch.Tensor):
+    """A tensor with the methods of Gluon's."""
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Array:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+def array(x: Any) -> Array:
+    return torch.as_tensor(x).as_subclass(Array)
+
+
+class Constant(int):
+    """An integer constant."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+def constant(x: Any) -> Any:
+    """Return a constant of Gluon as a value of Python."""
+    x = getattr(x, "value", x)
+    return Constant(x) if type(x) is int else x
+
+
+@functools.cache
+def places(shape: tuple[int, ...], layout: tuple[Any, ...]) -> torch.Tensor:
+    """Return where the elements of a shape are in shared memory."""
+    kind, *fields = layout
+    if kind == "linear":
+        (bases,) = fields
+        coordinates = torch.zeros(1, len(shape), dtype=torch.int64)
+        for basis in bases:
+            coordinates = torch.cat([coordinates, coordinates ^ torch.tensor(basis)])
+        strides = torch.tensor(
+            [int(torch.tensor(shape[i + 1 :]).prod()) for i in range(len(shape))]
+        )
+        numbers = (coordinates * strides).sum(1)
+        assert numbers.sort().values.equal(torch.arange(len(numbers))), "two elements at one place"
+        assert len(numbers) == torch.tensor(shape).prod()
+        return numbers.argsort().view(shape)
+    vec, per_phase, max_phase = fields
+    columns = torch.arange(shape[-1]).expand(shape)
+    if max_phase > 1:
+        rows = torch.arange(shape[-2])[:, None] // per_phase % max_phase
+        columns = ((columns // vec) ^ rows) * vec + columns % vec
+    lines = torch.arange(columns.numel() // shape[-1]).view(*shape[:-1], 1)
+    return lines * shape[-1] + columns
+
+
+class Shared:
+    """A view of shared memory: bytes, and the dtype, the shape and the layout in which they are seen."""
+
+    def __init__(
+        self, memory: torch.Tensor, dtype: torch.dtype, shape: list[int], layout: Any
+    ) -> None:
+        self.memory, self.dtype, self.shape, self.layout = memory, dtype, shape, layout
+
+    def index(self, i: int) -> Shared:
+        inner = [int(n) for n in self.shape[1:]]
+        size = int(torch.tensor(inner).prod()) * self.dtype.itemsize
+        assert 0 <= int(i) < self.shape[0]
+        return Shared(self.memory[int(i) * size :][:size], self.dtype, inner, self.layout)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        size = int(torch.tensor([int(n) for n in shape]).prod()) * dtype.itemsize
+        assert size <= len(self.memory), "the view is larger than the memory"
+        return Shared(self.memory[:size], dtype, shape, layout)
+
+    def load(self, layout: Any) -> Array:
+        del layout
+        return array(self.memory.view(self.dtype)[self._places()])
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.dtype is self.dtype
+        assert list(value.shape) == list(self.shape)
+        self.memory.view(self.dtype)[self._places()] = torch.Tensor(value)
+
+    def _places(self) -> torch.Tensor:
+        return places(tuple(int(n) for n in self.shape), self.layout)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def places(self, mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places, 0 where `mask` is false, and the mask."""
+        offset = torch.as_tensor(self.offset).long()
+        shown = torch.as_tensor(True if mask is None else mask)
+        offset, shown = torch.broadcast_tensors(offset, shown)
+        offset = offset.where(shown, torch.zeros(()).long())
+        assert (offset >= 0).all()
+        return torch.Tensor(offset).long(), torch.Tensor(shown).bool()
+
+
+class MBarrier:
+    """An mbarrier with one arrival for each phase."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.completed = 0
+
+    def arrive(self, count: int = 1) -> None:
+        del count
+        with self.changed:
+            self.completed += 1
+            self.changed.notify_all()
+
+    def wait(self, phase: int) -> None:
+        with self.changed:
+            reached = self.changed.wait_for(lambda: self.completed & 1 != int(phase), PATIENCE)
+            assert reached, "deadlock"
+
+
+class Barriers:
+    """The mbarriers of a ring."""
+
+    def __init__(self, count: int) -> None:
+        self.barriers = [MBarrier() for _ in range(count)]
+
+    def index(self, i: int) -> MBarrier:
+        return self.barriers[int(i)]
+
+
+class Device:
+    """What the kernel uses of Gluon, for all programs of a launch; a thread has its own program and copies."""
+
+    float32, int16, int32, int64 = torch.float32, torch.int16, torch.int32, torch.int64
+    float8e4nv = torch.float8_e4m3fn
+    static_range = range
+
+    def __init__(self, programs: int) -> None:
+        self.programs = programs
+        self.own = threading.local()
+        self.arrived = threading.Condition()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *_, **__: None
+        return lambda *given, **_: array(getattr(torch, name)(*given))
+
+    def SwizzledSharedLayout(self, vec: int, per_phase: int, max_phase: int, order: Any) -> Any:  # noqa: N802
+        assert list(order) == sorted(order, reverse=True)
+        return "swizzled", int(vec), int(per_phase), int(max_phase)
+
+    def SharedLinearLayout(self, bases: list[list[int]]) -> Any:  # noqa: N802
+        return "linear", tuple(map(tuple, bases))
+
+    def constexpr(self, x: Any) -> Any:
+        return x
+
+    def program_id(self, _axis: int) -> int:
+        number: int = self.own.program
+        return number
+
+    def num_programs(self, _axis: int) -> int:
+        return self.programs
+
+    def thread_barrier(self) -> None:
+        """All warps of a role are one thread here."""
+
+    def unchanged(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+    multiple_of = max_contiguous = max_constancy = convert_layout = unchanged
+
+    def arange(self, start: int, stop: int, layout: Any = None) -> Array:
+        del layout
+        return array(torch.arange(start, stop, dtype=torch.int32))
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Array:
+        del layout
+        return array(torch.zeros([int(n) for n in shape], dtype=dtype))
+
+    def full(self, shape: list[int], value: float, dtype: torch.dtype, layout: Any) -> Array:
+        del layout
+        return array(torch.full([int(n) for n in shape], value, dtype=dtype))
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        if all(isinstance(it, int) for it in (condition, a, b)):
+            return a if condition else b
+        return array(torch.where(torch.as_tensor(condition), a, b))
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return self._either(torch.maximum, max, a, b)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return self._either(torch.minimum, min, a, b)
+
+    def _either(self, of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return of_numbers(a, b)
+        like = a if isinstance(a, torch.Tensor) else b
+        return array(of_tensors(*(torch.as_tensor(it, dtype=like.dtype) for it in (a, b))))
+
+    def sum(self, x: Array, axis: int) -> Array:
+        return array(x.sum(axis))
+
+    def max(self, x: Array, axis: int) -> Array:
+        return array(x.amax(axis))
+
+    def expand_dims(self, x: Array, axis: int) -> Array:
+        return array(torch.as_tensor(x).unsqueeze(axis))
+
+    def split(self, x: Array) -> tuple[Array, Array]:
+        first, second = x.unbind(-1)
+        return array(first), array(second)
+
+    def join(self, a: Array, b: Array) -> Array:
+        return array(torch.stack([a, b], -1))
+
+    def reshape(self, x: Array, shape: list[int]) -> Array:
+        return array(x.reshape([int(n) for n in shape]))
+
+    def gather(self, x: Array, index: Array, axis: int) -> Array:
+        return array(x.gather(axis, index.long().expand(x.shape)))
+
+    def load(
+        self, pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = ""
+    ) -> Array:
+        del cache_modifier
+        offset, shown = pointer.places(mask)
+        found = pointer.memory.view(-1)[offset]
+        return array(
+            found if mask is None else found.where(shown, torch.tensor(other, dtype=found.dtype))
+        )
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
+        offset, shown = pointer.places(mask)
+        value = torch.as_tensor(value).to(pointer.memory.dtype)
+        offset, shown, value = torch.broadcast_tensors(
+            offset, shown, torch.Tensor.as_subclass(value, torch.Tensor)
+        )
+        pointer.memory.view(-1)[offset[shown]] = value[shown]
+
+    def copy(self, target: Shared, source: Pointer, mask: Any = None) -> None:
+        """Start a copy, which arrives with the thread's next arrival."""
+        target.memory.fill_(255)
+        self.own.copies.append((target, source, mask))
+
+    def copies_arrive(self, full: MBarrier, increment_count: bool) -> None:
+        assert not increment_count
+        for target, source, mask in self.own.copies:
+            target.store(self.load(source, mask).expand([int(n) for n in target.shape]))
+        self.own.copies.clear()
+        full.arrive()
+
+    def mma(self, a: Array, b: Array, acc: Array) -> Array:
+        assert a.dtype is b.dtype
+        return array(acc + a.float() @ b.float())
+
+    def publish(
+        self,
+        vector: Pointer,
+        size: int,
+        parity: Any,
+        place: Any,
+        values: Array,
+        exists: Any,
+        c: Any,
+    ) -> None:
+        bits = vector.memory.view(_bits(vector.memory.dtype))
+        target = Pointer(bits, parity * size + place)
+        if c.EARLY:
+            offset, shown = target.places(exists)
+            assert (bits[offset[shown]] == -1).all(), "a place is not empty"
+        there = torch.Tensor(values.to(vector.memory.dtype)).view(bits.dtype)
+        self.store(target, there.where(there != -1, torch.iinfo(bits.dtype).max), exists)
+        if c.EARLY:
+            self.clear(vector, size, parity, place, exists)
+
+    def clear(self, vector: Pointer, size: int, parity: Any, place: Any, exists: Any) -> None:
+        bits = vector.memory.view(_bits(vector.memory.dtype))
+        self.store(Pointer(bits, (1 - parity) * size + place), array(-1), exists)
+
+    def received(self, values: Array, pointers: Pointer, *rest: Any) -> Array:
+        """Load again until all has arrived; what is masked is never missing."""
+        *_, c = rest
+        kind = _bits(values.dtype)
+        missing = torch.Tensor(values).view(kind) == -1
+        if not c.EARLY or not missing.any():
+            return values
+        with self.arrived:
+            again = pointers.places(missing)[0]
+            memory = pointers.memory.view(kind).view(-1)
+
+            def is_there() -> bool:
+                return bool((memory[again][missing] != -1).all())
+
+            reached = self.arrived.wait_for(is_there, PATIENCE)
+            assert reached, "a number never arrives"
+        return array(torch.where(missing, pointers.memory.view(-1)[again], values))
+
+    def arrive(self, counter: Pointer, _c: Any = None) -> None:
+        with self.arrived:
+            counter.memory[int(counter.offset)] += 1
+            self.arrived.notify_all()
+
+    def wait_grid(self, counter: Pointer, arrivals: Any, _fence: bool) -> None:
+        with self.arrived:
+            reached = self.arrived.wait_for(
+                lambda: counter.memory[int(counter.offset)] >= int(arrivals), PATIENCE
+            )
+            assert reached, "deadlock"
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    return torch.int16 if dtype.itemsize == 2 else torch.int32
+
+
+class StepOnCPU:
+    """Takes the place of the kernels `whole_step` and `step_of_rows`.
+
+    Args:
+        weights: of the model.
+        caches: as in `bind_step`, as are `scales`.
+        scales: likewise.
+    """
+
+    def __init__(self, weights: Any, caches: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
+        self._tensors = []
+        for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
+            pair = (None, None) if scale is None else tuple(scale)
+            cache = dict(zip(ring.FIELDS[-5:-1], (kv[0], kv[1], *pair), strict=True))
+            self._tensors.append({**layer._asdict(), **cache})
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        """Return a function that runs the programs of a grid."""
+
+        def launch(*arguments: Any, **constants: Any) -> None:
+            del constants["num_warps"], constants["launch_cooperative_grid"]
+            _launch(grid[0], self._tensors, list(arguments), constants)
+
+        return launch
+
+
+def _launch(
+    programs: int, tensors: list[dict[str, Any]], arguments: list[Any], constants: dict[str, Any]
+) -> None:
+    made = ring.StepConstants(**constants)
+    c = SimpleNamespace(**{name: constant(it) for name, it in vars(made).items()})
+    given = [Pointer(it.view(-1)) if isinstance(it, torch.Tensor) else it for it in arguments]
+    table, embedding, norm, head, ids, positions, slots, block_table, *rest = given
+    columns = (rest.pop(0),) if c.BATCH > 1 else ()
+    cos, sin, *rest = rest
+    buffers, (counter, logits, tokens, logprobs, sampled, *rest) = tuple(rest[:8]), rest[8:]
+    *rows, eps, scale = rest
+    consume, produce = (
+        (consumer_rows.consume_rows, producer.produce_rows)
+        if c.BATCH > 1
+        else (consumer.consume, producer.produce)
+    )
+    device = Device(programs)
+    errors: list[BaseException] = []
+    dtype = embedding.memory.dtype
+
+    def role(function: Any, program: int, *arguments: Any) -> threading.Thread:
+        def run() -> None:
+            device.own.program, device.own.copies = program, []
+            try:
+                function(*arguments)
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
+                errors.append(error)
+
+        return threading.Thread(target=run)
+
+    def look_up(_table: Pointer, layer: Any, field: int, _dtype: Any) -> Pointer:
+        found = tensors[int(layer)][ring.FIELDS[field]]
+        return Pointer(torch.empty(0) if found is None else found.view(-1))
+
+    with _in_place_of_gluon(device, look_up):
+        consume, produce = consume.fn, produce.fn
+        threads = []
+        for program in range(programs):
+            own = _shared_memory(dtype, c)
+            threads.append(
+                role(produce, program, own, table, head, positions, block_table, *columns, c)
+            )
+            threads.append(
+                role(
+                    consume, program, own, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counter,
+                    logits, tokens, logprobs, sampled, *rows, eps, scale, c,
+                )
+            )  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
+    """Allocate a program's shared memory as `make_ring` does."""
+
+    def shared(kind: torch.dtype, *shape: int, swizzle: tuple[int, int, int] = (1, 1, 1)) -> Shared:
+        size = int(torch.tensor(shape).prod()) * kind.itemsize
+        memory = torch.full((size,), 255, dtype=torch.uint8)
+        return Shared(memory, kind, list(shape), ("swizzled", *swizzle))
+
+    columns, rows = ring.COLUMNS.value, ring.ROWS.value
+    return SimpleNamespace(
+        data=shared(dtype, c.STAGES, ring.PARTS.value * rows * columns),
+        x=shared(dtype, c.INPUTS // columns, columns),
+        heads=shared(dtype, c.HEAD_ROWS, c.DP),
+        maxima=shared(torch.float32, c.HELD_P, c.LINES),
+        totals=shared(torch.float32, c.HELD_P, c.LINES),
+        sums=shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
+        full=Barriers(c.STAGES),
+        empty=Barriers(c.STAGES),
+    )
+
+
+@contextlib.contextmanager
+def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
+    """Replace what the modules import, and let their functions call each other as Python's."""
+    replaced = {
+        "gl": device,
+        "address": look_up,
+        "mbarrier": SimpleNamespace(arrive=MBarrier.arrive, wait=MBarrier.wait),
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=device.copy,
+            mbarrier_arrive=device.copies_arrive,
+            commit_group=lambda: None,
+            wait_group=lambda _: None,
+        ),
+        "mma_v2": device.mma,
+        "publish": device.publish,
+        "clear": device.clear,
+        "received": device.received,
+        "received_log": device.received,
+        "arrive_published": device.arrive,
+        "arrive_grid": device.arrive,
+        "wait_grid": device.wait_grid,
+    }
+    with contextlib.ExitStack() as stack:
+        for module in _MODULES:
+            names: dict[str, Any] = {}
+            for name, it in vars(module).items():
+                if name in replaced:
+                    names[name] = replaced[name]
+                elif hasattr(it, "fn"):
+                    names[name] = it.fn
+                elif type(it).__name__ == "constexpr":
+                    names[name] = constant(it)
+            stack.enter_context(mock.patch.multiple(module, **names))
+            stack.enter_context(mock.patch.object(module, "range", _numbers, create=True))
+        yield
+
+
+def _numbers(*bounds: Any) -> Iterator[Array]:
+    """Like `range`, of numbers that have the methods of Gluon's."""
+    return (array(torch.tensor(i, dtype=torch.int32)) for i in range(*map(int, bounds)))
+
+
+@contextlib.contextmanager
+def steps_on_cpu(weights: Any, caches: tuple[Any, ...], scales: tuple[Any, ...]) -> Iterator[None]:
+    """Run the launches of bound steps of a model on the CPU."""
+    step = StepOnCPU(weights, caches, scales)
+    with (
+        mock.patch.object(kernel, "whole_step", step),
+        mock.patch.object(kernel_rows, "step_of_rows", step),
+    ):
+        yield

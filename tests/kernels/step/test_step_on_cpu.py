@@ -1,0 +1,271 @@
+"""The single-launch decode step on a CPU, of one sequence as a control and of several, against float64."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.hadamard import hadamard_transform
+from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, unsupported
+from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.kernels.triton_interpreter import HAS_TRITON
+from tests.marks import slow_except
+
+if HAS_TRITON:
+    from kernels.step.gpu import kernel
+    from kernels.step.gpu.kernel_rows import RowsKernel
+    from tests.kernels.step.step_on_cpu import PATIENCE, steps_on_cpu
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host"),
+    pytest.mark.timeout(240),
+]
+
+BLOCK, BLOCKS = 16, 12
+POSITIONS = (100, 0, 33, 64, 65, 1, 31, 150)
+MOST = 200
+"""Positions that have a rotation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and a step."""
+
+    rows: int
+    num_sms: int = 16
+    hidden: int = 128
+    inner: int = 192
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    layers: int = 2
+    vocab: int = 101
+    around: bool = True
+    window: int | None = None
+    fp8: bool = False
+    early: bool = True
+
+    @property
+    def shape(self):
+        sizes = (self.hidden, self.inner, self.heads, self.kv_heads, self.dim, self.vocab)
+        return StepShape(*sizes, 1e-6, self.dim**-0.5)
+
+    @property
+    def arch(self):
+        return dataclasses.replace(ARCHES[90], num_sms=self.num_sms)
+
+
+CASES = (
+    Case(1),
+    Case(8),
+    Case(2, num_sms=23),
+    Case(4, heads=6, dim=48, hidden=192, inner=320, around=False, window=40, num_sms=11),
+    Case(8, fp8=True, early=False),
+    Case(1, fp8=True),
+    Case(2, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+    Case(4, heads=10, num_sms=40, vocab=640),
+    Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
+)
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape, std=0.1):
+    return (torch.randn(shape, generator=GENERATOR) * std).bfloat16()
+
+
+class Model:
+    """Random weights, a cache, and the inputs of a step of each number of sequences."""
+
+    def __init__(self, case):
+        GENERATOR.manual_seed(0)
+        self.case = case
+        c, heads, kv, dim = case.hidden, case.heads, case.kv_heads, case.dim
+        stacked = (heads + 2 * kv) * dim
+
+        def layer(number):
+            norms = [1 + random(dim) if case.around else None for _ in range(2)]
+            return LayerWeights(
+                random(stacked, c), random(c, heads * dim), random(2 * case.inner, c),
+                random(c, case.inner, std=0.05), 1 + random(c), 1 + random(c), *norms,
+                random(stacked) if case.around else None, case.window if number else None,
+            )  # fmt: skip
+
+        layers = [layer(number) for number in range(case.layers)]
+        embedding = random(case.vocab, c, std=1.0)
+        head = random(case.vocab, c, std=0.5 * c**-0.5)
+        self.weights = StepWeights(case.shape, layers, embedding, head, 1 + random(c))
+        rows = [random(2, BLOCKS, BLOCK, kv, dim, std=1.0) for _ in layers]
+        self.scales = (None,) * case.layers
+        self.caches = tuple(rows)
+        if case.fp8:
+            quantized = [quantize_kv_rows(it) for it in rows]
+            self.caches = tuple(numbers for numbers, _ in quantized)
+            self.scales = tuple(it.transpose(2, 3).contiguous() for _, it in quantized)
+        self.rope = tuple(random(MOST, 1, dim, std=1.0).contiguous() for _ in range(2))
+        self.positions = torch.tensor(POSITIONS)[: case.rows]
+        self.ids = torch.arange(case.rows) * 7 % case.vocab
+        self.table = torch.stack(
+            [torch.randperm(BLOCKS, generator=GENERATOR) for _ in POSITIONS]
+        ).int()[: case.rows]
+        self.slots = torch.full((case.rows,), -1, dtype=torch.int32)
+        self.sampled = torch.zeros(20, dtype=torch.int64)
+
+    def rows_of(self, layer):
+        """Return the keys and values of a layer's cache, [2, N, S, K, D] float64."""
+        scale = self.scales[layer]
+        if scale is None:
+            return self.caches[layer].double()
+        return dequantize_rows(self.caches[layer], scale.transpose(2, 3), torch.float32).double()
+
+    def bind(self):
+        given = (self.weights, self.caches, self.scales, self.case.arch)
+        return (
+            kernel.StepKernel(*given) if self.case.rows == 1 else RowsKernel(*given, self.case.rows)
+        )
+
+    def step(self, bound):
+        """Compute a step on the CPU; returns its logits, tokens and log-probabilities."""
+        rows = self.case.rows
+        logits = torch.full((rows, self.case.vocab), torch.nan).bfloat16()
+        tokens, logprobs = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+        given = (
+            self.ids,
+            self.positions,
+            self.slots,
+            self.table,
+            self.rope,
+            logits,
+            tokens,
+            logprobs,
+            self.sampled,
+        )
+        with steps_on_cpu(self.weights, self.caches, self.scales):
+            bound(*given) if rows == 1 else bound(*given, torch.arange(rows) + 3)
+        return types.SimpleNamespace(logits=logits.double(), tokens=tokens, logprobs=logprobs)
+
+    def truth(self):
+        """Return the logits in float64, and each layer's keys and values of the step's tokens, [2, B, K, D]."""
+        case, written = self.case, []
+        wide = lambda x: x.double()  # noqa: E731
+        x = wide(self.weights.embedding)[self.ids]
+        for number, layer in enumerate(self.weights.layers):
+            y = _norm(x, wide(layer.input_norm)) @ wide(layer.qkv).T
+            y = y if layer.qkv_bias is None else y + wide(layer.qkv_bias)
+            q, k, v = y.view(case.rows, -1, case.dim).split(
+                [case.heads, case.kv_heads, case.kv_heads], 1
+            )
+            if case.around:
+                q, k = _norm(q, wide(layer.q_norm)), _norm(k, wide(layer.k_norm))
+            q, k = self._rotated(q), self._rotated(k)
+            if case.fp8:
+                q, k = (hadamard_transform(it.float()).double() for it in (q, k))
+            written.append(torch.stack([k, v]))
+            attended = [
+                self._attend(number, row, q[row], k[row], v[row]) for row in range(case.rows)
+            ]
+            x = x + torch.stack(attended) @ wide(layer.output).T
+            gate, up = (_norm(x, wide(layer.mlp_norm)) @ wide(layer.gate_up).T).chunk(2, -1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ wide(layer.down).T
+        return _norm(x, wide(self.weights.norm)) @ wide(self.weights.head).T, written
+
+    def _rotated(self, x):
+        cos, sin = (it.double()[self.positions] for it in self.rope)
+        return x * cos + x.roll(self.case.dim // 2, -1) * sin
+
+    def _attend(self, number, row, q, k, v):
+        past = int(self.positions[row])
+        before = self.rows_of(number)[:, self.table[row].long()].flatten(1, 2)[:, :past]
+        window = self.weights.layers[number].window
+        before = before[:, max(past + 1 - window, 0) :] if window else before
+        group = self.case.heads // self.case.kv_heads
+        keys, values = (
+            torch.cat([old, new[None]]).repeat_interleave(group, 1)
+            for old, new in zip(before, (k, v), strict=True)
+        )
+        scores = torch.einsum("hd,nhd->hn", q, keys) * self.case.dim**-0.5
+        return torch.einsum("hn,nhd->hd", scores.softmax(-1), values).flatten()
+
+
+def _norm(x, gain):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain
+
+
+def assert_close(found, truth, most):
+    """Require the norm of each row's error to be a small part of the row's."""
+    error = (found - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert error.max() < most, error
+
+
+@pytest.fixture
+def model(request, monkeypatch):
+    case = request.param
+    if not case.early:
+        monkeypatch.setattr(kernel, "_LITTLE_HIDDEN", 0)
+    assert unsupported(case.shape, torch.bfloat16, case.arch, case.rows, unmeasured=True) == ()
+    return Model(case)
+
+
+@pytest.mark.parametrize("model", slow_except(CASES[:2], CASES), indirect=True, ids=str)
+def test_several_steps_agree_with_float64(model):
+    bound = model.bind()
+    allowed = 0.06 if model.case.fp8 else 0.03
+    for shift in (0, 20):
+        model.positions = (torch.tensor(POSITIONS)[: model.case.rows] + shift).clamp(min=0)
+        truth, _ = model.truth()
+        step = model.step(bound)
+
+        assert_close(step.logits, truth, allowed)
+        assert torch.equal(step.tokens, step.logits.argmax(-1))
+        expected = step.logits.log_softmax(-1).amax(-1).float()
+        torch.testing.assert_close(step.logprobs, expected, rtol=1e-4, atol=1e-4)
+        first = 0 if model.case.rows == 1 else 3
+        assert torch.equal(model.sampled[first : first + model.case.rows], step.tokens)
+
+
+@pytest.mark.parametrize("model", [Case(4, layers=1)], indirect=True, ids=str)
+def test_keys_and_values_are_written_to_the_slots_and_nowhere_else(model):
+    model.table = torch.arange(BLOCKS).int().repeat(4, 1)
+    # The last block of the table belongs to the third sequence, the one before to the first.
+    model.slots = torch.tensor([10 * BLOCK + 3, -1, 11 * BLOCK + 15, -1], dtype=torch.int32)
+    model.positions = torch.tensor([100, 7, 33, 64])
+    _, ((keys, values),) = model.truth()
+    before = model.caches[0].clone()
+    model.step(model.bind())
+
+    found = model.caches[0].flatten(1, 2)
+    for row, slot in ((0, 163), (2, 191)):
+        assert_close(
+            found[:, slot].double().flatten(1),
+            torch.stack([keys[row], values[row]]).flatten(1),
+            0.02,
+        )
+    changed = (found != before.flatten(1, 2)).flatten(2).any(-1).any(0).nonzero().flatten()
+    assert changed.tolist() == [163, 191]
+
+
+@pytest.mark.parametrize("model", [Case(4, layers=1)], indirect=True, ids=str)
+def test_a_sequence_has_the_same_bits_beside_any_others(model):
+    bound = model.bind()
+    first = model.step(bound).logits[2].clone()
+    model.positions[[0, 1, 3]] = torch.tensor([3, 170, 90])
+    model.ids[[0, 1, 3]] = 11
+
+    assert torch.equal(model.step(bound).logits[2], first)
+
+
+@pytest.mark.parametrize("model", [Case(2, layers=1)], indirect=True, ids=str)
+def test_negative_ids_read_tokens_sampled_by_the_step_before(model):
+    bound = model.bind()
+    expected = model.step(bound).logits.clone()
+    model.sampled[[5, 1]] = model.ids
+    model.ids = torch.tensor([-1 - 5, -1 - 1])
+
+    assert torch.equal(model.step(bound).logits, expected)
+
+
+def test_a_deadlock_would_be_found_before_the_timeout_of_a_test():
+    assert PATIENCE < 240
