@@ -1,7 +1,10 @@
 """Measures what frequent scrapes of /metrics cost the streams: an endpoint picker reads it 20 times a second.
 
-The service has a paced engine, so that the front end alone determines the latency. Runs with and without scrapes
-alternate; the result is the median of the rounds.
+The service has a paced engine, so that the front end alone determines the latency. Rounds alternate between scrapes of
+the service and three controls: no scrapes, scrapes of `/health`, which take the event loop as much but for the metrics
+themselves, and scrapes of another service that is idle, which take the machine as much but not this event loop. On a
+machine with few cores the last of them is what the scraping program costs by its own use of a core. The result is the
+median of the rounds. Each scrape opens a connection, which clients that keep theirs do not.
 
     python -m benchmarks.scrapes [--rate 60] [--streams 64] [--tokens 600] [--rounds 5]
 """
@@ -32,32 +35,36 @@ SCRAPES_PER_SECOND: Final = 20
 
 
 @contextlib.contextmanager
-def scraping(url: str, rate: float) -> Iterator[list[float]]:
-    """Read the metrics at a rate, 0 for never; the value is a list of the seconds that each took."""
+def scraping(url: str) -> Iterator[list[float]]:
+    """Read a URL at a constant rate, or nothing if it is empty; the value is a list of the seconds that each took."""
     seconds: list[float] = []
     done = threading.Event()
 
     def scrape() -> None:
-        while not done.wait(1 / rate):
+        while not done.wait(1 / SCRAPES_PER_SECOND):
             start = time.perf_counter()
-            with urllib.request.urlopen(f"{url}/metrics") as reply:  # noqa: S310 - the own service
+            with urllib.request.urlopen(url) as reply:  # noqa: S310 - the own service
                 reply.read()
             seconds.append(time.perf_counter() - start)
 
     thread = threading.Thread(target=scrape)
-    if rate:
+    if url:
         thread.start()
     try:
         yield seconds
     finally:
         done.set()
-        if rate:
+        if url:
             thread.join()
 
 
-def measure(url: str, scrapes: float, streams: int, tokens: int) -> dict[str, float]:
-    """Load the service; returns percentiles of the latency between tokens and of a scrape, in milliseconds."""
-    with tempfile.TemporaryDirectory() as folder, scraping(url, scrapes) as seconds:
+def measure(url: str, scraped: str, streams: int, tokens: int) -> dict[str, float]:
+    """Load the service at `url` while `scraped` is read.
+
+    Returns:
+        Percentiles of the latency between tokens and the median time of a scrape, in milliseconds.
+    """
+    with tempfile.TemporaryDirectory() as folder, scraping(scraped) as seconds:
         report = Path(folder) / "report.json"
         subprocess.run(
             [
@@ -86,25 +93,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     add_bookkeeping(parser)
     options = parser.parse_args()
-    found: dict[int, list[dict[str, float]]] = {0: [], SCRAPES_PER_SECOND: []}
     settings = [f"--max-num-seqs={options.streams}", f"--max-concurrent-requests={options.streams}"]
     program = ("benchmarks.streaming", SERVE, str(options.rate))
-    with service(settings, program=program) as (url, _):
-        measure(url, 0, options.streams, 50)
+    with (
+        service(settings, program=program) as (url, _),
+        service(settings, program=program) as (idle, _),
+    ):
+        scraped = {
+            "nothing": "",
+            "/metrics of an idle service": f"{idle}/metrics",
+            "/health": f"{url}/health",
+            "/metrics": f"{url}/metrics",
+        }
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in scraped}
+        measure(url, "", options.streams, 50)
         for _ in range(options.rounds):
-            for scrapes, rounds in found.items():
-                rounds.append(measure(url, scrapes, options.streams, options.tokens))
-    rows: list[dict[str, Any]] = [
-        {
-            "scrapes_per_second": scrapes,
+            for name, rounds in found.items():
+                rounds.append(measure(url, scraped[name], options.streams, options.tokens))
+    rows: list[dict[str, Any]] = []
+    for name, rounds in found.items():
+        median = {key: statistics.median(it[key] for it in rounds) for key in rounds[0]}
+        row = {
+            "scraped": name,
+            "scrapes_per_second": SCRAPES_PER_SECOND if scraped[name] else 0,
             "streams": options.streams,
             "steps_per_second": options.rate,
+            **{key: round(value, 3) for key, value in median.items()},
+            "itl_p99_ms_of_rounds": [round(it["itl_p99_ms"], 3) for it in rounds],
         }
-        | {name: round(statistics.median(it[name] for it in rounds), 3) for name in rounds[0]}
-        | {"itl_p99_ms_of_rounds": [round(it["itl_p99_ms"], 3) for it in rounds]}
-        for scrapes, rounds in found.items()
-    ]
-    rows[1]["itl_p99_change"] = round(rows[1]["itl_p99_ms"] / rows[0]["itl_p99_ms"] - 1, 4)
+        if rows:
+            row["itl_p99_change"] = round(row["itl_p99_ms"] / rows[0]["itl_p99_ms"] - 1, 4)
+        rows.append(row)
     libraries = ("uvicorn", "uvloop", "httptools", "starlette", "prometheus-client")
     write_report("scrapes", rows, libraries, folder=options.out, revision=options.commit)
 

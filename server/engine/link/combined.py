@@ -117,6 +117,7 @@ class EngineReports:
     # What was combined last, from which objects: each request reads these, and the engines send statistics often.
     _info: tuple[Sequence[object], EngineInfo | None] = ((), None)
     _stats: tuple[Sequence[object], EngineStats] = ((), EngineStats())
+    _past: tuple[Sequence[object], EngineStats] = ((), EngineStats())
 
     @property
     def state(self) -> EngineState:
@@ -140,8 +141,11 @@ class EngineReports:
 
     @property
     def past(self) -> EngineStats:
-        """Sum of the counters of earlier engine processes."""
-        return combine_past(self.reports)
+        """Sum of the counters of earlier engine processes. The same object while nothing changes."""
+        parts = [report.past for report in self.reports]
+        if not _same(parts, self._past[0]):
+            self._past = parts, combine_past(self.reports)
+        return self._past[1]
 
     @property
     def info(self) -> EngineInfo | None:

@@ -1,8 +1,8 @@
 """Renders metrics as text.
 
-`prometheus_client` renders the text of a metric once; as long as the metric has the same samples, only their values are
-rendered again, and of those only the ones that have changed. Otherwise a scrape of 1,200 samples would take 7 ms, in
-which the event loop sends no tokens; it takes 0.4 ms.
+`prometheus_client` renders the text of a metric once. Afterwards a metric is rendered only if a sample has changed, and
+then only its values. Otherwise a scrape of 1,200 samples would take 7 ms, in which the event loop sends no tokens; it
+takes 0.12 to 0.25 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from server.http.metrics.rows import Reading
+    from server.http.metrics.rows import Reading, Samples
 
 # Formats whose layouts are kept. Only a client that makes up versions of a format asks for more.
 _MOST_FORMATS = 4
@@ -33,14 +33,14 @@ class _Layout(NamedTuple):
     Attributes:
         shape: of the reading that it was made from.
         text: for the operator `%`.
-        values: the newest ones.
-        filled: the text with these.
+        samples: the newest ones.
+        filled: the encoded text with these.
     """
 
     shape: Hashable
     text: str
-    values: list[float]
-    filled: str
+    samples: Samples
+    filled: bytes
 
 
 class _Format:
@@ -52,7 +52,7 @@ class _Format:
 
     def __init__(self, encode: Callable[[Any], bytes]) -> None:
         self._encode = encode
-        self._end = encode(_Families()).decode()
+        self._end = encode(_Families())
         self._layouts: dict[str, _Layout] = {}
         self._texts = _Texts()
 
@@ -60,22 +60,24 @@ class _Format:
         """Render metrics."""
         if len(self._texts) > _MOST_TEXTS:
             self._texts.clear()
-        texts = []
+        layouts, texts = self._layouts, []
         for reading in readings:
-            name, shape, values = reading.metric.name, reading.shape(), reading.values()
-            layout = self._layouts.get(name)
-            if layout is None or layout.shape != shape or layout.values != values:
-                numbers = tuple(map(self._texts.__getitem__, values))
-                if layout is None or layout.shape != shape:
-                    text = self._encode(_Families(reading)).decode().removesuffix(self._end)
-                    layout = _Layout(shape, _lay_out(text, numbers), values, text)
-                else:
-                    filled = layout.text % numbers
-                    layout = layout._replace(values=values, filled=filled)
-                self._layouts[name] = layout
+            name = reading.metric.name
+            layout = layouts.get(name)
+            if layout is None or layout.samples != reading.samples:
+                layout = layouts[name] = self._fill(layout, reading)
             texts.append(layout.filled)
         texts.append(self._end)
-        return "".join(texts).encode()
+        return b"".join(texts)
+
+    def _fill(self, layout: _Layout | None, reading: Reading) -> _Layout:
+        """Render a metric, with the layout of an earlier reading if its text differs in nothing but the values."""
+        shape = reading.shape()
+        numbers = tuple(map(self._texts.__getitem__, reading.values()))
+        if layout is not None and layout.shape == shape:
+            return _Layout(shape, layout.text, reading.samples, (layout.text % numbers).encode())
+        filled = self._encode(_Families(reading)).removesuffix(self._end)
+        return _Layout(shape, _lay_out(filled.decode(), numbers), reading.samples, filled)
 
 
 class Exposition:

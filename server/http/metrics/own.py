@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from server.http.metrics.specs import Spec
 
 
+_REASONS: Final = [(reason.name.lower(),) for reason in FinishReason]
+
+
 def _row(spec: Spec, read: Callable[[Snapshot], Samples | None]) -> Row:
     return Row(spec.name, spec.kind, spec.help, read, spec.labels)
 
@@ -40,11 +43,8 @@ def _counter(spec: Spec, field: str) -> Row:
 
 def _by_reason(spec: Spec, field: str) -> Row:
     def read(snapshot: Snapshot) -> Samples:
-        values = getattr(snapshot.totals, field) or [0] * len(FinishReason)
-        return [
-            ((reason.name.lower(),), float(value))
-            for reason, value in zip(FinishReason, values, strict=True)
-        ]
+        values = getattr(snapshot.totals, field) or [0] * len(_REASONS)
+        return list(zip(_REASONS, map(float, values), strict=True))
 
     return _row(spec, read)
 
@@ -53,7 +53,6 @@ def _requests(snapshot: Snapshot) -> Samples:
     return [
         ((endpoint, outcome.value), count)
         for (endpoint, outcome), count in snapshot.requests.items()
-        if count
     ]
 
 

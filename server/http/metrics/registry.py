@@ -15,7 +15,7 @@ from server.http.metrics.exposition import Exposition
 from server.http.metrics.histogram import Histogram
 from server.http.metrics.process import Processes
 from server.http.metrics.shared_counters import SharedCounters
-from server.http.metrics.snapshot import Snapshot
+from server.http.metrics.snapshot import KeptResults, Snapshot
 from server.http.metrics.specs import (
     HISTOGRAM_CELLS,
     HISTOGRAMS,
@@ -78,6 +78,7 @@ class Metrics:
         self._version = version
         self._processes = Processes()
         self._exposition = Exposition()
+        self._kept = KeptResults()
 
     def count_request(self, endpoint: str, outcome: Outcome) -> None:
         """Count a request that has ended."""
@@ -94,9 +95,14 @@ class Metrics:
 
     def read(self) -> list[Reading]:
         """Read all metrics."""
-        totals = self._counters.totals()
-        requests = {pair: totals[cell] for pair, cell in self._request_cells.items()}
-        snapshot = Snapshot(self._config.model_id, self._version, totals, requests, self._client)
+        snapshot = Snapshot(
+            self._config.model_id,
+            self._version,
+            self._counters.totals(),
+            list(self._request_cells),
+            self._client,
+            self._kept,
+        )
         snapshot.is_draining = self._lifecycle is not None and self._lifecycle.is_draining
         readings = [reading for metrics in _SETS for reading in metrics.read(snapshot)]
         return readings + self._processes.read([row[PID_CELL] for row in self._counters.rows])

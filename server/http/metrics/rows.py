@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -37,8 +37,7 @@ class Row:
     labels: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class Reading(NamedTuple):
     """The samples of one metric at one moment.
 
     Attributes:

@@ -54,4 +54,5 @@ class SharedCounters:
 
     def totals(self) -> list[float]:
         """Sum each number over all processes."""
-        return [sum(column) for column in zip(*self.rows, strict=True)]
+        rows = [list(row) for row in self.rows]
+        return rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, TypeVar
 
 from server.engine.core.accounting import STEP_SECONDS_BOUNDS
-from server.engine.core.messages import add_counters
+from server.engine.core.messages import EngineStats, add_counters
 from server.http.metrics.histogram import cumulative
 from server.http.metrics.specs import HISTOGRAM_CELLS, IN_FLIGHT_CELL, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import TypeAlias
+    from collections.abc import Callable, Hashable, Sequence
+    from typing import Any, TypeAlias
 
-    from server.engine.core.messages import EngineInfo, EngineStats
+    from server.engine.core.messages import EngineInfo
     from server.engine.link.client import EngineHandle
     from server.engine.link.protocol import EngineReport
     from server.http.metrics.specs import Spec
 
 Buckets: TypeAlias = tuple[list[tuple[str, float]], float]
 """Cumulative counts by upper bound, and the sum of all values."""
+
+
+_Source = TypeVar("_Source")
+_Result = TypeVar("_Result")
+_NO_COUNTERS = EngineStats()
+
+
+class KeptResults:
+    """Results that stay the same object as long as what they are computed from is equal.
+
+    Few counters change between two scrapes, and a metric with the same object is not rendered again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[Any, Any]] = {}
+
+    def get(
+        self, name: Hashable, source: _Source, compute: Callable[[_Source], _Result]
+    ) -> _Result:
+        """Return `compute(source)`, or its last result under this name if that had an equal source."""
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != source:
+            kept = self._kept[name] = source, compute(source)
+        result: _Result = kept[1]
+        return result
 
 
 class Snapshot:
@@ -29,10 +55,12 @@ class Snapshot:
         model_name: the served model's name.
         version: the service's version.
         totals: the shared counters, summed over the front ends.
-        requests: requests answered, by endpoint and outcome.
+        pairs: endpoint and outcome of each of the first counters, which count answered requests.
         client: the engine's client.
+        kept: of earlier snapshots.
 
     Attributes:
+        requests: requests answered, by endpoint and outcome; only those that there were.
         in_flight: sequences admitted and not yet answered.
         state: the engine's state.
         is_draining: whether the service is about to end; set by the creator.
@@ -49,32 +77,40 @@ class Snapshot:
         model_name: str,
         version: str,
         totals: Sequence[float],
-        requests: dict[tuple[str, Outcome], float],
+        pairs: Sequence[tuple[str, Outcome]],
         client: EngineHandle,
+        kept: KeptResults,
     ) -> None:
         self.model_name = model_name
         self.version = version
-        self.requests = requests
         self.in_flight = totals[IN_FLIGHT_CELL]
         self.state = client.state
         self.is_draining = False
         self.restarts = client.restarts
         self.stats: EngineStats = client.stats
-        self.counters = add_counters(client.past, client.stats)
+        past, stats = client.past, self.stats
+        self.counters = stats if past == _NO_COUNTERS else add_counters(past, stats)
         self.totals = self.counters.decode_totals()
         self.info: EngineInfo | None = client.info
         self.engines: Sequence[EngineReport] = client.reports
-        self._histograms = {
-            spec: cumulative(spec.buckets, totals[cells]) for spec, cells in HISTOGRAM_CELLS.items()
-        }
+
+        def count(counts: Sequence[float]) -> dict[tuple[str, Outcome], float]:
+            return {pair: n for pair, n in zip(pairs, counts, strict=True) if n}
+
+        self.requests = kept.get("requests", totals[: len(pairs)], count)
         self._outcomes = dict.fromkeys(Outcome, 0.0)
-        for (_, outcome), count in requests.items():
-            if count:
-                self._outcomes[outcome] += count
-        prefill, decode = self.counters.prefill_seconds, self.counters.decode_seconds
+        for (_, outcome), n in self.requests.items():
+            self._outcomes[outcome] += n
+        self._histograms = {
+            spec: kept.get(spec, totals[cells], functools.partial(cumulative, spec.buckets))
+            for spec, cells in HISTOGRAM_CELLS.items()
+        }
         self._step_times = [
-            ("prefill", _step_times(self.totals.prefill_steps, prefill)),
-            ("decode", _step_times(self.totals.decode_steps, decode)),
+            (phase, kept.get(phase, _step_cells(counts, seconds), _step_times))
+            for phase, counts, seconds in (
+                ("prefill", self.totals.prefill_steps, self.counters.prefill_seconds),
+                ("decode", self.totals.decode_steps, self.counters.decode_seconds),
+            )
         ]
 
     def histogram(self, spec: Spec) -> Buckets:
@@ -95,6 +131,9 @@ def empty_histogram() -> Buckets:
     return [("+Inf", 0.0)], 0.0
 
 
-def _step_times(counts: list[int], seconds: float) -> Buckets:
-    cells = counts or [0] * (len(STEP_SECONDS_BOUNDS) + 1)
-    return cumulative(STEP_SECONDS_BOUNDS, [*cells, seconds])
+def _step_cells(counts: list[int], seconds: float) -> list[float]:
+    return [*(counts or [0] * (len(STEP_SECONDS_BOUNDS) + 1)), seconds]
+
+
+def _step_times(cells: list[float]) -> Buckets:
+    return cumulative(STEP_SECONDS_BOUNDS, cells)
