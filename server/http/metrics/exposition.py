@@ -2,7 +2,7 @@
 
 `prometheus_client` renders the text of a metric once. Afterwards a metric is rendered only if a sample has changed, and
 then only its values. Otherwise a scrape of 1,200 samples would take 7 ms, in which the event loop sends no tokens; it
-takes 0.12 to 0.25 ms.
+takes 0.12 ms, or 0.25 if many have changed.
 """
 
 from __future__ import annotations
