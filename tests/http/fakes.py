@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ INFO = EngineInfo(
     plan=PLAN,
     startup_seconds={},
     versions={},
+    pid=os.getpid(),
 )
 USAGE = SequenceUsage(
     prefill_seconds=0.25,

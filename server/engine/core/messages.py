@@ -87,6 +87,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         startup_seconds: duration of each start-up phase, in order.
         versions: versions of the libraries that the results depend on.
         engine: number of the engine among those of the service.
+        pid: of the engine's process, of rank 0 with `--tensor-parallel`; 0 if it runs in the front end's.
     """
 
     model_id: str
@@ -106,6 +107,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     startup_seconds: dict[str, float]
     versions: dict[str, str]
     engine: int = 0
+    pid: int = 0
 
 
 class EngineTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import platform
 import sys
 from contextlib import contextmanager
@@ -117,6 +118,7 @@ def start_engine(
         startup_seconds=phases.seconds,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         engine=config.engine,
+        pid=os.getpid(),
     )
     log.info(
         "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",

@@ -1,21 +1,26 @@
-"""Processor time, memory and open files of all processes of the service, under Prometheus' usual names."""
+"""Processor time, memory and open files of the service's processes.
+
+Those of the front ends and their parent together have Prometheus' usual names, each engine's process names of its own.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import ProcessCollector
 
 from server.http.metrics.rows import Reading
-from server.http.metrics.specs import Spec
+from server.http.metrics.specs import PROCESS_MEMORY, PROCESS_SECONDS, Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from prometheus_client.metrics_core import Metric
+
+    from server.engine.link.protocol import EngineReport
 
 _KEPT_SECONDS = 1.0
 """Some read the metrics twenty times a second, and reading the processes takes longer than all the others."""
@@ -59,6 +64,29 @@ class Processes:
             Reading(Spec(name, type(family), family.documentation), {}, [((), values[name])])
             for name, family in families.items()
         ]
+
+
+class EngineProcesses:
+    """Reads the processes of the engines, which share the host with the front end."""
+
+    _SPECS: Final = {
+        "process_cpu_seconds": PROCESS_SECONDS,
+        "process_resident_memory_bytes": PROCESS_MEMORY,
+    }
+
+    def __init__(self) -> None:
+        self._processes: dict[int, Processes] = {}
+
+    def read(self, engines: Sequence[EngineReport]) -> list[Reading]:
+        """Read the metrics of each engine with a process, at most a second old."""
+        pids = {i: it.info.pid for i, it in enumerate(engines) if it.info is not None}
+        self._processes = {i: self._processes.get(i) or Processes() for i in pids}
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {it: [] for it in self._SPECS}
+        for i, pid in pids.items():
+            for reading in self._processes[i].read([pid]):
+                if (found := samples.get(reading.metric.name)) is not None:
+                    found.append(((str(i),), reading.values()[0]))
+        return [Reading(spec, {}, samples[name]) for name, spec in self._SPECS.items()]
 
 
 def _collector(pid: int) -> ProcessCollector:

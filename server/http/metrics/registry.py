@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from server.http.metrics import own, tgi, vllm
 from server.http.metrics.exposition import Exposition
 from server.http.metrics.histogram import Histogram
-from server.http.metrics.process import Processes
+from server.http.metrics.process import EngineProcesses, Processes
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.metrics.snapshot import KeptResults, Snapshot
 from server.http.metrics.specs import (
@@ -77,6 +77,7 @@ class Metrics:
         self._config = config
         self._version = version
         self._processes = Processes()
+        self._engine_processes = EngineProcesses()
         self._exposition = Exposition()
         self._kept = KeptResults()
 
@@ -105,7 +106,8 @@ class Metrics:
         )
         snapshot.is_draining = self._lifecycle is not None and self._lifecycle.is_draining
         readings = [reading for metrics in _SETS for reading in metrics.read(snapshot)]
-        return readings + self._processes.read([row[PID_CELL] for row in self._counters.rows])
+        readings += self._processes.read([row[PID_CELL] for row in self._counters.rows])
+        return readings + self._engine_processes.read(snapshot.engines)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """Render all metrics in Prometheus' text format, or in another format that the client prefers.

@@ -196,6 +196,14 @@ ENGINES = Spec("tessera_engines", _GAUGE, "Engine processes of the service (--da
 _OF_ENGINE = ("engine",)
 # Of a service with several engines, for each: what balance and failures show. The sums have the names above.
 PROCESS_UP = Spec("tessera_engine_process_up", _GAUGE, "1 while this engine takes requests.", _OF_ENGINE)
+PROCESS_SECONDS = Spec(
+    "tessera_engine_process_cpu_seconds", _COUNTER,
+    "Processor time of this engine's process in user and kernel mode, in seconds.", _OF_ENGINE,
+)
+PROCESS_MEMORY = Spec(
+    "tessera_engine_process_resident_memory_bytes", _GAUGE,
+    "Resident memory of this engine's process, without the GPU's, in bytes.", _OF_ENGINE,
+)
 PROCESS_RESTARTS = Spec(
     "tessera_engine_process_restarts", _COUNTER, "Times this engine's process was started again.", _OF_ENGINE,
 )
@@ -243,6 +251,8 @@ SPECS: tuple[Spec, ...] = (
     ENGINE_STATE,
     ENGINES,
     PROCESS_UP,
+    PROCESS_SECONDS,
+    PROCESS_MEMORY,
     PROCESS_RESTARTS,
     *PROCESS_GAUGES.values(),
     *PROCESS_COUNTERS.values(),

@@ -5,11 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from msgspec import structs
 
+from server.engine.link.protocol import EngineReport
 from server.http.metrics import process
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
-from server.http.metrics.process import Processes
+from server.http.metrics.process import EngineProcesses, Processes
 from server.http.metrics.shared_counters import SharedCounters
+from tests.http.fakes import INFO
 
 
 @pytest.fixture
@@ -74,6 +77,20 @@ def test_process_metrics_are_summed_without_dead_processes():
         )
         assert value(both, "process_max_fds") < 2 * value(alone, "process_max_fds")
         other.stdin.close()
+
+
+def test_each_engine_with_a_process_has_its_processor_time_and_memory():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        pids = (os.getpid(), 2**22 + 1, other.pid)
+        engines = [EngineReport(info=structs.replace(INFO, pid=pid)) for pid in pids]
+        seconds, memory = EngineProcesses().read([*engines, EngineReport()])
+        other.stdin.close()
+
+    assert [labels for labels, _ in seconds.samples] == [("0",), ("2",)]
+    assert seconds.metric.name == "tessera_engine_process_cpu_seconds"
+    assert seconds.values()[0] > 0
+    assert memory.metric.name == "tessera_engine_process_resident_memory_bytes"
+    assert memory.values()[0] > memory.values()[1] > 0
 
 
 def test_processes_that_end_and_start_are_followed(monkeypatch):
