@@ -485,7 +485,7 @@ class DecoderLM(nn.Module):
         sampled_rows = arrays.sampled_rows
         if sampled is None:
             sampled = torch.empty_like(tokens)
-            sampled_rows = torch.arange(rows, device=table.device)
+            sampled_rows = torch.arange(rows, device=table.device) if rows > 1 else tokens
         kernel(
             arrays.token_ids,
             arrays.positions,
