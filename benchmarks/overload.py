@@ -117,7 +117,7 @@ def judge_delays(sent: Sent) -> dict[str, Any]:
     for refused in records:
         later = [at for at in admitted if at > refused.started]
         if refused.retry_after is None or not later:
-            continue  # not refused, or nobody asked again
+            continue  # not refused, or no later request
         actual = max(1.0, later[0] - refused.started)
         ratios.append(refused.retry_after / actual)
         num_right += 0.5 <= ratios[-1] <= 2.0

@@ -1,7 +1,7 @@
 """The build hook of hatchling: compiles the C library of `kernels/cpu`, and puts the packages of a wheel into one.
 
 The compiler is Zig's C compiler, which pip downloads as a package for the time of the build, so that users need none
-and everybody gets the same code. docs/decisions/0029-cpu-library.md has the reasons.
+and all builds have the same code. docs/decisions/0029-cpu-library.md has the reasons.
 
 In a wheel, `kernels`, `model` and `server` are inside `tessera`, and their imports of each other are renamed; an
 editable installation uses the source tree as it is. docs/decisions/0040-one-top-level-package.md has the reasons.

@@ -129,9 +129,8 @@ def bind_step(
         arch: of their device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
     """
-    # Triton is not everywhere.
-    from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415
-    from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415
+    from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415 - Triton is not everywhere
+    from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415 - likewise
 
     if rows == 1:
         return Kernel(weights, caches, scales, arch)

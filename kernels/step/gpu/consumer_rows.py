@@ -21,6 +21,7 @@ from kernels.step.gpu.grid_barrier import (
     arrive_published,
     publish,
     received,
+    reset_counters,
     wait_grid,
 )
 from kernels.step.gpu.products import tiles_of_program
@@ -146,12 +147,7 @@ def consume_rows(
     if gl.program_id(0) == 0:
         wait_grid(counter, arrivals + programs, gl.constexpr(False))
         choose_rows(best, totals, tokens, logprobs, sampled, sampled_rows, c)
-        # Reset the counters for the next step; no program waits for them any more.
-        gl.store(counter + PARITY, (base + c.LAYERS) & 1)
-        gl.store(counter + HEADS_DONE, 0)
-        for i in gl.static_range(c.KV_HEADS):
-            gl.store(counter + HEAD_READY + i * COUNTER_LINE, 0)
-        gl.store(counter, 0)
+        reset_counters(counter, base, c)
 
 
 @gluon.jit

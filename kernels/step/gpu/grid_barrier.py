@@ -231,3 +231,13 @@ def wait_grid(counter, arrivals, FENCE: gl.constexpr):
         pack=1,
     )
     gl.thread_barrier()
+
+
+@gluon.jit
+def reset_counters(counter, base, c):
+    """Prepare the counters for the next step, when no program waits for them any more; `base` is this step's parity."""
+    gl.store(counter + PARITY, (base + c.LAYERS) & 1)
+    gl.store(counter + HEADS_DONE, 0)
+    for i in gl.static_range(c.KV_HEADS):
+        gl.store(counter + HEAD_READY + i * COUNTER_LINE, 0)
+    gl.store(counter, 0)

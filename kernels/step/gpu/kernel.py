@@ -77,14 +77,15 @@ def whole_step(
     ], [4], [48])  # fmt: skip
 
 
-class StepKernel:
-    """The decode steps of one sequence. All calls use the same buffers, so they must be ordered on one stream.
+class BoundStep:
+    """What the launches of a step have in common. All use the same buffers, so they must be ordered on one stream.
 
     Args:
         weights: as in `kernels.step.single_launch.bind_step`.
         caches: as in `bind_step`.
         scales: as in `bind_step`.
         arch: of their device.
+        rows: sequences of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
     """
 
     def __init__(
@@ -93,13 +94,19 @@ class StepKernel:
         caches: tuple[Tensor, ...],
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
+        rows: int = 1,
     ) -> None:
         self._weights = weights
+        self._rows = rows
         self._in_table = caches, scales
         self._grid = (arch.num_sms,)
         self._table = address_table(weights, caches, scales)
-        self._buffers = exchange_buffers(weights, arch)
-        self._constants = step_constants(weights, caches, scales, arch)
+        self._buffers = exchange_buffers(weights, arch, rows)
+        self._constants = step_constants(weights, caches, scales, arch, rows)
+
+
+class StepKernel(BoundStep):
+    """The decode steps of one sequence."""
 
     def __call__(
         self,

@@ -12,15 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.step.gpu.consumer_rows import consume_rows
-from kernels.step.gpu.kernel import address_table, exchange_buffers, step_constants
+from kernels.step.gpu.kernel import BoundStep
 from kernels.step.gpu.producer import produce_rows
 from kernels.step.gpu.ring import StepConstants, make_ring
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kernels.arch import GPUArch
-    from kernels.step.weights import StepWeights
 
 
 @gluon.jit(do_not_specialize=["columns"])
@@ -65,31 +62,8 @@ def step_of_rows(
     ], [4], [64])  # fmt: skip
 
 
-class RowsKernel:
-    """The decode steps of several sequences. All calls use the same buffers, so they must be ordered on one stream.
-
-    Args:
-        weights: as in `kernels.step.single_launch.bind_step`.
-        caches: as in `bind_step`.
-        scales: as in `bind_step`.
-        arch: of their device.
-        rows: sequences of a step, B, one of `kernels.step.sizes.ROW_COUNTS`.
-    """
-
-    def __init__(
-        self,
-        weights: StepWeights,
-        caches: tuple[Tensor, ...],
-        scales: tuple[Tensor | None, ...],
-        arch: GPUArch,
-        rows: int,
-    ) -> None:
-        self._weights = weights
-        self._in_table = caches, scales
-        self._grid = (arch.num_sms,)
-        self._table = address_table(weights, caches, scales)
-        self._buffers = exchange_buffers(weights, arch, rows)
-        self._constants = step_constants(weights, caches, scales, arch, rows) | {"BATCH": rows}
+class RowsKernel(BoundStep):
+    """The decode steps of several sequences, B."""
 
     def __call__(
         self,
@@ -138,5 +112,6 @@ class RowsKernel:
             sampled_rows,
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
+            BATCH=self._rows,
             **self._constants,
         )

@@ -7,7 +7,7 @@ divide the columns, 128 each, and a warp divides its own into two halves, so tha
     second half                                                                        not used | used
 
 Warps add their sums in a fixed order, so a sequence has the same bits whatever the others are. Where a step has fewer
-than 8 sequences, the other rows of the products are whatever shared memory holds, and nobody reads them.
+than 8 sequences, the other rows of the products are undefined and not read.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ WARPS = 4
 
 
 class NamedBarrier:
-    """A barrier of the hardware: it opens when everybody has arrived, and starts again."""
+    """A barrier of the hardware: completes when all warps have arrived, and starts again."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count, self.opened = name, count, 0
@@ -69,7 +69,7 @@ class BackwardBlock(Block):
         return [self.produce(), *(self.consume(warp) for warp in range(WARPS))]
 
     def run(self) -> None:
-        """Run, and find arrivals that nobody waits for."""
+        """Run, and find arrivals without a wait."""
         super().run()
         for barrier in (*self.released, self.all_warps):
             if barrier.present:

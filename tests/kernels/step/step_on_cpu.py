@@ -196,11 +196,11 @@ class Device:
             return lambda *_, **__: None
         return lambda *given, **_: array(getattr(torch, name)(*given))
 
-    def SwizzledSharedLayout(self, vec: int, per_phase: int, max_phase: int, order: Any) -> Any:  # noqa: N802
+    def SwizzledSharedLayout(self, vec: int, per_phase: int, max_phase: int, order: Any) -> Any:  # noqa: N802 - Gluon's name
         assert list(order) == sorted(order, reverse=True)
         return "swizzled", int(vec), int(per_phase), int(max_phase)
 
-    def SharedLinearLayout(self, bases: list[list[int]]) -> Any:  # noqa: N802
+    def SharedLinearLayout(self, bases: list[list[int]]) -> Any:  # noqa: N802 - Gluon's name
         return "linear", tuple(map(tuple, bases))
 
     def constexpr(self, x: Any) -> Any:

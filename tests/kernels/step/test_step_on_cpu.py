@@ -150,7 +150,7 @@ class Model:
     def truth(self):
         """Return the logits in float64, and each layer's keys and values of the step's tokens, [2, B, K, D]."""
         case, written = self.case, []
-        wide = lambda x: x.double()  # noqa: E731
+        wide = torch.Tensor.double
         x = wide(self.weights.embedding)[self.ids]
         for number, layer in enumerate(self.weights.layers):
             y = _norm(x, wide(layer.input_norm)) @ wide(layer.qkv).T
