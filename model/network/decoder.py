@@ -5,9 +5,7 @@ The engine runs it step by step over a paged KV cache; training runs it over who
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
     from model.network.layers import Attention, BoundLayer
     from model.network.metadata import AttentionMetadata
     from model.network.step import StepInput
-
-_logger = logging.getLogger(__name__)
 
 
 class DecoderLM(nn.Module):
@@ -103,11 +99,7 @@ class DecoderLM(nn.Module):
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
         self._bound = self._bind(Purpose.TRAINING)
         self._deterministic: BoundNetwork | None = None
-        # By number of sequences; None where a step is computed layer by layer.
-        self._step_kernels: WeakKeyDictionary[KVCache, dict[int, StepKernel | None]] = (
-            WeakKeyDictionary()
-        )
-        self._launch_refusals: tuple[str, ...] = ()
+        self._single_launches = single_launch.SingleLaunches()
         self._positions_reserved = False
         self.cpu_steps: cpu_steps.CPUSteps | None = None
         self.unmeasured_kernels = False
@@ -176,10 +168,11 @@ class DecoderLM(nn.Module):
             assert out is None, "steps on a CPU are not recorded"
             return self.cpu_steps.step(step, kv_cache, sampled)
         if rows == num_logits and not (prompt_seqs or shared_blocks or deterministic):
-            kernel = self._step_kernel(kv_cache, rows)
+            kernel = self._single_launches.kernel(kv_cache, rows, self._bind_single_launch)
             if kernel is not None:
+                table, rope = self.embed_tokens, self.rope.tables
                 try:
-                    return self._launch_once(kernel, step, sampled, out)
+                    return single_launch.launch_once(kernel, step, table, rope, sampled, out)
                 except RuntimeError as error:
                     if not self.replaces_single_launch(error):
                         raise
@@ -349,7 +342,7 @@ class DecoderLM(nn.Module):
         )
         if self.communicator is not None:
             reasons = (*reasons, "no tensor parallelism")
-        return reasons + self._launch_refusals
+        return reasons + self._single_launches.refusals
 
     def replaces_single_launch(self, error: RuntimeError) -> bool:
         """Compute all later steps layer by layer if an error is the driver's refusal of a single launch.
@@ -360,14 +353,7 @@ class DecoderLM(nn.Module):
         Returns:
             Whether the step can be computed again, without a single launch.
         """
-        reason = single_launch.launch_refusal(error)
-        if reason is None or reason in self._launch_refusals:
-            return False
-        _logger.warning("a decode step is not a single launch: %s", reason)
-        self._launch_refusals += (reason,)
-        for kernels in self._step_kernels.values():
-            kernels.update(dict.fromkeys(kernels))
-        return True
+        return self._single_launches.replace(error)
 
     def deterministic_unsupported(
         self, arch: GPUArch, block_size: int, kv_dtype: str | None = None
@@ -473,53 +459,20 @@ class DecoderLM(nn.Module):
             residual = layer_forward(index, layer, residual, attention)
         return residual
 
-    def _launch_once(
-        self, kernel: StepKernel, step: StepInput, sampled: Tensor | None, out: StepOutput | None
-    ) -> StepOutput:
-        """Run a step of decode rows as a single launch; the kernel always computes the argmax."""
-        table, arrays, rows = self.embed_tokens, step.device, step.bucket.rows
-        logits, tokens, logprobs = out or StepOutput(table.new_empty((rows, len(table))))
-        if tokens is None or logprobs is None:
-            tokens = torch.empty(rows, dtype=torch.int64, device=table.device)
-            logprobs = torch.empty_like(tokens, dtype=torch.float32)
-        sampled_rows = arrays.sampled_rows
-        if sampled is None:
-            sampled = torch.empty_like(tokens)
-            sampled_rows = torch.arange(rows, device=table.device) if rows > 1 else tokens
-        kernel(
-            arrays.token_ids,
-            arrays.positions,
-            arrays.slot_mapping,
-            arrays.block_table,
-            self.rope.tables,
-            logits,
-            tokens,
-            logprobs,
-            sampled,
-            *((sampled_rows,) if rows > 1 else ()),
-        )
-        return StepOutput(logits, tokens, logprobs)
-
-    def _step_kernel(self, kv_cache: KVCache, rows: int) -> StepKernel | None:
-        """Return the single-launch kernel of steps of `rows` sequences on a cache; None if it is unsupported."""
-        if rows not in (1, *single_launch.ROW_COUNTS):
+    def _bind_single_launch(self, kv_cache: KVCache, rows: int) -> StepKernel | None:
+        """Bind the single-launch kernel of steps of `rows` sequences to a cache; None if it is unsupported."""
+        arch = detect(self.embed_tokens.device)
+        if not self._bound.fused or self.single_launch_unsupported(arch, rows):
             return None
-        kernels = self._step_kernels.setdefault(kv_cache, {})
-        if rows not in kernels:
-            bound = None
-            arch = detect(self.embed_tokens.device)
-            if self._bound.fused and not self.single_launch_unsupported(arch, rows):
-                bound = single_launch.bind_single_launch(
-                    self.config,
-                    self.decoder_layers,
-                    self.embed_tokens,
-                    self._head,
-                    self.norm,
-                    kv_cache,
-                    rows,
-                )
-            kernels[rows] = bound
-        return kernels[rows]
+        return single_launch.bind_single_launch(
+            self.config,
+            self.decoder_layers,
+            self.embed_tokens,
+            self._head,
+            self.norm,
+            kv_cache,
+            rows,
+        )
 
     def _kernels(self, *, deterministic: bool) -> BoundNetwork:
         """Return the bound parameters; those for deterministic steps are bound when they are first used."""

@@ -1,8 +1,12 @@
-"""Binds a model and its cache to the kernel that runs a decode step in a single launch, if model and GPU allow it."""
+"""Decode steps that are a single launch: which ones, their kernels bound to a model and its caches, and the launch."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
 
 from kernels import detect
 from kernels.step.single_launch import (
@@ -14,13 +18,15 @@ from kernels.step.single_launch import (
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
+from model.network.step import StepOutput
 
-__all__ = ["ROW_COUNTS", "bind_single_launch", "launch_refusal", "step_shape", "unsupported"]
+__all__ = [
+    "ROW_COUNTS", "SingleLaunches", "bind_single_launch", "launch_once", "launch_refusal", "step_shape", "unsupported",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from kernels import GPUArch
@@ -28,6 +34,91 @@ if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import DecoderLayer
+    from model.network.step import StepInput
+
+_logger = logging.getLogger(__name__)
+
+
+class SingleLaunches:
+    """The single-launch kernels of a model's decode steps, by cache and number of sequences.
+
+    Attributes:
+        refusals: why the driver has refused launches; if there is one, no step is a single launch any more.
+    """
+
+    def __init__(self) -> None:
+        self.refusals: tuple[str, ...] = ()
+        # None where a step is computed layer by layer.
+        self._kernels: WeakKeyDictionary[KVCache, dict[int, StepKernel | None]] = (
+            WeakKeyDictionary()
+        )
+
+    def kernel(
+        self, kv_cache: KVCache, rows: int, bind: Callable[[KVCache, int], StepKernel | None]
+    ) -> StepKernel | None:
+        """Return the kernel of steps of `rows` sequences on a cache; `bind` binds it at its first use."""
+        if rows not in (1, *ROW_COUNTS):
+            return None
+        kernels = self._kernels.setdefault(kv_cache, {})
+        if rows not in kernels:
+            kernels[rows] = bind(kv_cache, rows)
+        return kernels[rows]
+
+    def replace(self, error: RuntimeError) -> bool:
+        """Stop using the kernels if an error is the driver's refusal of a launch; return whether that is new."""
+        reason = launch_refusal(error)
+        if reason is None or reason in self.refusals:
+            return False
+        _logger.warning("a decode step is not a single launch: %s", reason)
+        self.refusals += (reason,)
+        for kernels in self._kernels.values():
+            kernels.update(dict.fromkeys(kernels))
+        return True
+
+
+def launch_once(
+    kernel: StepKernel,
+    step: StepInput,
+    embedding: Tensor,
+    rope: tuple[Tensor, Tensor],
+    sampled: Tensor | None,
+    out: StepOutput | None,
+) -> StepOutput:
+    """Run a step of decode rows as a single launch; the kernel always computes the argmax.
+
+    Args:
+        kernel: bound to the model and the cache.
+        step: as for `DecoderLM.step`, as are `sampled` and `out`.
+        embedding: [V, C].
+        rope: cos and sin of all positions.
+        sampled: [capacity] int64, or None.
+        out: where to write the results; None for new tensors.
+
+    Returns:
+        `out` if it is given, else the new logits.
+    """
+    arrays, rows = step.device, step.bucket.rows
+    logits, tokens, logprobs = out or StepOutput(embedding.new_empty((rows, len(embedding))))
+    if tokens is None or logprobs is None:
+        tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device)
+        logprobs = torch.empty_like(tokens, dtype=torch.float32)
+    sampled_rows = arrays.sampled_rows
+    if sampled is None:
+        sampled = torch.empty_like(tokens)
+        sampled_rows = torch.arange(rows, device=embedding.device) if rows > 1 else tokens
+    kernel(
+        arrays.token_ids,
+        arrays.positions,
+        arrays.slot_mapping,
+        arrays.block_table,
+        rope,
+        logits,
+        tokens,
+        logprobs,
+        sampled,
+        *((sampled_rows,) if rows > 1 else ()),
+    )
+    return StepOutput(logits, tokens, logprobs)
 
 
 def bind_single_launch(

@@ -9,6 +9,7 @@ from kernels.gpu.compile_ahead import NotCompiledError
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
+from model.network import single_launch
 from model.network.single_launch import launch_refusal
 from model.network.step import StepOutput
 from server.engine.core.limits import SchedulerConfig
@@ -61,13 +62,14 @@ def test_only_a_step_that_samples_one_token_is_a_single_launch(
     engine = make_engine(checkpoint, **changes)
     model, launches = engine.engine._runner.model, []
 
-    def launch_once(kernel, step, sampled, out):
+    def launch_once(kernel, step, _embedding, _rope, sampled, out):
         launches.append(kernel)
         hidden = model.hidden_states(step, engine.engine._runner.kv_cache, sampled)
         return model.score(step, hidden, sampled, out)
 
-    monkeypatch.setattr(model, "_step_kernel", lambda _cache, rows: "kernel" if rows == 1 else None)
-    monkeypatch.setattr(model, "_launch_once", launch_once)
+    bound = {1: "kernel", **dict.fromkeys(single_launch.ROW_COUNTS)}
+    model._single_launches._kernels[engine.engine._runner.kv_cache] = bound
+    monkeypatch.setattr(single_launch, "launch_once", launch_once)
 
     assert engine.generate(requests) == expected
     assert len(launches) == (6 if budget < 4 and not scored else 5)
@@ -95,14 +97,14 @@ def test_a_step_of_as_many_sequences_as_a_kernel_has_rows_is_a_single_launch(
         )
 
     steps = []
-    launch_once = model._launch_once
+    launch_once = single_launch.launch_once
 
-    def launch(kernel, step, sampled, out):
+    def launch(kernel, step, *given):
         steps.append(step)
-        return launch_once(kernel, step, sampled, out)
+        return launch_once(kernel, step, *given)
 
-    monkeypatch.setattr(model, "_launch_once", launch)
-    model._step_kernels[runner.kv_cache] = dict.fromkeys((1, 2, 4), kernel)
+    monkeypatch.setattr(single_launch, "launch_once", launch)
+    model._single_launches._kernels[runner.kv_cache] = dict.fromkeys((1, 2, 4), kernel)
 
     assert engine.generate(requests) == expected
     assert set(launches) == ({count} if count != 3 else set())
@@ -123,8 +125,8 @@ def test_a_single_launch_that_the_driver_refuses_is_replaced_and_the_plan_says_w
         launches.append(1)
         raise RuntimeError(f"Triton Error [CUDA]: {text}")
 
-    runner.model._step_kernels[runner.kv_cache] = {1: refuse}
-    monkeypatch.setattr(runner.model, "_launch_once", refuse)
+    runner.model._single_launches._kernels[runner.kv_cache] = {1: refuse}
+    monkeypatch.setattr(single_launch, "launch_once", refuse)
 
     assert engine.generate(requests) == expected
     assert len(launches) == 1
