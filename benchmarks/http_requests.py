@@ -66,8 +66,8 @@ class ScriptedEngine(EngineHandle):
         super().__init__()
         info = EngineInfo(
             model_id="m", device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT, max_total_tokens=_LIMIT,
-            max_num_seqs=64, max_num_batched_tokens=1, block_size=1, num_blocks=1, quantization="none",
-            kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN, startup_seconds={}, versions={},
+            max_num_seqs=64, max_num_batched_tokens=1, max_prefill_tokens=1, block_size=1, num_blocks=1,
+            quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN, startup_seconds={}, versions={},
         )  # fmt: skip
         self.reports = [EngineReport(state=EngineState.READY, phase="ready", info=info)]
         self._encoder = msgspec.msgpack.Encoder()

@@ -119,9 +119,9 @@ def main() -> None:
     threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
-        max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,
-        num_blocks=1, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN,
-        startup_seconds={}, versions={}, engine=config.engine,
+        max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1,
+        max_prefill_tokens=1, block_size=1, num_blocks=1, quantization="none", kv_cache_dtype="none", num_parameters=0,
+        plan=NO_PLAN, startup_seconds={}, versions={}, engine=config.engine,
     )  # fmt: skip
     channel.send(EngineReady(info))
     PacedEngine(channel, float(rate), config.engine).run()

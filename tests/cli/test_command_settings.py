@@ -146,6 +146,26 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(refusal, argument, words)
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("--max-prefill-tokens=8", "--max-num-seqs=9"),
+            ["--max-prefill-tokens 8", "--max-num-seqs 9"],
+        ),
+        (("--max-num-batched-tokens=8", "--max-num-seqs=9"), ["--max-num-batched-tokens 8", "9"]),
+        (
+            ("--max-prefill-tokens=16", "--max-num-batched-tokens=32"),
+            ["--max-prefill-tokens 16 is less than --max-num-batched-tokens 32"],
+        ),
+    ],
+)
+def test_limits_of_a_step_that_contradict_each_other_are_refused(refusal, arguments, words):
+    said = refusal(*arguments)
+
+    assert all(word in said for word in words)
+
+
 def test_every_wrong_value_has_its_line(refusal):
     assert len(refusal("--port=x", "--dtype=x").splitlines()) == 2
 

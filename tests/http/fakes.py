@@ -28,6 +28,7 @@ INFO = EngineInfo(
     max_total_tokens=128,
     max_num_seqs=64,
     max_num_batched_tokens=256,
+    max_prefill_tokens=256,
     block_size=16,
     num_blocks=64,
     quantization="none",

@@ -54,8 +54,8 @@ class InstantEngine(EngineHandle):
         super().__init__()
         info = EngineInfo(
             model_id="m", device="none", dtype="none", vocab_size=_VOCABULARY, max_model_len=_LONGEST,
-            max_total_tokens=_LONGEST, max_num_seqs=64, max_num_batched_tokens=_LONGEST, block_size=16,
-            num_blocks=64, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN,
+            max_total_tokens=_LONGEST, max_num_seqs=64, max_num_batched_tokens=_LONGEST, max_prefill_tokens=_LONGEST,
+            block_size=16, num_blocks=64, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN,
             startup_seconds={}, versions={},
         )  # fmt: skip
         self.reports = [EngineReport(state=EngineState.READY, phase="ready", info=info)]

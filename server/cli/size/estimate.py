@@ -106,7 +106,7 @@ def estimate(
         NotEnoughMemoryError: weights and activations leave no room for a block of the KV cache, or the size that the
             operator set does not fit.
     """
-    limits = step_limits(config, planned.config, _ON_DEVICE)
+    limits = step_limits(config, planned.config, arch)
     memory = _memory(planned, config, arch, limits)
     lengths = dict.fromkeys((input_len + output_len, limits.max_model_len))
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
@@ -135,7 +135,7 @@ def estimate(
         memory=memory,
         capacity=capacity,
         decode=[_decode(work, batch, context, fits=batch <= at_once) for batch in BATCHES],
-        first_token=_first_token(work, input_len, limits.max_num_batched_tokens),
+        first_token=_first_token(work, input_len, limits.prefill_budget),
     )
 
 
@@ -194,7 +194,7 @@ def _activations(planned: PlannedModel, limits: SchedulerConfig) -> int:
     heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
     values = 3 * shape.hidden_size + heads * shape.head_dim + 3 * shape.intermediate_size
     rows = limits.max_num_seqs * shape.vocab_size * (element + 2 * 4)
-    return limits.max_num_batched_tokens * values * element + rows
+    return limits.prefill_budget * values * element + rows
 
 
 def _capacity(kv_tokens: int, length: int, block_size: int) -> Capacity:

@@ -13,11 +13,19 @@ class SchedulerConfig:
         max_num_seqs: sequences computed in one step, at least 1.
         max_num_batched_tokens: tokens computed in one step, at least `max_num_seqs`.
         max_model_len: tokens of one sequence, prompt and output, at least 2.
+        max_prefill_tokens: tokens computed in a step in which no sequence decodes, at least
+            `max_num_batched_tokens`, which None stands for.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_prefill_tokens: int | None = None
+
+    @property
+    def prefill_budget(self) -> int:
+        """Tokens computed in a step in which no sequence decodes: the most of any step."""
+        return self.max_prefill_tokens or self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
         """Check that every running sequence can get at least one token per step.
@@ -29,6 +37,7 @@ class SchedulerConfig:
             ("max_num_seqs", self.max_num_seqs, 1),
             ("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs),
             ("max_model_len", self.max_model_len, 2),
+            ("max_prefill_tokens", self.prefill_budget, self.max_num_batched_tokens),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")

@@ -30,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: limit of prompt and output tokens of a sequence; None uses the model's own limit.
         max_num_seqs: limit of sequences that run at the same time; None uses the device's default.
         max_num_batched_tokens: limit of tokens in one step, over all sequences; None uses the device's default.
+        max_prefill_tokens: the same for a step in which no sequence decodes; None uses `max_num_batched_tokens`, or,
+            where that is None too, a default for the model and the device.
         block_size: tokens in a block of the KV cache.
         kv_cache_dtype: "auto" or "fp8".
         kv_cache_tokens: capacity of the KV cache in tokens; None derives it from the free memory.
@@ -57,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_prefill_tokens: int | None = None
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
@@ -99,6 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_tokens: int
     block_size: int
     num_blocks: int
     kv_cache_dtype: str

@@ -220,7 +220,8 @@ class Scheduler:
                 starts.append(start)
             else:
                 chunks.append(Chunk(sequence, num_known - start))
-        budget = self.config.max_num_batched_tokens - len(decoding) - len(chunks)
+        limit = self.config.max_num_batched_tokens if decoding else self.config.prefill_budget
+        budget = limit - len(decoding) - len(chunks)
         num_logits = len(decoding)
         prefill: list[ScheduledSequence] = []
         self.num_prefill_tokens = 0
@@ -385,7 +386,7 @@ class Scheduler:
         if self._live.waiting:
             self.end_rate.add(self._live.num_ended, device_seconds)
         self._live.num_ended = 0
-        if output.num_tokens == self.config.max_num_batched_tokens and output.prefill:
+        if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
 
     def idle_violations(self) -> list[str]:

@@ -66,6 +66,7 @@ def combine_info(reports: Sequence[EngineReport]) -> EngineInfo | None:
         num_blocks=sum(info.num_blocks for info in infos),
         max_num_seqs=sum(info.max_num_seqs for info in infos),
         max_num_batched_tokens=sum(info.max_num_batched_tokens for info in infos),
+        max_prefill_tokens=sum(info.max_prefill_tokens for info in infos),
         max_total_tokens=min(info.max_total_tokens for info in infos),
         plan=msgspec.structs.replace(first.plan, num_engines=len(infos)),
     )

@@ -58,7 +58,7 @@ class BucketGrid:
         self._rows = row_counts(most)
         columns = {min(_FEWEST_COLUMNS, self._most_columns), self._most_columns}
         self._prompt_columns = sorted(columns)
-        self._tokens = token_counts(limits.max_num_batched_tokens)
+        self._tokens = token_counts(limits.prefill_budget)
         self._seqs = sorted({1, min(_CROWD, most), most})
         self._mixed_tokens = token_counts(
             limits.max_num_batched_tokens, _FEWEST_MIXED_TOKENS, _MIXED_PARTS
@@ -138,9 +138,9 @@ class BucketGrid:
 
     def _mixed(self, step: Bucket) -> Iterator[Bucket]:
         """Yield buckets for a step of both kinds; columns grow before rows."""
-        if step.prompt_seqs > self._mixed_seqs:
+        tokens = next(iter(_from(self._mixed_tokens, step.prompt_tokens)), None)
+        if step.prompt_seqs > self._mixed_seqs or tokens is None:
             return
-        tokens = _from(self._mixed_tokens, step.prompt_tokens)[0]
         for rows in _from(self._mixed_rows, step.rows):
             for columns in _from(self._prompt_columns, step.columns):
                 yield self._bucket(rows, tokens, self._mixed_seqs, columns)

@@ -43,7 +43,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
         with absent_gpu(arch) as device:
             quantization = resolved_quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            limits = step_limits(config, model_config, device.type)
+            limits = step_limits(config, model_config, arch)
             size = config.tensor_parallel
             model = DecoderLM(
                 model_config,

@@ -49,7 +49,7 @@ def longest_chunk(limits: SchedulerConfig, block_size: int) -> SchedulerOutput:
         limits: of a step.
         block_size: tokens per block.
     """
-    tokens = min(limits.max_num_batched_tokens, limits.max_model_len)
+    tokens = min(limits.prefill_budget, limits.max_model_len)
     return _output((), (_chunk(_sequence(tokens, block_size, _GREEDY), tokens),))
 
 
@@ -149,10 +149,12 @@ def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[S
         yield _output((_chunk(shorter, 1), _chunk(longer, 1)), ())
 
 
-def largest_step(
+def largest_steps(
     length: int, limits: SchedulerConfig, vocab_size: int, block_size: int
-) -> SchedulerOutput:
-    """Return a step with the most sequences and tokens, sampled in the way that needs the most memory.
+) -> Iterator[SchedulerOutput]:
+    """Yield steps with the most sequences and tokens, sampled in the way that needs the most memory.
+
+    In the first as many sequences decode as the limits allow; the second, if it may have more tokens, has only prompts.
 
     Args:
         length: tokens of each sequence, at least 2.
@@ -180,7 +182,11 @@ def largest_step(
         chunks.append(_chunk(longest, 1 + more))
         spare -= more
     decoded = [_chunk(longest, 1)] * (limits.max_num_seqs - len(chunks))
-    return _output(tuple(decoded), tuple(chunks))
+    yield _output(tuple(decoded), tuple(chunks))
+    if limits.prefill_budget > limits.max_num_batched_tokens:
+        whole, rest = divmod(limits.prefill_budget, length)
+        counts = [*[length] * whole, rest][: limits.max_num_seqs]
+        yield _output((), tuple(_chunk(longest, count) for count in counts if count > 1))
 
 
 def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequence:

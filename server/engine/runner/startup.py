@@ -10,7 +10,7 @@ import platform
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -43,6 +43,7 @@ from server.engine.runner.startup_progress import Phases
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from kernels import GPUArch
     from model.network.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
     from server.engine.core.messages import EngineMessage, FrontEndMessage
@@ -57,10 +58,17 @@ log = logging.getLogger("tessera.engine")
 _CPU_CONTIGUITY_RESERVE = 0.2
 
 
-# Default limit of tokens in a step. The other streams wait for a step with a long prompt, and a CPU computes it more
-# slowly than a GPU.
-_DEFAULT_BUDGET = {"cpu": 512, "cuda": 1024}
-_DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
+_CPU_BUDGET: Final = 512
+_GPU_BUDGET: Final = 1024
+"""Default limits of tokens in a step. The other streams wait for a step with a long prompt, and a CPU computes it more
+slowly than a GPU."""
+_PREFILL_SECONDS: Final = 0.015
+_MOST_PREFILL_TOKENS: Final = 8192
+"""Without other streams, a step has the prompt tokens that a GPU computes in this time at its peak, up to this number:
+1024 tokens of a small model are too little work for all SMs. It really takes about twice as long; so long a prompt
+that arrives next may wait."""
+_CPU_SEQUENCES: Final = 64
+_GPU_SEQUENCES: Final = 256
 
 
 class _Loaded(NamedTuple):
@@ -110,6 +118,7 @@ def start_engine(
         max_total_tokens=max_total_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_prefill_tokens=limits.prefill_budget,
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_cache_dtype=runner.cache_dtype,
@@ -192,7 +201,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         device = _device(config.device, rank, config.tensor_parallel)
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
-        limits = step_limits(config, model_config, device.type)
+        limits = step_limits(config, model_config, detect(device))
         quantization = resolved_quantization(config, model_config, device)
         dtype = resolve_dtype(config.dtype, model_config, device)
         threads = _set_threads(config, device, quantization)
@@ -250,26 +259,39 @@ def release_memory() -> None:
     torch.cuda.empty_cache()  # does nothing unless a GPU is in use
 
 
-def step_limits(config: EngineConfig, model: ModelConfig, device_type: str) -> SchedulerConfig:
+def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> SchedulerConfig:
     """Return the operator's limits, with defaults for those that are not set.
 
     Args:
         config: of the engine.
         model: configuration of the checkpoint.
-        device_type: "cpu" or "cuda".
+        arch: the processor.
     """
     sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
+    prefill = config.max_prefill_tokens
+    most = budget or prefill
     if sequences is None:
-        default = _DEFAULT_SEQUENCES[device_type]
-        sequences = default if budget is None else min(default, budget)
+        default = _CPU_SEQUENCES if arch.is_cpu else _GPU_SEQUENCES
+        sequences = default if most is None else min(default, most)
     if budget is None:
         # Half is left for prompts when all sequences decode.
-        budget = max(_DEFAULT_BUDGET[device_type], 2 * sequences)
+        budget = max(_CPU_BUDGET if arch.is_cpu else _GPU_BUDGET, 2 * sequences)
+        if prefill is None and not arch.is_cpu:
+            prefill = max(budget, _prefill_tokens(model.num_parameters, config, arch))
+        budget = min(budget, prefill or budget)
     return SchedulerConfig(
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,
         max_model_len=config.max_model_len or model.max_context,
+        max_prefill_tokens=prefill,
     )
+
+
+def _prefill_tokens(num_parameters: int, config: EngineConfig, arch: GPUArch) -> int:
+    """Return the largest power of two of tokens that a GPU computes in `_PREFILL_SECONDS` at its peak; 1 if unknown."""
+    operations_of_token = 2 * num_parameters / config.tensor_parallel
+    tokens = int(_PREFILL_SECONDS * arch.half_tflops * 1e12 / operations_of_token)
+    return min(_MOST_PREFILL_TOKENS, 1 << (max(1, tokens).bit_length() - 1))
 
 
 def _device(requested: str, rank: int, num_ranks: int) -> torch.device:

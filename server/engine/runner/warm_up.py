@@ -57,14 +57,15 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
 
 
 def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Compute the step that needs the most memory; PyTorch keeps that memory for later steps."""
+    """Compute the steps that need the most memory; PyTorch keeps that memory for later steps."""
     arch = detect(runner.device)
-    length = min(limits.max_model_len, limits.max_num_batched_tokens)
+    length = min(limits.max_model_len, limits.prefill_budget)
     specs = [select(it, arch).spec for it in runner.attention_problems()]
     if any(spec.copies_keys for spec in specs):
         length = limits.max_model_len
     vocab_size, block_size = runner.model.config.vocab_size, runner.kv_cache.block_size
-    _compute(runner, dummy_steps.largest_step(max(2, length), limits, vocab_size, block_size))
+    for output in dummy_steps.largest_steps(max(2, length), limits, vocab_size, block_size):
+        _compute(runner, output)
 
 
 def _compile(runner: ModelRunner, limits: SchedulerConfig) -> None:

@@ -60,9 +60,12 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 1000,
+    max_prefill_tokens: int | None = None,
     **blocks: Any,
 ) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len)
+    config = SchedulerConfig(
+        max_num_seqs, max_num_batched_tokens, max_model_len, max_prefill_tokens
+    )
     return Scheduler(config, BlockManager(num_blocks, block_size, **blocks))
 
 

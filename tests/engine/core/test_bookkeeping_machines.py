@@ -169,15 +169,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 8),
+        prefill_budget=st.none() | st.integers(0, 8),
         enable_prefix_caching=st.booleans(),
         reserve=RESERVES,
     )
     def start(
-        self, num_tokens, block_size, max_num_seqs, spare_budget, enable_prefix_caching, reserve
+        self,
+        num_tokens,
+        block_size,
+        max_num_seqs,
+        spare_budget,
+        prefill_budget,
+        enable_prefix_caching,
+        reserve,
     ):
         num_blocks = num_tokens // block_size
         manager = BlockManager(num_blocks, block_size, enable_prefix_caching, reserve)
-        config = SchedulerConfig(max_num_seqs, max_num_seqs + spare_budget, 22)
+        budget = max_num_seqs + spare_budget
+        most = None if prefill_budget is None else budget + prefill_budget
+        config = SchedulerConfig(max_num_seqs, budget, 22, most)
         self.scheduler = Scheduler(config, manager)
         self.model = NumberModel(num_blocks, block_size)
         self.live: dict[int, Sequence] = {}
@@ -396,7 +406,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_overtaking(head, output)
         rows = rows_of(output)
         assert output.num_tokens == sum(row[2] for row in rows)
-        assert output.num_tokens <= scheduler.config.max_num_batched_tokens
+        config = scheduler.config
+        assert output.num_tokens <= config.prefill_budget
+        if any(row.start >= row.sequence.num_prompt_tokens for row in output.decode):
+            assert output.num_tokens <= config.max_num_batched_tokens
         assert not {row[0] for row in rows} & set(output.preempted)
         served = {row[0] for row in rows} | ending
         assert {sequence.request_id for sequence in scheduler._live.running} <= served

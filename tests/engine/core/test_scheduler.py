@@ -137,6 +137,22 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_sampled_once(
     assert [request_id for request_id, _ in events] == [0]
 
 
+def test_a_step_in_which_nothing_decodes_has_a_larger_budget():
+    scheduler = make_scheduler(64, max_num_batched_tokens=8, max_prefill_tokens=20)
+    add(scheduler, 0, 30, max_new_tokens=20)
+    outputs = [step(scheduler)[0]]
+    add(scheduler, 1, 40)
+
+    outputs += [step(scheduler)[0] for _ in range(3)]
+
+    assert [rows_of(output) for output in outputs] == [
+        [(0, 0, 20, False)],
+        [(0, 20, 10, True), (1, 0, 10, False)],
+        [(0, 30, 1, True), (1, 10, 7, False)],
+        [(0, 31, 1, True), (1, 17, 7, False)],
+    ]
+
+
 @pytest.mark.parametrize("num_prompt_tokens", [1, 2])
 def test_a_row_of_exactly_one_token_is_a_decode_row(num_prompt_tokens):
     scheduler = make_scheduler(8)

@@ -110,6 +110,7 @@ def make_info(config, num_blocks):
         max_total_tokens=512,
         max_num_seqs=config.max_num_seqs or 64,
         max_num_batched_tokens=512,
+        max_prefill_tokens=512,
         block_size=config.block_size,
         num_blocks=num_blocks,
         quantization="none",

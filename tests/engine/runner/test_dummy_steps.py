@@ -1,5 +1,7 @@
 """Dummy steps stay within all limits and reach each of them."""
 
+import dataclasses
+
 import pytest
 
 from server.engine.core.limits import SchedulerConfig
@@ -7,7 +9,7 @@ from server.engine.runner.dummy_steps import (
     crowds,
     few_rows,
     first_steps,
-    largest_step,
+    largest_steps,
     prompts,
     sampling_ways,
     unsampled_token,
@@ -126,7 +128,7 @@ def test_both_phases_are_planned_for_every_power_of_two_up_to_the_limit(seqs, co
 )
 def test_the_largest_step_reaches_the_limits_of_sequences_and_tokens(seqs, tokens, length):
     config = limits(seqs, tokens, max(2, length))
-    output = largest_step(length, config, vocab_size=4096, block_size=S)
+    (output,) = largest_steps(length, config, vocab_size=4096, block_size=S)
 
     assert_sound(output, config, length)
     assert len(members(output)) == seqs
@@ -136,3 +138,23 @@ def test_the_largest_step_reaches_the_limits_of_sequences_and_tokens(seqs, token
     assert all(s.num_tokens > 1 for s in output.prefill)
     # PyTorch's attention copies the keys of every decoding sequence.
     assert all(s.start + 1 == config.max_model_len for s in output.decode)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "budget", "length", "prompts"),
+    [
+        (64, 4096, 2048, [2048, 2048]),
+        (64, 4096, 1500, [1500, 1500, 1096]),
+        (2, 4096, 1500, [1500, 1500]),
+        (8, 257, 256, [256]),
+    ],
+)
+def test_another_largest_step_has_prompts_alone(seqs, budget, length, prompts):
+    config = dataclasses.replace(limits(seqs, 128, length), max_prefill_tokens=budget)
+    first, second = largest_steps(length, config, vocab_size=4096, block_size=S)
+
+    assert first.decode
+    assert first.num_tokens == 128
+    assert not second.decode
+    assert [s.num_tokens for s in second.prefill] == prompts
+    assert second.num_tokens <= budget

@@ -13,7 +13,7 @@ from model.network import single_launch
 from model.network.single_launch import launch_refusal
 from model.network.step import StepOutput
 from server.engine.core.limits import SchedulerConfig
-from server.engine.runner.dummy_steps import crowds, first_steps, largest_step
+from server.engine.runner.dummy_steps import crowds, first_steps, largest_steps
 from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.warm_up import compute_largest_step, warm_up
 from tests.engine.runner.test_engine_model import greedy, make_engine
@@ -148,7 +148,7 @@ def test_every_dummy_step_works_with_a_cache_of_one_block(model):
     outputs = [
         *first_steps(256, LIMITS, 8),
         *crowds(200, LIMITS, 8),
-        largest_step(256, LIMITS, VOCAB_SIZE, 8),
+        *largest_steps(256, LIMITS, VOCAB_SIZE, 8),
     ]
 
     for output in outputs:

@@ -1,10 +1,13 @@
 """Defaults of settings that the operator does not set, and the end of a start that fails."""
 
+import dataclasses
 import queue
 import weakref
 
 import pytest
 
+from kernels import detect
+from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
 from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
@@ -25,25 +28,61 @@ MODEL = ModelConfig(
 )
 
 
+def processor(name):
+    return detect("cpu") if name == "cpu" else CATALOGUE[name]
+
+
 @pytest.mark.parametrize(
-    ("device", "sequences", "budget", "expected"),
+    ("arch", "sequences", "budget", "prefill", "expected"),
     [
-        ("cpu", None, None, (64, 512)),
-        ("cuda", None, None, (256, 1024)),
-        ("cpu", 1000, None, (1000, 2000)),
-        ("cuda", None, 100, (100, 100)),
-        ("cuda", None, 9000, (256, 9000)),
-        ("cuda", 3, 7, (3, 7)),
+        ("cpu", None, None, None, (64, 512, 512)),
+        ("cpu", 1000, None, None, (1000, 2000, 2000)),
+        ("cpu", None, None, 4096, (64, 512, 4096)),
+        ("h100", None, None, None, (256, 1024, 8192)),
+        ("h100", None, 100, None, (100, 100, 100)),
+        ("h100", None, 9000, None, (256, 9000, 9000)),
+        ("h100", None, 1024, 2048, (256, 1024, 2048)),
+        ("h100", None, None, 700, (256, 700, 700)),
+        ("h100", None, None, 100, (100, 100, 100)),
+        ("h100", 3, 7, None, (3, 7, 7)),
     ],
 )
-def test_default_limits_depend_on_the_device(device, sequences, budget, expected):
+def test_default_limits_depend_on_the_device(arch, sequences, budget, prefill, expected):
     config = EngineConfig(
-        model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
+        model_path="",
+        model_id="",
+        max_num_seqs=sequences,
+        max_num_batched_tokens=budget,
+        max_prefill_tokens=prefill,
     )
 
-    limits = step_limits(config, MODEL, device)
+    limits = step_limits(config, MODEL, processor(arch))
 
-    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == expected
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.prefill_budget) == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "hidden_size", "num_ranks", "expected"),
+    [
+        ("h100", 2048, 1, 4096),
+        ("h100", 2048, 2, 8192),
+        ("h100", 4096, 1, 1024),
+        ("a100", 2048, 1, 1024),
+        ("t4", 512, 1, 4096),
+    ],
+)
+def test_a_small_model_computes_more_tokens_of_prompts_alone(
+    arch, hidden_size, num_ranks, expected
+):
+    model = dataclasses.replace(
+        MODEL, num_layers=24, hidden_size=hidden_size, head_dim=64, layer_types=()
+    )
+    model = dataclasses.replace(
+        model, num_heads=hidden_size // 64, num_kv_heads=8, intermediate_size=4 * hidden_size
+    )
+    config = EngineConfig(model_path="", model_id="", tensor_parallel=num_ranks)
+
+    assert step_limits(config, model, processor(arch)).prefill_budget == expected
 
 
 def test_the_memory_of_a_failed_start_is_free_before_the_failure_is_reported(monkeypatch):

@@ -136,6 +136,7 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     max_client_batch_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_tokens: int
     block_size: int
     num_blocks: int
     kv_cache_dtype: str

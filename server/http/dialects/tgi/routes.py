@@ -147,6 +147,7 @@ def _info(context: AppContext) -> InfoReply:
         max_client_batch_size=config.max_client_batch_size,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        max_prefill_tokens=info.max_prefill_tokens,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
         kv_cache_dtype=info.kv_cache_dtype,
