@@ -52,7 +52,6 @@ def flash_attention(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     deterministic: bool = ...,
-    unmeasured: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -76,7 +75,6 @@ def flash_attention(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     deterministic: bool = ...,
-    unmeasured: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -99,7 +97,6 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     deterministic: bool = True,
-    unmeasured: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of whole sequences, differentiably and, by default, with the same bits in every run.
@@ -125,7 +122,6 @@ def flash_attention(
         max_seqlen_k: the same for keys.
         deterministic: whether the gradient of q must have the same bits in every run; if not, a faster kernel may add
             it up in any order.
-        unmeasured: whether kernels may be chosen that have only been compiled, because no such GPU was at hand.
         return_lse: whether to return the log-sum-exps too; they are differentiable.
 
     Returns:
@@ -172,7 +168,6 @@ def flash_attention(
         max_seqlen_k=length_k,
         mask_tile=(block_mask.block_q, block_mask.block_k) if block_mask else (0, 0),
         deterministic=deterministic,
-        unmeasured=unmeasured,
     )
     rows = [it if cu_seqlens_q is not None else it.flatten(0, 1) for it in (q, k, v)]
     out, lse = torch.ops.tessera.flash_attention(*rows, batch.encode(), *problem.encode())

@@ -12,7 +12,6 @@ import torch
 from kernels.arch import HOPPER, TENSOR_CORES
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import HOPPER_PREFILL
-from kernels.attention.spec import NEVER_RUN
 from kernels.errors import NoKernelError
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class TrainingProblem:
         max_seqlen_k: tokens of the longest sequence of keys.
         mask_tile: queries and keys of a tile of the block mask; (0, 0) without one.
         deterministic: whether every run must have the same bits.
-        unmeasured: whether rows that no GPU has ever run may be chosen (`TrainingSpec.unmeasured`).
     """
 
     softmax_scale: float
@@ -59,7 +57,6 @@ class TrainingProblem:
     max_seqlen_k: int = 0
     mask_tile: tuple[int, int] = (0, 0)
     deterministic: bool = True
-    unmeasured: bool = False
 
     def as_prefill(self, q: Tensor, k: Tensor) -> AttentionProblem:
         """Return the forward without dropout, ALiBi and block mask as a problem of `kernels.plan_attention`.
@@ -104,14 +101,13 @@ class TrainingProblem:
             self.max_seqlen_k,
             *self.mask_tile,
             int(self.deterministic),
-            int(self.unmeasured),
         ]
         return ints, [self.softmax_scale, softcap, self.dropout_p]
 
     @classmethod
     def decode(cls, ints: Sequence[int], floats: Sequence[float]) -> TrainingProblem:
         """Return the problem that `encode` was called on."""
-        causal, window, seed, max_q, max_k, tile_q, tile_k, deterministic, unmeasured = ints
+        causal, window, seed, max_q, max_k, tile_q, tile_k, deterministic = ints
         scale, softcap, dropout_p = floats
         return cls(
             softmax_scale=scale,
@@ -124,7 +120,6 @@ class TrainingProblem:
             max_seqlen_k=max_k,
             mask_tile=(tile_q, tile_k),
             deterministic=bool(deterministic),
-            unmeasured=bool(unmeasured),
         )
 
 
@@ -217,7 +212,6 @@ class TrainingSpec:
         head_dims: the supported ones; None for all up to `largest_head_dim`.
         softcap: whether scores can have one.
         deterministic: whether every run has the same bits.
-        unmeasured: whether no GPU has ever run it; it then supports only problems that allow that.
     """
 
     name: str
@@ -233,7 +227,6 @@ class TrainingSpec:
     head_dims: frozenset[int] | None = None
     softcap: bool = True
     deterministic: bool = True
-    unmeasured: bool = False
 
     def unsupported(
         self, q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem, arch: GPUArch
@@ -263,8 +256,6 @@ class TrainingSpec:
             reasons.append("no softcap")
         if problem.deterministic and not self.deterministic:
             reasons.append("not deterministic")
-        if self.unmeasured and not problem.unmeasured:
-            reasons.append(NEVER_RUN)
         if any(tile % self.mask_tiles for tile in problem.mask_tile):
             reasons.append(
                 f"block mask tiles {problem.mask_tile} are no multiples of {self.mask_tiles}"
@@ -305,7 +296,6 @@ TRAINING_REGISTRY: Final = (
         head_dims=frozenset({64, 128}),
         softcap=False,
         deterministic=False,
-        unmeasured=True,
     ),
     TrainingSpec(
         name="hopper_forward",

@@ -25,7 +25,9 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Compute causal attention within each document by our own kernels; see `Attend`."""
     # The same longest length in all batches, so that torch.compile compiles once and nothing waits for the GPU.
-    return flash_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=CONTEXT_LENGTH)
+    return flash_attention(
+        q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=CONTEXT_LENGTH, deterministic=False
+    )
 
 
 class PackedAttention:

@@ -1,4 +1,4 @@
-"""One-pass backward of attention for Hopper in Gluon: fast, but with other bits in every run. No GPU has run it yet.
+"""One-pass backward of attention for Hopper in Gluon: fast, but with other bits in every run.
 
     prepare     rowsum(dO * O) of each query, and zeros as the sums of its gradient (`backward_scratch`)
     backward    a thread block for (tile of keys, key-value head, sequence), over the queries of its group's heads that

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.spec import NEVER_RUN
 from kernels.attention.training import (
     TRAINING_REGISTRY,
     TrainingBatch,
@@ -118,7 +117,6 @@ def test_it_is_selected_only_if_asked_for():
     assert selected() == "hopper_backward"
     for changes in (
         {"deterministic": True},
-        {"unmeasured": False},
         {"softcap": 10.0},
         {"dropout_p": 0.5},
     ):
@@ -129,20 +127,19 @@ def test_it_is_selected_only_if_asked_for():
 
 def test_it_says_why_it_is_passed_over():
     row = next(row for row in TRAINING_REGISTRY if row.name == "hopper_backward")
-    q, batch, problem = asked(softcap=10.0, deterministic=True, unmeasured=False, head_dim=96)
+    q, batch, problem = asked(softcap=10.0, deterministic=True, head_dim=96)
 
     assert row.unsupported(q, q, batch, problem, CATALOGUE["h100"]) == (
         "head_dim 96 is none of [64, 128]",
         "no softcap",
         "not deterministic",
-        NEVER_RUN,
     )
 
 
 def asked(head_dim=128, slopes=None, **options):
     q = torch.empty(64, 8, head_dim, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 64], dtype=torch.int32)
-    options = {"softmax_scale": 1.0, "deterministic": False, "unmeasured": True} | options
+    options = {"softmax_scale": 1.0, "deterministic": False} | options
     return q, TrainingBatch(offsets, offsets, slopes), TrainingProblem(**options)
 
 
