@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 __all__ = [
-    "ROW_COUNTS", "LayerWeights", "MatrixScales", "StepShape", "StepWeights", "bind_step", "launch_refusal", "unsupported",
+    "ROW_COUNTS", "LayerWeights", "MatrixScales", "StepShape", "StepWeights", "bind_step", "launch_refusal",
+    "unsupported",
 ]  # fmt: skip
 
 _ARCHES: Final = HOPPER | BLACKWELL

@@ -164,7 +164,7 @@ def bind_single_launch(
 
 def matrix_scales(layer: DecoderLayer) -> MatrixScales | None:
     """Return the scales of a layer's matrices; None if they are not quantized."""
-    scales = (layer.qkv_scale, layer.output_scale, layer.gate_up_scale, layer.down_scale)
+    scales = [getattr(layer, f"{name}_scale") for name in MatrixScales._fields]
     return None if scales[0] is None else MatrixScales(*scales)
 
 

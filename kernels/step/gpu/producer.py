@@ -73,9 +73,7 @@ def produce_step(ring, table, head, past, block_table, c):
         used = send_keys(ring, cache, block_table, seen, past, used, c)
         matrix = matrix_of(table, layer, OUTPUT, dtype, c)
         first = first_tile(layer, gl.constexpr(0), c)
-        used = send_matrix(
-            ring, matrix, first, used, c.HIDDEN, QUERIES, c.FLYING, c.FP8_WEIGHTS, c
-        )
+        used = send_matrix(ring, matrix, first, used, c.HIDDEN, QUERIES, c.FLYING, c.FP8_WEIGHTS, c)
         weight, scales = matrix_of(table, layer, GATE_UP, dtype, c)
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         for tile in range(first, c.INNER // ROWS, gl.num_programs(0)):
@@ -91,9 +89,7 @@ def produce_step(ring, table, head, past, block_table, c):
             )
         matrix = matrix_of(table, layer, DOWN, dtype, c)
         first = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
-        used = send_matrix(
-            ring, matrix, first, used, c.HIDDEN, c.INNER, c.FLYING, c.FP8_WEIGHTS, c
-        )
+        used = send_matrix(ring, matrix, first, used, c.HIDDEN, c.INNER, c.FLYING, c.FP8_WEIGHTS, c)
     first = gl.program_id(0)
     used = send_matrix(
         ring, (head, head), first, used, c.VOCAB, c.HIDDEN, c.HEAD_FLYING, gl.constexpr(False), c

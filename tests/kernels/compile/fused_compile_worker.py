@@ -64,7 +64,8 @@ STEPS = {
 LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
 STEPS |= {
-    (*around, "fp8 weights"): shape for around, shape in {**STEPS, ("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}.items()
+    (*around, "fp8 weights"): shape
+    for around, shape in {**STEPS, ("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}.items()
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
 "fp8 weights" the layers' matrices."""

@@ -8,7 +8,13 @@ import torch
 
 from kernels.fp8 import dequantize_rows, quantize_kv_rows, quantize_rows
 from kernels.hadamard import hadamard_transform
-from kernels.step.single_launch import LayerWeights, MatrixScales, StepShape, StepWeights, unsupported
+from kernels.step.single_launch import (
+    LayerWeights,
+    MatrixScales,
+    StepShape,
+    StepWeights,
+    unsupported,
+)
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
@@ -61,7 +67,17 @@ class Case:
 FP8_WEIGHTS = (
     Case(1, fp8_weights=True),
     Case(1, fp8_weights=True, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
-    Case(1, fp8_weights=True, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
+    Case(
+        1,
+        fp8_weights=True,
+        hidden=192,
+        heads=3,
+        kv_heads=1,
+        dim=64,
+        inner=1536,
+        around=False,
+        window=40,
+    ),
     Case(1, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
     Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
     Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
@@ -101,7 +117,9 @@ def in_fp8(layer):
 def wide_matrix(layer, name):
     """Return a layer's matrix, float64."""
     matrix = getattr(layer, name).double()
-    return matrix if layer.scales is None else matrix * getattr(layer.scales, name).double()[:, None]
+    return (
+        matrix if layer.scales is None else matrix * getattr(layer.scales, name).double()[:, None]
+    )
 
 
 class Model:
