@@ -149,7 +149,9 @@ def jobs_for(sm: int) -> list[FusedJob]:
 
 
 JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)] + [
-    FusedJob(sm, "step", around=around) for sm in (100, 120) for around in BLACKWELL_STEPS
+    FusedJob(sm, "step", around=around)
+    for sm in (100, 120)
+    for around in (*BLACKWELL_STEPS, ("fp8 weights",))
 ]
 JOBS += [FusedJob(HOPPER, "step", around=around, tokens=8) for around in STEPS_OF_ROWS]
 JOBS += [FusedJob(HOPPER, "step", around=("norm",), tokens=rows) for rows in (2, 4)]

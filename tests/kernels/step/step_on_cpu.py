@@ -479,6 +479,7 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
             wait_group=lambda _: None,
         ),
         "mma_v2": device.mma,
+        "widened": lambda x: x.to(torch.float32),
         "publish": device.publish,
         "clear": device.clear,
         "received": device.received,
