@@ -13,7 +13,7 @@ import torch
 from kernels.arch import BLACKWELL, HOPPER
 from kernels.attention.spec import NEVER_RUN
 from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, step_sizes
-from kernels.step.weights import LayerWeights, StepShape, StepWeights
+from kernels.step.weights import LayerWeights, MatrixScales, StepShape, StepWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 __all__ = [
-    "ROW_COUNTS", "LayerWeights", "StepShape", "StepWeights", "bind_step", "launch_refusal", "unsupported",
+    "ROW_COUNTS", "LayerWeights", "MatrixScales", "StepShape", "StepWeights", "bind_step", "launch_refusal",
+    "unsupported",
 ]  # fmt: skip
 
 _ARCHES: Final = HOPPER | BLACKWELL
@@ -32,6 +33,8 @@ _UNIT: Final = 64
 """Of which hidden and intermediate sizes are multiples."""
 _MOST_HIDDEN: Final = 3072
 """With 4096 a step takes 5.97 ms in one launch and 5.12 layer by layer (Mistral-7B, H100)."""
+_MOST_HIDDEN_FP8: Final = 4096
+"""With weights in FP8, whose stages hold twice as many columns."""
 _STAGE: Final = PARTS * COLUMNS
 """Columns of weights in a stage."""
 _MOST_SMS: Final = 256
@@ -49,6 +52,7 @@ def unsupported(
     dtype: torch.dtype,
     arch: GPUArch,
     rows: int = 1,
+    weight_dtype: torch.dtype | None = None,
     *,
     unmeasured: bool = False,
 ) -> tuple[str, ...]:
@@ -56,18 +60,27 @@ def unsupported(
 
     Args:
         shape: sizes of the model.
-        dtype: of its weights, and of its KV cache unless that is in FP8.
+        dtype: of its weights unless they are quantized, and of its KV cache unless that is in FP8.
         arch: of its device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether kernels that no GPU has ever run may be chosen: that of several sequences.
+        weight_dtype: of the layers' matrices if they are quantized; else None.
+        unmeasured: whether kernels that no GPU has ever run may be chosen: those of several sequences and of FP8
+            weights.
     """
+    in_fp8 = weight_dtype is torch.float8_e4m3fn
+    most_hidden = _MOST_HIDDEN_FP8 if in_fp8 else _MOST_HIDDEN
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     divided = step_sizes(shape, arch, rows)
     units = rows * kv_heads * divided.group_splits
     # Of several sequences, gate and up are multiplied together.
     least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
-        (rows > 1 and not unmeasured, NEVER_RUN),
+        ((rows > 1 or in_fp8) and not unmeasured, NEVER_RUN),
+        (
+            weight_dtype is not None and not in_fp8,
+            f"no weights in {str(weight_dtype).removeprefix('torch.')}",
+        ),
+        (rows > 1 and in_fp8, "no weights in FP8 for several sequences"),
         (dtype not in _DTYPES, f"no {str(dtype).removeprefix('torch.')}"),
         (
             not units <= arch.num_sms <= _MOST_SMS,
@@ -78,8 +91,8 @@ def unsupported(
             f"head_dim {dim} is not a multiple of {_HEAD_DIM_UNIT} from {2 * _HEAD_DIM_UNIT} to {_MOST_HEAD_DIM}",
         ),
         (
-            shape.hidden_size > _MOST_HIDDEN,
-            f"a hidden size of {shape.hidden_size}, at most {_MOST_HIDDEN}",
+            shape.hidden_size > most_hidden,
+            f"a hidden size of {shape.hidden_size}, at most {most_hidden}",
         ),
         *(
             (size % _UNIT > 0, f"{name} of {size}, not a multiple of {_UNIT}")

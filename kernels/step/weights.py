@@ -24,6 +24,15 @@ class StepShape(NamedTuple):
     softmax_scale: float
 
 
+class MatrixScales(NamedTuple):
+    """Scales of a layer's matrices in float8_e4m3fn, float32 contiguous, one for each row."""
+
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
 class LayerWeights(NamedTuple):
     """Parameters of a layer, contiguous.
 
@@ -37,6 +46,7 @@ class LayerWeights(NamedTuple):
         q_norm: [D], as is `k_norm`; None where the family has none.
         qkv_bias: [(H + 2 * K) * D] or None.
         window: tokens that the layer attends, the current one included; None if all.
+        scales: of matrices in float8_e4m3fn; None if they have the model's dtype.
     """
 
     qkv: Tensor
@@ -49,6 +59,7 @@ class LayerWeights(NamedTuple):
     k_norm: Tensor | None
     qkv_bias: Tensor | None
     window: int | None = None
+    scales: MatrixScales | None = None
 
 
 class StepWeights(NamedTuple):

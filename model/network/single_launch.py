@@ -12,6 +12,7 @@ from kernels import detect
 from kernels.step.single_launch import (
     ROW_COUNTS,
     LayerWeights,
+    MatrixScales,
     StepShape,
     StepWeights,
     bind_step,
@@ -153,11 +154,18 @@ def bind_single_launch(
             layer.k_norm,
             layer.qkv_bias,
             config.layer_window(index),
+            matrix_scales(layer),
         )
         for index, layer in enumerate(layers)
     ]
     step = StepWeights(step_shape(config), weights, embedding, head, norm)
     return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
+
+
+def matrix_scales(layer: DecoderLayer) -> MatrixScales | None:
+    """Return the scales of a layer's matrices; None if they are not quantized."""
+    scales = [getattr(layer, f"{name}_scale") for name in MatrixScales._fields]
+    return None if scales[0] is None else MatrixScales(*scales)
 
 
 def step_shape(config: ModelConfig) -> StepShape:
@@ -191,13 +199,15 @@ def unsupported(
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether kernels that no GPU has ever run may be chosen: that of several sequences.
+        unmeasured: whether kernels that no GPU has ever run may be chosen: those of several sequences and of FP8
+            weights.
     """
     features = {
-        "quantized weights": weight_dtype is not None,
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
     }
     missing = (*(name for name, has in features.items() if has), *config.beyond_llama)
-    reasons = shape_unsupported(step_shape(config), dtype, arch, rows, unmeasured=unmeasured)
+    reasons = shape_unsupported(
+        step_shape(config), dtype, arch, rows, weight_dtype, unmeasured=unmeasured
+    )
     return reasons + tuple(f"no {name}" for name in missing)

@@ -46,7 +46,7 @@ from tests.gpu.test_fp8_weights_gpu import Layer
 from tests.gpu.test_layer_kernels_gpu import EPS, random
 from tests.gpu.test_matrix_gpu import Product
 from tests.gpu.test_sampling_gpu import filtered_rows, logits_on_gpu, supports_pdl
-from tests.gpu.test_single_launch_gpu import Step, bind, build, fill, new_cache
+from tests.gpu.test_single_launch_gpu import FP8_WEIGHTS, Step, bind, build, fill, new_cache
 from tests.kernels.linear.layer import linear
 from tests.kernels.sampling.sampled import by_kernel, by_rule
 
@@ -203,17 +203,27 @@ def sample_all() -> int:
     return 2 * len(SAMPLE_CASES)
 
 
-STEP_MODELS = ("qwen", "llama", "groups of 3", "windows")
+STEP_MODELS = (
+    ("qwen", None),
+    ("llama", None),
+    ("groups of 3", None),
+    ("windows", None),
+    ("qwen", FP8_WEIGHTS),
+    ("llama", FP8_WEIGHTS),
+)
+"""Models and the dtypes of their quantized matrices."""
 STEP_CONTEXTS = (1, 33, 300)
 
 
 def step_all() -> int:
     """Compute single-launch steps twice each; return the number of runs."""
     runs = 0
-    for name in STEP_MODELS:
-        model = build(name, torch.bfloat16)
+    for name, weight_dtype in STEP_MODELS:
+        model = build(name, torch.bfloat16, weight_dtype)
         arch = kernels.detect(DEVICE)
-        if single_launch.unsupported(model.config, torch.bfloat16, None, arch):
+        if single_launch.unsupported(
+            model.config, torch.bfloat16, weight_dtype, arch, unmeasured=True
+        ):
             continue
         for kv_dtype in (None, kernels.FP8):
             cache = new_cache(model, kv_dtype)

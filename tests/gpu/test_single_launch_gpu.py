@@ -1,21 +1,27 @@
 """The single-launch decode step: accuracy against separate layers, determinism, and its outputs."""
 
 import dataclasses
+import gc
 import itertools
 
 import pytest
 import torch
 
+from benchmarks.local_engine import LocalEngine
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache
 from model.network import single_launch
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -93,6 +99,9 @@ SHAPES = {
 }
 """Sizes that real models have, and odd ones."""
 MODELS |= SHAPES
+FP8_WEIGHTS = torch.float8_e4m3fn
+FP8_MODELS = MODELS | {"Llama-3.1-8B": llama(4096, 14336, 32, 8, 128, num_layers=2)}
+"""Models of the tests with weights in FP8; the last one is a single launch only with these."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CONTEXTS = (1, 2, 31, 33, 64, 65, 129, 511, 1024, 4000)
 
@@ -103,16 +112,32 @@ def on_hopper():
         pytest.skip("the single-launch step needs sm_90")
 
 
-def build(name, dtype):
-    model = DecoderLM(MODELS[name], dtype, "cuda")
+def build(name, dtype, weight_dtype=None):
+    model = DecoderLM(FP8_MODELS[name], dtype, "cuda", weight_dtype)
     model.init_weights(std=0.02, seed=0)
     model.requires_grad_(requires_grad=False)
     for layer in model.decoder_layers:
         for vector in (layer.qkv_bias, layer.q_norm, layer.k_norm, layer.input_norm):
             if vector is not None:
                 vector.add_(torch.linspace(-0.5, 0.5, len(vector), device="cuda").to(dtype))
+    if weight_dtype is not None:
+        # PyTorch would round the weights again, to `dtype`.
+        model.optimize()
     model.reserve_positions(8192)
     return model
+
+
+def in_float32(model):
+    """Return a model with the weights of another one in float32."""
+    wide = DecoderLM(model.config, torch.float32, "cuda")
+    state = model.state_dict()
+    for name in [name for name in state if name.endswith("_scale")]:
+        matrix = name.removesuffix("_scale")
+        state[matrix] = dequantize_rows(state[matrix], state.pop(name), torch.float32)
+    wide.load_state_dict(state)
+    wide.requires_grad_(requires_grad=False)
+    wide.reserve_positions(8192)
+    return wide
 
 
 def bind(model, cache, rows=1):
@@ -507,6 +532,117 @@ def test_a_sequence_has_the_same_bits_beside_any_others():
     assert torch.equal(step.single_launch(bound)[2], first)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen", torch.float16), *((name, torch.bfloat16) for name in FP8_MODELS)],
+    ids=str,
+)
+def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache(
+    name, dtype, kv_dtype
+):
+    model = build(name, dtype, FP8_WEIGHTS)
+    wide = in_float32(model)
+    one_cache = new_cache(model, kv_dtype)
+    one = bind(model, one_cache)
+    for context in CONTEXTS:
+        cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
+        step = Step(model, context)
+        plain, truth = step.by_layers(cache), Step(wide, context).by_layers(truth_cache)
+
+        found = step.single_launch(one)
+
+        assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
+        for layer in range(model.config.num_layers):
+            assert_same_rows(
+                *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
+            )
+        fill(one_cache)
+        assert step.tokens.item() == step.sampled[0].item() == found.float().argmax().item()
+        torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sms"),
+    [
+        *itertools.product(("qwen", "llama", "groups of 7"), (16, 78, 114)),
+        ("Llama-3.1-8B", 114),
+    ],
+)
+def test_fp8_weights_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
+    arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
+    model = build(name, torch.bfloat16, FP8_WEIGHTS)
+    wide = in_float32(model)
+    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    cache = new_cache(model)
+    one = bind(model, cache)
+    for context in (1, 65, 511, 4000):
+        fill(cache)
+        step = Step(model, context)
+        plain = step.by_layers(new_cache(model))
+        truth = Step(wide, context).by_layers(new_cache(wide))
+
+        assert_no_worse_than(step.single_launch(one).float(), truth, plain.float(), factor=3.0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "Llama-3.1-8B"])
+def test_fp8_weights_give_the_same_bits_in_repeats_and_graph_replays(name, kv_dtype):
+    model = build(name, torch.bfloat16, FP8_WEIGHTS)
+    one = bind(model, new_cache(model, kv_dtype))
+    steps = [Step(model, context, write=False) for context in (700, 40)]
+    expected = [step.single_launch(one) for step in steps]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps[0].single_launch(one)
+
+    for number in [0, 1, 1, 0, 0, 0, 1] * 20:
+        assert torch.equal(steps[number].single_launch(one), expected[number])
+        graph.replay()
+        assert torch.equal(steps[0].logits, expected[0])
+
+
+def test_fp8_weights_reach_the_single_launch_in_an_engine_that_allows_unmeasured_kernels():
+    prompt, tokens = [(7 * i) % 500 + 5 for i in range(40)], []
+    for allowed, graphs in ((False, True), (True, False), (True, True)):
+        engine = LocalEngine(
+            EngineConfig(
+                model_path=str(resolve(BUNDLED)),
+                model_id=BUNDLED,
+                device="cuda",
+                dtype="bfloat16",
+                quantization="fp8",
+                kv_cache_tokens=4096,
+                max_num_seqs=2,
+                max_num_batched_tokens=512,
+                cuda_graphs=graphs,
+                unmeasured_kernels=allowed,
+            )
+        )
+        while engine.engine._runner.use_idle_time():
+            pass
+        assert engine.engine.info.plan.one_sequence.startswith(
+            "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8"
+            if allowed
+            else "layer by layer: never run"
+        )
+        sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
+        asked = GenerateRequest(request_id=0, prompt_token_ids=prompt, sampling=sampling)
+        (events,) = engine.generate([asked])
+        tokens.append([event.token_id for event in events])
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    by_layers, one_by_one, recorded = tokens
+    assert one_by_one == recorded
+    assert by_layers[:2] == recorded[:2]
+
+
 def test_the_shapes_of_these_models_are_supported():
     for name in MODELS:
         assert build(name, torch.bfloat16).single_launch_unsupported(detect("cuda")) == ()
+    for config in FP8_MODELS.values():
+        assert not single_launch.unsupported(
+            config, torch.bfloat16, FP8_WEIGHTS, detect("cuda"), unmeasured=True
+        )

@@ -188,7 +188,7 @@ def gate_all(ring, xs, factor, out, parity, first, used, c):
 def project(ring, xs, factor, out, parity, bias, number, used, TILES: gl.constexpr, c):
     """Compute TILES tiles of queries, keys and values."""
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
-    sums, used = dot_normed(ring, xs, factor, used, TILES, c)
+    sums, used = dot_normed(ring, xs, factor, used, TILES, c.FP8_WEIGHTS, c)
     for t in gl.static_range(TILES):
         row = projected_row(number + t, c) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
         y = sums[t]
@@ -201,7 +201,8 @@ def project(ring, xs, factor, out, parity, bias, number, used, TILES: gl.constex
 @gluon.jit
 def gate(ring, xs, factor, out, parity, first, number, used, PAIRS: gl.constexpr, c):
     """Compute PAIRS tiles of the gated product."""
-    sums, used = dot_normed(ring, xs, factor, used, gl.constexpr(2 * PAIRS), c)
+    PAIR: gl.constexpr = 2 * PAIRS
+    sums, used = dot_normed(ring, xs, factor, used, PAIR, c.FP8_WEIGHTS, c)
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
         value = x / (1.0 + gl.exp(-x)) * sums[2 * t + 1]
@@ -216,7 +217,7 @@ def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
     for i in gl.static_range(len(before)):
         tile = first + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
-            y, used = dot_shared(ring, used, INPUTS, c)
+            y, used = dot_shared(ring, used, INPUTS, c.FP8_WEIGHTS, c)
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
             y += before[i].to(gl.float32)
             publish(out, c.HIDDEN, parity, row, y, gl.constexpr(True), c)

@@ -39,7 +39,7 @@ def whole_step(
     GROUP_SPLITS: gl.constexpr, HELD: gl.constexpr, HELD_P: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
-    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
+    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
@@ -47,7 +47,8 @@ def whole_step(
     halves of all buffers up to `logs`, which hold the bits of `MISSING` before the first launch.
 
     Args:
-        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names.
+        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names; with FP8_WEIGHTS followed
+            by as many rows that have the addresses of the matrices' scales in the fields of the matrices.
         ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
             `logprobs` and `sampled`.
         hidden: [2, HIDDEN], the hidden state after a layer.
@@ -64,7 +65,7 @@ def whole_step(
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
-        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN,
+        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
     buffers = (hidden, between, qkv, inner, parts, logs, best, totals)
@@ -151,6 +152,7 @@ class StepKernel(BoundStep):
             sampled,
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
+            FP8_WEIGHTS=weights.layers[0].scales is not None,
             **self._constants,
         )
 
@@ -243,12 +245,20 @@ def addresses(
     weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
 ) -> list[list[int]]:
     """Return the rows of the table of a step; 0 for tensors that a layer does not have."""
+    return [
+        [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in row]
+        for row in table_rows(weights, caches, scales)
+    ]
+
+
+def table_rows(
+    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+) -> list[tuple[Tensor | int | None, ...]]:
+    """Return the tensors and numbers to which the rows of the table of a step refer."""
     rows = []
     for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
         tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
         tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
-        found = (tensors[name] for name in FIELDS)
-        rows.append(
-            [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in found]
-        )
-    return rows
+        rows.append(tensors)
+    rows += [layer.scales._asdict() for layer in weights.layers if layer.scales is not None]
+    return [tuple(row.get(name) for name in FIELDS) for row in rows]

@@ -15,19 +15,20 @@ from kernels.step.gpu.ring import (
     DOWN,
     GATE_UP,
     OUTPUT,
-    PARTS,
     PRODUCER_WARPS,
     QKV,
     ROWS,
-    address,
     attended,
     cache_of,
     first_key,
     first_tile,
+    flying_of,
     head_element,
     key_range,
     keys_of,
+    matrix_of,
     parts_of,
+    parts_per_stage,
     parts_sent,
     projected_row,
     projected_tiles,
@@ -60,80 +61,118 @@ def produce_step(ring, table, head, past, block_table, c):
     QUERIES: gl.constexpr = c.HEADS * c.D
     used = 0
     for layer in range(c.LAYERS):
-        weight = address(table, layer, QKV, dtype)
+        weight, scales = matrix_of(table, layer, QKV, dtype, c)
         for number in range(projected_tiles(c)):
-            place = weight + projected_row(number, c) * c.HIDDEN
-            used = send_rows(ring, place, ROWS - 1, used, c.HIDDEN, c.FLYING, c)
+            row = projected_row(number, c)
+            place = weight + row * c.HIDDEN
+            used = send_rows(
+                ring, place, scales + row, ROWS - 1, used, c.HIDDEN, c.FLYING, c.FP8_WEIGHTS, c
+            )
         cache = cache_of(table, layer, dtype, c)
         seen = first_key(table, layer, past, c)
         used = send_keys(ring, cache, block_table, seen, past, used, c)
-        weight = address(table, layer, OUTPUT, dtype)
+        matrix = matrix_of(table, layer, OUTPUT, dtype, c)
         first = first_tile(layer, gl.constexpr(0), c)
-        used = send_matrix(ring, weight, first, used, c.HIDDEN, QUERIES, c.FLYING, c)
-        weight = address(table, layer, GATE_UP, dtype)
+        used = send_matrix(ring, matrix, first, used, c.HIDDEN, QUERIES, c.FLYING, c.FP8_WEIGHTS, c)
+        weight, scales = matrix_of(table, layer, GATE_UP, dtype, c)
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         for tile in range(first, c.INNER // ROWS, gl.num_programs(0)):
             place = weight + tile * ROWS * c.HIDDEN
-            used = send_rows(ring, place, ROWS - 1, used, c.HIDDEN, c.FLYING, c)
+            scale = scales + tile * ROWS
             used = send_rows(
-                ring, place + c.INNER * c.HIDDEN, ROWS - 1, used, c.HIDDEN, c.FLYING, c
+                ring, place, scale, ROWS - 1, used, c.HIDDEN, c.FLYING, c.FP8_WEIGHTS, c
             )
-        weight = address(table, layer, DOWN, dtype)
+            place += c.INNER * c.HIDDEN
+            scale += c.INNER
+            used = send_rows(
+                ring, place, scale, ROWS - 1, used, c.HIDDEN, c.FLYING, c.FP8_WEIGHTS, c
+            )
+        matrix = matrix_of(table, layer, DOWN, dtype, c)
         first = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
-        used = send_matrix(ring, weight, first, used, c.HIDDEN, c.INNER, c.FLYING, c)
+        used = send_matrix(ring, matrix, first, used, c.HIDDEN, c.INNER, c.FLYING, c.FP8_WEIGHTS, c)
     first = gl.program_id(0)
-    used = send_matrix(ring, head, first, used, c.VOCAB, c.HIDDEN, c.HEAD_FLYING, c)
+    used = send_matrix(
+        ring, (head, head), first, used, c.VOCAB, c.HIDDEN, c.HEAD_FLYING, gl.constexpr(False), c
+    )
 
 
 @gluon.jit
 def send_matrix(
-    ring, weight, first, used, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, FLYING: gl.constexpr, c
+    ring, matrix, first, used, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, FLYING: gl.constexpr,
+    FP8: gl.constexpr, c,
 ):  # fmt: skip
-    """Copy this program's tiles of a matrix, from `first` on; rows past its end are copies of its last row."""
+    """Copy this program's tiles of a matrix, from `first` on; rows past its end are copies of its last row.
+
+    `matrix` is a result of `matrix_of`, of FP8 weights or others.
+    """
+    weight, scales = matrix
     for tile in range(first, (OUTPUTS + ROWS - 1) // ROWS, gl.num_programs(0)):
         place = weight + tile.to(gl.int64) * (ROWS * INPUTS)  # type: ignore[attr-defined]
         last = ROWS - 1
         if OUTPUTS % ROWS > 0:
             last = gl.minimum(OUTPUTS - 1 - tile * ROWS, ROWS - 1)
-        used = send_rows(ring, place, last, used, INPUTS, FLYING, c)
+        used = send_rows(ring, place, scales + tile * ROWS, last, used, INPUTS, FLYING, FP8, c)
     return used
 
 
 @gluon.jit
-def send_rows(ring, weight, last, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c):
-    """Copy the rows from 0 to `last`, stage by stage; the stages' further rows are copies of the last one."""
-    FULL: gl.constexpr = INPUTS // (COLUMNS * PARTS)
+def send_rows(
+    ring, weight, scales, last, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, FP8: gl.constexpr, c
+):  # fmt: skip
+    """Copy the rows from 0 to `last`, stage by stage; the stages' further rows are copies of the last one.
+
+    A stage of FP8 weights gets the scales of its rows too.
+    """
+    AT_ONCE: gl.constexpr = flying_of(INPUTS, FLYING, FP8)
+    FULL: gl.constexpr = INPUTS // (COLUMNS * parts_per_stage(FP8))
     for i in range(FULL):
         stage = wait_empty(ring, used, c)
-        send_parts(ring, stage, weight, i, last, INPUTS, gl.constexpr(False), PARTS, c)
-        sent(ring, stage, FLYING)
+        send_parts(
+            ring, stage, weight, i, last, INPUTS, gl.constexpr(False), parts_per_stage(FP8), FP8, c
+        )
+        send_scales(ring, stage, scales, FP8)
+        sent(ring, stage, AT_ONCE)
         used += 1
-    if stages_of(INPUTS) > FULL:
+    if stages_of(INPUTS, FP8) > FULL:
         stage = wait_empty(ring, used, c)
-        COUNT: gl.constexpr = parts_sent(INPUTS, FULL, c.BATCH)
-        send_parts(ring, stage, weight, FULL, last, INPUTS, gl.constexpr(True), COUNT, c)
-        sent(ring, stage, FLYING)
+        COUNT: gl.constexpr = parts_sent(INPUTS, FULL, c.BATCH, FP8)
+        send_parts(ring, stage, weight, FULL, last, INPUTS, gl.constexpr(True), COUNT, FP8, c)
+        send_scales(ring, stage, scales, FP8)
+        sent(ring, stage, AT_ONCE)
         used += 1
     return used
 
 
 @gluon.jit
 def send_parts(
-    ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr, c
+    ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr,
+    FP8: gl.constexpr, c,
 ):  # fmt: skip
     """Copy COUNT parts of ROWS rows, those of their stage `number`; zeros behind the rows' end if ENDS."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PRODUCER_WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = 16 if FP8 else 8
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, WIDE], [WIDE // 8, 256 // WIDE], [PRODUCER_WARPS, 1], [1, 0]
+    )
     row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), last)[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    parts = parts_of(ring, stage, c)
+    parts = parts_of(ring, stage, FP8, c)
     for j in gl.static_range(COUNT):
-        element = (number * PARTS + j) * COLUMNS + column
-        place = gl.multiple_of(gl.max_contiguous(weight + row * INPUTS + element, [1, 8]), [1, 16])
+        element = (number * parts_per_stage(FP8) + j) * COLUMNS + column
+        place = gl.max_contiguous(weight + row * INPUTS + element, [1, WIDE])
+        place = gl.multiple_of(place, [1, 16])
         if ENDS:
-            exists = gl.max_constancy((element < INPUTS) & (row >= 0), [1, 8])
+            exists = gl.max_constancy((element < INPUTS) & (row >= 0), [1, WIDE])
             async_copy.async_copy_global_to_shared(parts.index(j), place, mask=exists)
         else:
             async_copy.async_copy_global_to_shared(parts.index(j), place)
+
+
+@gluon.jit
+def send_scales(ring, stage, scales, FP8: gl.constexpr):
+    """Copy the scales of ROWS rows of FP8 weights; nothing for others."""
+    if FP8:
+        row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [PRODUCER_WARPS], [0]))
+        async_copy.async_copy_global_to_shared(ring.scales.index(stage), scales + row)
 
 
 @gluon.jit

@@ -16,10 +16,10 @@ from kernels.step.gpu.ring import (
     COLUMNS,
     CONSUMER_WARPS,
     MOST_HELD,
-    PARTS,
     ROWS,
     parts_in,
     parts_of,
+    parts_per_stage,
     release,
     stages_of,
     wait_full,
@@ -161,37 +161,41 @@ def tiles_at_once(hidden, stages, wanted):
 
 
 @gluon.jit
-def dot_normed(ring, xs, factor, used, TILES: gl.constexpr, c):
+def dot_normed(ring, xs, factor, used, TILES: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next tiles of weights by the normalized hidden state; returns TILES tensors of [ROWS] float32.
 
-    `xs` and `factor` are the result of `normed`.
+    `xs` and `factor` are the result of `normed`; the weights are in FP8 or not.
     """
     totals = ()
     if c.HIDDEN > MOST_HELD:
         for _ in gl.static_range(TILES):
-            total, used = dot_shared(ring, used, c.HIDDEN, c)
+            total, used = dot_shared(ring, used, c.HIDDEN, FP8, c)
             totals = totals + (total,)  # type: ignore[assignment]
     else:
-        sums, used = dot_held(ring, xs, used, TILES, c)
+        sums, used = dot_held(ring, xs, used, TILES, FP8, c)
         for t in gl.static_range(TILES):
             totals = totals + (sums[t] * factor,)  # type: ignore[assignment]
     return totals, used
 
 
 @gluon.jit
-def dot_held(ring, xs, used, TILES: gl.constexpr, c):
+def dot_held(ring, xs, used, TILES: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next tiles of weights by a vector held in registers; returns TILES tensors of [ROWS] float32."""
-    EACH: gl.constexpr = stages_of(c.HIDDEN)
+    EACH: gl.constexpr = stages_of(c.HIDDEN, FP8)
+    PARTS: gl.constexpr = parts_per_stage(FP8)
     ALL: gl.constexpr = TILES * EACH
     AT_ONCE: gl.constexpr = 2 if ALL % 2 == 0 else 1
     tiles = ()
+    scales = ()
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
     for i in gl.static_range(ALL):
         if i % AT_ONCE == 0:
             for k in gl.static_range(AT_ONCE):
                 wait_full(ring, used + i + k, c)
-        parts = parts_of(ring, (used + i) % c.STAGES, c)
-        for j in gl.static_range(parts_in(c.HIDDEN, i % EACH)):
+        if i % EACH == 0:
+            scales = scales + (row_scales(ring, used + i, FP8, c),)  # type: ignore[assignment]
+        parts = parts_of(ring, (used + i) % c.STAGES, FP8, c)
+        for j in gl.static_range(parts_in(c.HIDDEN, i % EACH, FP8)):
             weights = parts.index(j).load(c.W).to(gl.float32)
             sums += weights * xs[i % EACH * PARTS + j][None, :]
         if i % EACH == EACH - 1:
@@ -200,39 +204,80 @@ def dot_held(ring, xs, used, TILES: gl.constexpr, c):
     release(ring, used, ALL, c)
     totals = ()
     for t in gl.static_range(TILES):
-        totals = totals + (gl.sum(tiles[t], 1),)  # type: ignore[assignment]
+        total = gl.sum(tiles[t], 1)
+        if FP8:
+            total *= scales[t]
+        totals = totals + (total,)  # type: ignore[assignment]
     return totals, used + ALL
 
 
 @gluon.jit
-def dot_shared(ring, used, INPUTS: gl.constexpr, c):
+def row_scales(ring, used, FP8: gl.constexpr, c):
+    """Return the scales of the rows in use number `used` of the ring, which has arrived, [ROWS]; 1 without FP8."""
+    scales = 1.0
+    if FP8:
+        scales = ring.scales.index(used % c.STAGES).load(gl.SliceLayout(1, c.W))
+    return scales
+
+
+@gluon.jit
+def dot_shared(ring, used, INPUTS: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next ROWS rows of weights by the vector in shared memory; returns [ROWS] float32."""
     BATCH: gl.constexpr = min(4, c.STAGES // 2)
+    PARTS: gl.constexpr = parts_per_stage(FP8)
     BATCHES: gl.constexpr = INPUTS // (COLUMNS * PARTS * BATCH)
-    REST: gl.constexpr = stages_of(INPUTS) - BATCHES * BATCH
-    LAST: gl.constexpr = parts_in(INPUTS, stages_of(INPUTS) - 1)
+    REST: gl.constexpr = stages_of(INPUTS, FP8) - BATCHES * BATCH
+    LAST: gl.constexpr = parts_in(INPUTS, stages_of(INPUTS, FP8) - 1, FP8)
+    if FP8:
+        wait_full(ring, used, c)
+    scales = row_scales(ring, used, FP8, c)
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
     for i in range(BATCHES):
-        sums = add_stages(ring, sums, i * BATCH, used, BATCH, PARTS, c)
+        sums = add_stages(ring, sums, i * BATCH, used, BATCH, PARTS, FP8, c)
         used += BATCH
     if REST > 0:
-        sums = add_stages(ring, sums, BATCHES * BATCH, used, REST, LAST, c)
+        sums = add_stages(ring, sums, BATCHES * BATCH, used, REST, LAST, FP8, c)
         used += REST
-    return gl.sum(sums, 1), used
+    total = gl.sum(sums, 1)
+    if FP8:
+        total *= scales
+    return total, used
 
 
 @gluon.jit
 def add_stages(
-    ring, sums, number, used, COUNT: gl.constexpr, LAST: gl.constexpr, c
+    ring, sums, number, used, COUNT: gl.constexpr, LAST: gl.constexpr, FP8: gl.constexpr, c
 ):  # fmt: skip
     """Add the products of COUNT stages, those of the rows' stage `number` on; the last one has LAST parts."""
+    PARTS: gl.constexpr = parts_per_stage(FP8)
     for b in gl.static_range(COUNT):
         wait_full(ring, used + b, c)
     for b in gl.static_range(COUNT):
-        parts = parts_of(ring, (used + b) % c.STAGES, c)
+        parts = parts_of(ring, (used + b) % c.STAGES, FP8, c)
         for j in gl.static_range(PARTS if b + 1 < COUNT else LAST):
             weights = parts.index(j).load(c.W).to(gl.float32)
-            x = ring.x.index((number + b) * PARTS + j).load(gl.SliceLayout(0, c.W)).to(gl.float32)
+            x = ring.x.index((number + b) * PARTS + j).load(gl.SliceLayout(0, c.W))
+            if FP8:
+                x = widened(x)
+            else:
+                x = x.to(gl.float32)
             sums += weights * x[None, :]
     release(ring, used, COUNT, c)
     return sums
+
+
+@gluon.jit
+def widened(x):
+    """Convert the model's dtype to float32; of bfloat16 by one instruction for an element, where ptxas takes 1.5."""
+    if x.dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = x.to(gl.float32)
+    return x

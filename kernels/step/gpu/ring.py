@@ -1,8 +1,9 @@
 """Shared by producer and consumers of the whole-step kernel: constants, the shared-memory ring, each program's rows.
 
 A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or keys and values that have the same size
-in the model's dtype. The last stage of 8 rows is filled as far as the rows go; columns past their end are zeros. FP8
-keys and values fill half a stage, and their scales follow them. A stage has two barriers:
+in the model's dtype. The last stage of 8 rows is filled as far as the rows go; columns past their end are zeros. Of FP8
+weights it holds twice as many parts, and the rows' scales lie beside the ring. FP8 keys and values fill half a stage,
+and their scales follow them. A stage has two barriers:
 `full` completes when its bytes have arrived, `empty` when they have been read. Producer and consumers each count the
 stages they have used; the count gives stage and phase:
 
@@ -76,6 +77,7 @@ class StepConstants:
         BIAS: whether the QKV projection has a bias.
         WINDOWS: whether a layer has a sliding window.
         FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
+        FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row.
         OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
         KEYS: keys per stage; values likewise.
         HELD_P: `HELD` rounded up to a power of two.
@@ -111,6 +113,7 @@ class StepConstants:
     BIAS: gl.constexpr
     WINDOWS: gl.constexpr
     FP8: gl.constexpr
+    FP8_WEIGHTS: gl.constexpr
     OWN: gl.constexpr
     KEYS: gl.constexpr
     HEAD_ROWS: gl.constexpr
@@ -127,6 +130,7 @@ class StepConstants:
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
         BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
+        FP8_WEIGHTS=False,
     ) -> None:  # fmt: skip
         self.BATCH = gl.constexpr(BATCH)
         self.LAYERS = gl.constexpr(LAYERS)
@@ -153,6 +157,7 @@ class StepConstants:
         self.BIAS = gl.constexpr(BIAS)
         self.WINDOWS = gl.constexpr(WINDOWS)
         self.FP8 = gl.constexpr(FP8)
+        self.FP8_WEIGHTS = gl.constexpr(FP8_WEIGHTS)
         self.OWN = gl.constexpr(OWN)
         self.KEYS = gl.constexpr(PARTS.value * ROWS.value * COLUMNS.value // 2 // DP)
         self.HEAD_ROWS = gl.constexpr(max(4, 2 * HELD_P))
@@ -180,6 +185,7 @@ class Ring:
         full: [STAGES, 1], as is `empty`.
         x: [INPUTS / 256, 256], the input of a linear layer.
         sums: [MOST_TILES, ROWS, SUMS] float32, each consumer warp's sums of a tile; of several sequences only.
+        scales: [STAGES, ROWS] float32, of the rows of weights in a stage; of FP8 weights only.
         heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
     """
@@ -192,9 +198,10 @@ class Ring:
     maxima: gl.shared_memory_descriptor
     totals: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, data, full, empty, x, heads, maxima, totals, sums) -> None:
+    def __init__(self, data, full, empty, x, heads, maxima, totals, sums, scales) -> None:
         self.data = data
         self.full = full
         self.empty = empty
@@ -203,6 +210,7 @@ class Ring:
         self.maxima = maxima
         self.totals = totals
         self.sums = sums
+        self.scales = scales
 
 
 @gluon.jit
@@ -220,6 +228,9 @@ def make_ring(dtype: gl.constexpr, c):
         # Warps write a row each and read a column each, both without bank conflicts.
         apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, ROWS, [1, 0])
         sums = gl.allocate_shared_memory(gl.float32, [MOST_TILES, ROWS, SUMS], apart)
+    scales = totals
+    if c.FP8_WEIGHTS:
+        scales = gl.allocate_shared_memory(gl.float32, [c.STAGES, ROWS], flat)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
@@ -228,7 +239,7 @@ def make_ring(dtype: gl.constexpr, c):
         mbarrier.init(full.index(i), count=PRODUCER_WARPS * 32)
         mbarrier.init(empty.index(i), count=1)
     gl.thread_barrier()
-    return Ring(data, full, empty, x, heads, maxima, totals, sums)
+    return Ring(data, full, empty, x, heads, maxima, totals, sums, scales)
 
 
 @gluon.constexpr_function
@@ -240,22 +251,24 @@ def part_layout(batch):
 
 
 @gluon.jit
-def parts_of(ring, stage, c):
-    """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]."""
+def parts_of(ring, stage, FP8: gl.constexpr, c):
+    """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]; of FP8 weights, twice as many parts."""
+    dtype: gl.constexpr = stored_dtype(ring.data.dtype, FP8)
+    shape: gl.constexpr = [parts_per_stage(FP8), ROWS, COLUMNS]
     layout: gl.constexpr = part_layout(c.BATCH)
-    return ring.data.index(stage)._reinterpret(ring.data.dtype, [PARTS, ROWS, COLUMNS], layout)
+    return ring.data.index(stage)._reinterpret(dtype, shape, layout)
 
 
 @gluon.constexpr_function
-def cache_dtype(dtype, fp8):
-    """Return the dtype of the cache of a model in `dtype`."""
+def stored_dtype(dtype, fp8):
+    """Return the dtype of the cache or the weights of a model in `dtype`, if they are in FP8 or not."""
     return gl.float8e4nv if fp8 else dtype
 
 
 @gluon.jit
 def keys_of(ring, stage, c):
     """View a stage as keys and values, [2, KEYS, DP]; in FP8 as [4, KEYS, DP], where the scales follow the values."""
-    dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
+    dtype: gl.constexpr = stored_dtype(ring.data.dtype, c.FP8)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return ring.data.index(stage)._reinterpret(dtype, [4 if c.FP8 else 2, c.KEYS, c.DP], layout)
 
@@ -263,7 +276,7 @@ def keys_of(ring, stage, c):
 @gluon.jit
 def lines_of(ring, stage, c):
     """View a stage as the keys and values of each line, [2, LINES, 2, DP]; in FP8 the first size is 4."""
-    dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
+    dtype: gl.constexpr = stored_dtype(ring.data.dtype, c.FP8)
     shape: gl.constexpr = [4 if c.FP8 else 2, c.LINES, 2, c.DP]
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     return ring.data.index(stage)._reinterpret(dtype, shape, layout)
@@ -328,9 +341,20 @@ def address(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def matrix_of(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr, c):
+    """Look up the addresses of a layer's matrix and of its rows' scales, which only FP8 weights have."""
+    weight = address(table, layer, FIELD, stored_dtype(dtype, c.FP8_WEIGHTS))
+    scales = weight
+    if c.FP8_WEIGHTS:
+        # The table has the scales' addresses in further rows, so that others need no fields for them.
+        scales = address(table, c.LAYERS + layer, FIELD, gl.float32)
+    return weight, scales
+
+
+@gluon.jit
 def cache_of(table, layer, dtype: gl.constexpr, c):
     """Look up the addresses of a layer's cache, for a model in `dtype`: (keys, scales), (values, scales)."""
-    numbers: gl.constexpr = cache_dtype(dtype, c.FP8)
+    numbers: gl.constexpr = stored_dtype(dtype, c.FP8)
     keys = address(table, layer, KEYS, numbers), address(table, layer, KEY_SCALES, gl.float32)
     values = address(table, layer, VALUES, numbers), address(table, layer, VALUE_SCALES, gl.float32)
     return keys, values
@@ -373,22 +397,37 @@ def head_element(place, c):
 
 
 @gluon.constexpr_function
-def stages_of(inputs):
-    """Return how many stages ROWS rows of weights take."""
-    return -(-inputs // (PARTS.value * COLUMNS.value))
+def parts_per_stage(fp8):
+    """Return how many parts a stage holds, of FP8 weights or others."""
+    return 2 * PARTS.value if fp8 else PARTS.value
 
 
 @gluon.constexpr_function
-def parts_in(inputs, stage):
+def stages_of(inputs, fp8=False):
+    """Return how many stages ROWS rows of weights take."""
+    return -(-inputs // (parts_per_stage(fp8) * COLUMNS.value))
+
+
+@gluon.constexpr_function
+def parts_in(inputs, stage, fp8=False):
     """Return how many parts of ROWS rows of weights are in one of their stages."""
     parts = -(-inputs // COLUMNS.value)
-    return min(PARTS.value, parts - stage * PARTS.value)
+    return min(parts_per_stage(fp8), parts - stage * parts_per_stage(fp8))
 
 
 @gluon.constexpr_function
-def parts_sent(inputs, stage, batch):
+def parts_sent(inputs, stage, batch, fp8=False):
     """Return how many parts of a stage are filled; for tensor cores all, with zeros behind the rows' end."""
-    return parts_in(inputs, stage) if batch == 1 else PARTS.value
+    return parts_in(inputs, stage, fp8) if batch == 1 else PARTS.value
+
+
+@gluon.constexpr_function
+def flying_of(inputs, flying, fp8):
+    """Return how many stages of ROWS rows of weights a program copies at once.
+
+    `flying` stages of the model's dtype; twice as many where FP8 weights fill each only up to the half.
+    """
+    return 2 * flying if fp8 and inputs <= PARTS.value * COLUMNS.value else flying
 
 
 @gluon.jit

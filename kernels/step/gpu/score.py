@@ -46,7 +46,7 @@ def score_all(ring, xs, factor, logits, best, totals, used, c):
 @gluon.jit
 def score(ring, xs, factor, logits, number, key, total, used, TILES: gl.constexpr, c):
     """Compute and store TILES tiles of logits; returns each warp's largest key and sum of exponentials so far."""
-    sums, used = dot_normed(ring, xs, factor, used, TILES, c)
+    sums, used = dot_normed(ring, xs, factor, used, TILES, gl.constexpr(False), c)
     keys = ()
     largest = key
     for t in gl.static_range(TILES):

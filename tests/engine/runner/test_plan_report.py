@@ -89,6 +89,22 @@ def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config)
     assert allowed.one_sequence == "in one launch; 2, 4, 8 sequences in one launch"
 
 
+def test_the_plan_says_that_weights_in_fp8_need_unmeasured_kernels_and_one_sequence(config):
+    changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    changed = dataclasses.replace(config, **changes)
+    model = DecoderLM(changed, torch.bfloat16, "meta", torch.float8_e4m3fn)
+    default = explain_model(model, 16, CATALOGUE["h100"])
+    model.unmeasured_kernels = True
+    allowed = explain_model(model, 16, CATALOGUE["h100"])
+
+    assert default.one_sequence == (
+        "layer by layer: never run, and unmeasured kernels are not allowed"
+    )
+    assert allowed.one_sequence == (
+        "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8 for several sequences"
+    )
+
+
 def test_launches_are_in_order_of_preference(config):
     wide = dataclasses.replace(config, head_dim=128)
     launches = planned(wide, "h100").phases[1].launches

@@ -35,7 +35,7 @@ from kernels.sampling.gpu.sample_tokens import sample_tokens
 from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
-from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
+from kernels.step.single_launch import LayerWeights, MatrixScales, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
@@ -61,8 +61,14 @@ STEPS = {
     ("norm", "78 SMs"): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     ("78 SMs",): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
 }
+LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
-"""Models whose steps are one launch, by the operations around the QKV projection and whether the cache is FP8."""
+STEPS |= {
+    (*around, "fp8 weights"): shape
+    for around, shape in {**STEPS, ("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}.items()
+}
+"""Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
+"fp8 weights" the layers' matrices."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -300,13 +306,16 @@ class FusedCompiler(Compiler):
         stacked = (heads + 2 * kv_heads) * dim
         norm = empty(dim) if "norm" in job.around else None
         bias = empty(stacked) if "bias" in job.around else None
+        matrices = (empty(stacked, c), empty(c, heads * dim), empty(2 * inner, c), empty(c, inner))
+        matrix_scales = None
+        if "fp8 weights" in job.around:
+            matrix_scales = MatrixScales(*(torch.empty(len(matrix)) for matrix in matrices))
+            matrices = tuple(matrix.to(torch.float8_e4m3fn) for matrix in matrices)
         layer = LayerWeights(
-            empty(stacked, c),
-            empty(c, heads * dim),
-            empty(2 * inner, c),
-            empty(c, inner),
+            *matrices,
             *(empty(c), empty(c), norm, norm, bias),
             window=512 if "window" in job.around else None,
+            scales=matrix_scales,
         )
         weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), empty(c))
         cache, scales = empty(2, 3, 16, kv_heads, dim), None

@@ -45,7 +45,8 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8, unmeasured=True)
+    if "fp8 weights" not in around
+    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8, unmeasured=True)
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
@@ -148,7 +149,9 @@ def jobs_for(sm: int) -> list[FusedJob]:
 
 
 JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)] + [
-    FusedJob(sm, "step", around=around) for sm in (100, 120) for around in BLACKWELL_STEPS
+    FusedJob(sm, "step", around=around)
+    for sm in (100, 120)
+    for around in (*BLACKWELL_STEPS, ("fp8 weights",))
 ]
 JOBS += [FusedJob(HOPPER, "step", around=around, tokens=8) for around in STEPS_OF_ROWS]
 JOBS += [FusedJob(HOPPER, "step", around=("norm",), tokens=rows) for rows in (2, 4)]
@@ -160,8 +163,8 @@ def representative_jobs() -> list[FusedJob]:
     for job in JOBS:
         if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
             weight_dtype = job.choice and job.choice.problem.weight_dtype
-            of_rows = job.operation == "step" and job.tokens > 1
-            found.setdefault((job.sm, job.operation, job.function, weight_dtype, of_rows), job)
+            step = job.operation == "step" and (job.tokens > 1, "fp8 weights" in job.around)
+            found.setdefault((job.sm, job.operation, job.function, weight_dtype, step), job)
     return list(found.values())
 
 
@@ -223,11 +226,13 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
         if facts["registers"] > SUM_REGISTERS:
             found.append(f"{facts['registers']} registers: not all programs run at once")
     if job.operation == "step":
-        # Only the scales of keys and values are copied by less than 16 bytes at once, and halves of a head in FP8 that
-        # are no multiple of 16 bytes.
+        # Only scales are copied by less than 16 bytes at once, and halves of a head in FP8 that are no multiple of 16
+        # bytes.
         copies = {name: n for name, n in facts["sass"].items() if name.startswith("LDGSTS.")}
         fp8 = "fp8" in job.around
         expected = {"LDGSTS.32": 2} if fp8 else {}
+        if "fp8 weights" in job.around:
+            expected["LDGSTS.32"] = copies.get("LDGSTS.32", 0)
         if fp8 and STEPS[job.around].head_dim % 32:
             expected["LDGSTS.64"] = copies.get("LDGSTS.64", 0)
         if copies != expected | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:

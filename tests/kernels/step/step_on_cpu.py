@@ -375,24 +375,20 @@ class StepOnCPU:
     """
 
     def __init__(self, weights: Any, caches: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
-        self._tensors = []
-        for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
-            pair = (None, None) if scale is None else tuple(scale)
-            cache = dict(zip(ring.FIELDS[-5:-1], (kv[0], kv[1], *pair), strict=True))
-            self._tensors.append({**layer._asdict(), **cache})
+        self._rows = kernel.table_rows(weights, caches, scales)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         """Return a function that runs the programs of a grid."""
 
         def launch(*arguments: Any, **constants: Any) -> None:
             del constants["num_warps"], constants["launch_cooperative_grid"]
-            _launch(grid[0], self._tensors, list(arguments), constants)
+            _launch(grid[0], self._rows, list(arguments), constants)
 
         return launch
 
 
 def _launch(
-    programs: int, tensors: list[dict[str, Any]], arguments: list[Any], constants: dict[str, Any]
+    programs: int, rows_of_table: list[Any], arguments: list[Any], constants: dict[str, Any]
 ) -> None:
     made = ring.StepConstants(**constants)
     c = SimpleNamespace(**{name: constant(it) for name, it in vars(made).items()})
@@ -422,7 +418,7 @@ def _launch(
         return threading.Thread(target=run)
 
     def look_up(_table: Pointer, layer: Any, field: int, _dtype: Any) -> Pointer:
-        found = tensors[int(layer)][ring.FIELDS[field]]
+        found = rows_of_table[int(layer)][field]
         return Pointer(torch.empty(0) if found is None else found.view(-1))
 
     with _in_place_of_gluon(device, look_up):
@@ -462,6 +458,7 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         heads=shared(dtype, c.HEAD_ROWS, c.DP),
         maxima=shared(torch.float32, c.HELD_P, c.LINES),
         totals=shared(torch.float32, c.HELD_P, c.LINES),
+        scales=shared(torch.float32, c.STAGES, rows),
         sums=shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
         full=Barriers(c.STAGES),
         empty=Barriers(c.STAGES),
@@ -482,6 +479,7 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
             wait_group=lambda _: None,
         ),
         "mma_v2": device.mma,
+        "widened": lambda x: x.to(torch.float32),
         "publish": device.publish,
         "clear": device.clear,
         "received": device.received,

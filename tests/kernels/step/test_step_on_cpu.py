@@ -6,9 +6,15 @@ import types
 import pytest
 import torch
 
-from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.fp8 import dequantize_rows, quantize_kv_rows, quantize_rows
 from kernels.hadamard import hadamard_transform
-from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, unsupported
+from kernels.step.single_launch import (
+    LayerWeights,
+    MatrixScales,
+    StepShape,
+    StepWeights,
+    unsupported,
+)
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
@@ -46,6 +52,7 @@ class Case:
     window: int | None = None
     fp8: bool = False
     early: bool = True
+    fp8_weights: bool = False
 
     @property
     def shape(self):
@@ -57,6 +64,24 @@ class Case:
         return dataclasses.replace(ARCHES[90], num_sms=self.num_sms)
 
 
+FP8_WEIGHTS = (
+    Case(1, fp8_weights=True),
+    Case(1, fp8_weights=True, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
+    Case(
+        1,
+        fp8_weights=True,
+        hidden=192,
+        heads=3,
+        kv_heads=1,
+        dim=64,
+        inner=1536,
+        around=False,
+        window=40,
+    ),
+    Case(1, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+    Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
+    Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
+)
 CASES = (
     Case(1),
     Case(8),
@@ -67,6 +92,7 @@ CASES = (
     Case(2, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
     Case(4, heads=10, num_sms=40, vocab=640),
     Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
+    *FP8_WEIGHTS,
 )
 
 
@@ -75,6 +101,25 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def random(*shape, std=0.1):
     return (torch.randn(shape, generator=GENERATOR) * std).bfloat16()
+
+
+def in_fp8(layer):
+    """Round a layer's matrices to FP8; the scales of neighbouring rows differ by a factor of about 2 or 4."""
+    quantized = {}
+    for name in MatrixScales._fields:
+        matrix = getattr(layer, name)
+        apart = torch.exp2(torch.arange(len(matrix)) % 3 - 1.0)[:, None]
+        quantized[name] = quantize_rows(matrix * apart)
+    scales = MatrixScales(**{name: scale for name, (_, scale) in quantized.items()})
+    return layer._replace(**{name: rows for name, (rows, _) in quantized.items()}, scales=scales)
+
+
+def wide_matrix(layer, name):
+    """Return a layer's matrix, float64."""
+    matrix = getattr(layer, name).double()
+    return (
+        matrix if layer.scales is None else matrix * getattr(layer.scales, name).double()[:, None]
+    )
 
 
 class Model:
@@ -95,6 +140,8 @@ class Model:
             )  # fmt: skip
 
         layers = [layer(number) for number in range(case.layers)]
+        if case.fp8_weights:
+            layers = [in_fp8(it) for it in layers]
         embedding = random(case.vocab, c, std=1.0)
         head = random(case.vocab, c, std=0.5 * c**-0.5)
         self.weights = StepWeights(case.shape, layers, embedding, head, 1 + random(c))
@@ -153,7 +200,7 @@ class Model:
         wide = torch.Tensor.double
         x = wide(self.weights.embedding)[self.ids]
         for number, layer in enumerate(self.weights.layers):
-            y = _norm(x, wide(layer.input_norm)) @ wide(layer.qkv).T
+            y = _norm(x, wide(layer.input_norm)) @ wide_matrix(layer, "qkv").T
             y = y if layer.qkv_bias is None else y + wide(layer.qkv_bias)
             q, k, v = y.view(case.rows, -1, case.dim).split(
                 [case.heads, case.kv_heads, case.kv_heads], 1
@@ -167,9 +214,10 @@ class Model:
             attended = [
                 self._attend(number, row, q[row], k[row], v[row]) for row in range(case.rows)
             ]
-            x = x + torch.stack(attended) @ wide(layer.output).T
-            gate, up = (_norm(x, wide(layer.mlp_norm)) @ wide(layer.gate_up).T).chunk(2, -1)
-            x = x + (torch.nn.functional.silu(gate) * up) @ wide(layer.down).T
+            x = x + torch.stack(attended) @ wide_matrix(layer, "output").T
+            y = _norm(x, wide(layer.mlp_norm)) @ wide_matrix(layer, "gate_up").T
+            gate, up = y.chunk(2, -1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ wide_matrix(layer, "down").T
         return _norm(x, wide(self.weights.norm)) @ wide(self.weights.head).T, written
 
     def _rotated(self, x):
@@ -205,11 +253,16 @@ def model(request, monkeypatch):
     case = request.param
     if not case.early:
         monkeypatch.setattr(kernel, "_LITTLE_HIDDEN", 0)
-    assert unsupported(case.shape, torch.bfloat16, case.arch, case.rows, unmeasured=True) == ()
+    weight_dtype = torch.float8_e4m3fn if case.fp8_weights else None
+    assert not unsupported(
+        case.shape, torch.bfloat16, case.arch, case.rows, weight_dtype, unmeasured=True
+    )
     return Model(case)
 
 
-@pytest.mark.parametrize("model", slow_except(CASES[:2], CASES), indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "model", slow_except((*CASES[:2], *FP8_WEIGHTS[:1]), CASES), indirect=True, ids=str
+)
 def test_several_steps_agree_with_float64(model):
     bound = model.bind()
     allowed = 0.06 if model.case.fp8 else 0.03

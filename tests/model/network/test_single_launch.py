@@ -125,6 +125,39 @@ def test_a_reason_names_the_value_and_the_limit(change, message):
     assert message in "; ".join(reasons)
 
 
+WEIGHTS_IN_FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "Llama-3.1-8B"])
+@pytest.mark.parametrize("num_sms", [78, 132])
+def test_weights_in_fp8_are_supported_up_to_a_hidden_size_of_4096(name, num_sms):
+    sizes = {**KNOWN, "Llama-3.1-8B": (4096, 14336, 32, 8, 128, 128256)}[name]
+    shape = StepShape(*sizes, eps=1e-6, softmax_scale=0.1)
+    arch = dataclasses.replace(HOPPER, num_sms=num_sms)
+
+    assert unsupported(shape, torch.bfloat16, arch, 1, WEIGHTS_IN_FP8, unmeasured=True) == ()
+    assert step_sizes(shape, arch).stages >= 8
+
+
+def test_weights_in_fp8_are_off_until_a_gpu_has_run_them_and_only_for_one_sequence():
+    wide = QWEN._replace(hidden_size=4096)
+    wider = QWEN._replace(hidden_size=5120)
+
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8) == (
+        "never run, and unmeasured kernels are not allowed",
+    )
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8, unmeasured=True) == (
+        "no weights in FP8 for several sequences",
+    )
+    assert unsupported(wide, torch.bfloat16, HOPPER, unmeasured=True) == (
+        "a hidden size of 4096, at most 3072",
+    )
+    assert unsupported(wider, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8, unmeasured=True) == (
+        "a hidden size of 5120, at most 4096",
+    )
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, torch.int8) == ("no weights in int8",)
+
+
 def test_all_reasons_are_listed():
     shape = QWEN._replace(hidden_size=900, num_heads=20)
 
