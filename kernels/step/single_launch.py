@@ -64,8 +64,7 @@ def unsupported(
         arch: of its device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
         weight_dtype: of the layers' matrices if they are quantized; else None.
-        unmeasured: whether kernels that no GPU has ever run may be chosen: those of several sequences and of FP8
-            weights.
+        unmeasured: whether kernels that no GPU has ever run may be chosen: those of FP8 weights.
     """
     in_fp8 = weight_dtype is torch.float8_e4m3fn
     most_hidden = _MOST_HIDDEN_FP8 if in_fp8 else _MOST_HIDDEN
@@ -75,7 +74,7 @@ def unsupported(
     # Of several sequences, gate and up are multiplied together.
     least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
-        ((rows > 1 or in_fp8) and not unmeasured, NEVER_RUN),
+        (in_fp8 and not unmeasured, NEVER_RUN),
         (
             weight_dtype is not None and not in_fp8,
             f"no weights in {str(weight_dtype).removeprefix('torch.')}",

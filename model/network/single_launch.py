@@ -199,8 +199,7 @@ def unsupported(
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether kernels that no GPU has ever run may be chosen: those of several sequences and of FP8
-            weights.
+        unmeasured: whether kernels that no GPU has ever run may be chosen: those of FP8 weights.
     """
     features = {
         "a bias of the output projection": config.attention_output_bias,

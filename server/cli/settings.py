@@ -183,10 +183,9 @@ class Settings(BaseModel):
     )
     unmeasured_kernels: bool = Field(
         False,
-        description="allow kernels that have only been compiled: `blackwell_prefill` on sm_100 and sm_103, decode "
-        "steps in one launch of 2, 4 and 8 sequences on sm_90 and of one with --quantization fp8, and with "
-        "--tensor-parallel on GPUs the sum of ranks and the norm after it in one launch; compare their answers before "
-        "you rely on them",
+        description="allow kernels that have only been compiled: `blackwell_prefill` on sm_100 and sm_103, a "
+        "decode step of one sequence in one launch with --quantization fp8, and with --tensor-parallel on GPUs the sum "
+        "of ranks and the norm after it in one launch; compare their answers before you rely on them",
     )
     cpu_threads: int | None = Field(
         None,

@@ -445,7 +445,7 @@ SEVERAL = (64, 1, 511, 1500, 2, 65, 31, 1024)
 def rows_supported(name, rows, arch):
     """Return whether a model's steps of several sequences are single launches."""
     config = MODELS[name]
-    return not single_launch.unsupported(config, torch.bfloat16, None, arch, rows, unmeasured=True)
+    return not single_launch.unsupported(config, torch.bfloat16, None, arch, rows)
 
 
 def test_the_models_of_the_tests_of_several_sequences_are_supported():

@@ -79,14 +79,11 @@ def test_a_kernel_that_never_ran_is_planned_only_if_it_is_allowed_and_is_not_tes
 def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config):
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     model = DecoderLM(dataclasses.replace(config, **changes), torch.bfloat16, "meta")
-    default = explain_model(model, 16, CATALOGUE["h100"])
-    model.unmeasured_kernels = True
-    allowed = explain_model(model, 16, CATALOGUE["h100"])
 
-    assert default.one_sequence == (
-        "in one launch; 2, 4, 8 sequences layer by layer: never run, and unmeasured kernels are not allowed"
-    )
-    assert allowed.one_sequence == "in one launch; 2, 4, 8 sequences in one launch"
+    found = [explain_model(model, 16, CATALOGUE[arch]).one_sequence for arch in ("h100", "b200")]
+
+    assert found[0] == "in one launch; 2, 4, 8 sequences in one launch"
+    assert found[1].startswith("in one launch; 2, 4, 8 sequences layer by layer: needs sm_90")
 
 
 def test_the_plan_says_that_weights_in_fp8_need_unmeasured_kernels_and_one_sequence(config):

@@ -67,7 +67,7 @@ def test_steps_of_several_sequences_of_small_models_are_supported(name, num_sms,
     shape = StepShape(*KNOWN[name], eps=1e-6, softmax_scale=0.1)
     arch = dataclasses.replace(HOPPER, num_sms=num_sms)
 
-    assert unsupported(shape, torch.bfloat16, arch, rows, unmeasured=True) == ()
+    assert unsupported(shape, torch.bfloat16, arch, rows) == ()
     divided = step_sizes(shape, arch, rows)
     assert divided.inputs % MULTIPLIED == 0
     assert divided.inputs >= 8 * max(shape.hidden_size, shape.inner_size)
@@ -92,14 +92,11 @@ def test_a_reason_against_several_sequences_names_the_value_and_the_limit(shape,
     arch = dataclasses.replace(HOPPER, num_sms=114)
 
     assert unsupported(shape, torch.bfloat16, arch) == ()
-    assert message in "; ".join(unsupported(shape, torch.bfloat16, arch, rows, unmeasured=True))
+    assert message in "; ".join(unsupported(shape, torch.bfloat16, arch, rows))
 
 
-def test_steps_of_several_sequences_are_off_until_a_gpu_has_run_them_and_only_for_hopper():
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 8) == (
-        "never run, and unmeasured kernels are not allowed",
-    )
-    (reason,) = unsupported(QWEN, torch.bfloat16, ARCHES[100], 8, unmeasured=True)
+def test_steps_of_several_sequences_are_only_for_hopper():
+    (reason,) = unsupported(QWEN, torch.bfloat16, ARCHES[100], 8)
     assert "needs sm_90, this is sm_100" in reason
 
 
@@ -149,9 +146,7 @@ def test_weights_in_fp8_are_off_until_a_gpu_has_run_them_and_only_for_one_sequen
     assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8, unmeasured=True) == (
         "no weights in FP8 for several sequences",
     )
-    assert unsupported(wide, torch.bfloat16, HOPPER, unmeasured=True) == (
-        "a hidden size of 4096, at most 3072",
-    )
+    assert unsupported(wide, torch.bfloat16, HOPPER) == ("a hidden size of 4096, at most 3072",)
     assert unsupported(wider, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8, unmeasured=True) == (
         "a hidden size of 5120, at most 4096",
     )
