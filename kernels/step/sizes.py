@@ -39,7 +39,7 @@ MERGED: Final = 2048
 HEAD_BYTES: Final = 8192
 """Of the partial results of a query head that the threads of a program have before they merge them."""
 _SCRATCH_BYTES: Final = 6 * 1024
-"""For barriers and for what the compiler exchanges between warps."""
+"""For barriers, the scales of FP8 weights, and what the compiler exchanges between warps."""
 
 
 class StepSizes(NamedTuple):

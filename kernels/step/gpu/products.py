@@ -167,7 +167,9 @@ def dot_normed(ring, xs, factor, used, TILES: gl.constexpr, FP8: gl.constexpr, c
     `xs` and `factor` are the result of `normed`; the weights are in FP8 or not.
     """
     totals = ()
-    if c.HIDDEN > MOST_HELD:
+    if c.HIDDEN > MOST_HELD and FP8 and TILES == 2 and stages_of(c.HIDDEN, FP8) <= c.STAGES // 4:
+        totals, used = dot_two(ring, used, c.HIDDEN, c)
+    elif c.HIDDEN > MOST_HELD:
         for _ in gl.static_range(TILES):
             total, used = dot_shared(ring, used, c.HIDDEN, FP8, c)
             totals = totals + (total,)  # type: ignore[assignment]
@@ -242,6 +244,33 @@ def dot_shared(ring, used, INPUTS: gl.constexpr, FP8: gl.constexpr, c):
     if FP8:
         total *= scales
     return total, used
+
+
+@gluon.jit
+def dot_two(ring, used, INPUTS: gl.constexpr, c):
+    """Multiply the next two tiles of FP8 weights by the vector in shared memory; returns two tensors of [ROWS] float32.
+
+    Each part of the vector is loaded and converted once, so that a product takes 3 instructions in place of 3.5.
+    """
+    FP8: gl.constexpr = True
+    PARTS: gl.constexpr = parts_per_stage(FP8)
+    EACH: gl.constexpr = stages_of(INPUTS, FP8)
+    for b in gl.static_range(2 * EACH):
+        wait_full(ring, used + b, c)
+    scales = row_scales(ring, used, FP8, c)
+    other_scales = row_scales(ring, used + EACH, FP8, c)
+    sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
+    other_sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
+    for b in gl.static_range(EACH):
+        parts = parts_of(ring, (used + b) % c.STAGES, FP8, c)
+        other_parts = parts_of(ring, (used + EACH + b) % c.STAGES, FP8, c)
+        for j in gl.static_range(parts_in(INPUTS, b, FP8)):
+            x = widened(ring.x.index(b * PARTS + j).load(gl.SliceLayout(0, c.W)))[None, :]
+            sums += parts.index(j).load(c.W).to(gl.float32) * x
+            other_sums += other_parts.index(j).load(c.W).to(gl.float32) * x
+    release(ring, used, 2 * EACH, c)
+    totals = (gl.sum(sums, 1) * scales, gl.sum(other_sums, 1) * other_scales)
+    return totals, used + 2 * EACH
 
 
 @gluon.jit
