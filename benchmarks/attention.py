@@ -7,6 +7,7 @@ microseconds of FA3 and FlashInfer on another machine, and with the bandwidth of
 layer; planning, which happens once per step, is timed separately.
 
     python -m benchmarks.attention [--phase prefill] [--rows quick] [--launch block_m=128,num_warps=8]
+    python -m benchmarks.attention --rows few-heads --kernel hopper_decode hopper_keys_on_m_decode:block_n=128
 
 `--rows lengths` measures prefill from 128 to 131,072 tokens beside standard attention too (PyTorch's math backend),
 with the memory of every contender and the bytes that the tiles move beside the least possible.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
@@ -44,6 +46,7 @@ from benchmarks.attention_peers import time_peers
 from benchmarks.attention_report import TABLES, Ceilings, summary
 from benchmarks.attention_shapes import (
     DECODE,
+    FEW_HEADS,
     LENGTHS,
     MORE_DECODE,
     MORE_PREFILL,
@@ -92,19 +95,21 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(2 * _GEMM_SIZE**3 / gemm / 1e6, 2 * _COPY_BYTES / copy / 1e3)
 
 
-def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespace) -> Selection:
-    """Return the registry's selection, or the kernel and launch given on the command line."""
+def choose(
+    problem: AttentionProblem, shape: Shape, arguments: argparse.Namespace, kernel: str = ""
+) -> Selection:
+    """Return the registry's selection, or `kernel` with the launch of the command line or its own, `name:launch`."""
     arch = arch_of(torch.device(arguments.device))
-    registry = (spec_named(arguments.kernel),) if arguments.kernel else None
+    name, _, own = kernel.partition(":")
     selection = (
-        kernels.select(problem, arch)
-        if registry is None
-        else kernels.select(dataclasses.replace(problem, unmeasured=True), arch, registry=registry)
+        kernels.select(dataclasses.replace(problem, unmeasured=True), arch, (spec_named(name),))
+        if name
+        else kernels.select(problem, arch)
     )
-    if not arguments.launch or not selection.launches:
+    if not (own or arguments.launch) or not selection.launches:
         return selection
-    launch = parse_launch(arguments.launch, selection.launch_for(shape.length, shape.batch))
-    return forced(selection.spec, arch, launch)
+    launch = selection.launch_for(shape.length, shape.batch)
+    return forced(selection.spec, arch, parse_launch(own or arguments.launch, launch))
 
 
 def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> None:
@@ -112,8 +117,9 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
     if arguments.device != "cuda":
         return
     jobs = {}
-    for shape, paged in shapes:
-        selection = choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments)
+    for (shape, paged), kernel in itertools.product(shapes, arguments.kernel):
+        problem = problem_of(shape, arguments.dtype, paged=paged)
+        selection = choose(problem, shape, arguments, kernel)
         if selection.launches:
             launch = selection.launch_for(shape.length, shape.batch)
             job = precompile.Job(selection.spec.name, shape, arguments.dtype, paged, launch)
@@ -128,11 +134,13 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
             print("a compiler process died")
 
 
-def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    shape: Shape, *, paged: bool, arguments: argparse.Namespace, kernel: str = ""
+) -> dict[str, Any]:
     """Check and time one shape. Returns its record without the entries that depend on other rows."""
     device = torch.device(arguments.device)
     inputs = make_inputs(shape, arguments.dtype, device, paged=paged)
-    selection = choose(inputs.problem, shape, arguments)
+    selection = choose(inputs.problem, shape, arguments, kernel)
     plan = inputs.plan(selection)
     inputs.run(plan)
     error, plain = inputs.check(inputs.out)
@@ -150,6 +158,9 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         "error": number(error),
         "error_of_plain_pytorch": number(plain),
     }
+    alone = len(arguments.kernel) == 1
+    if not alone:
+        record["beside"] = kernel
     if selection.launches:
         record["launch"] = dataclasses.asdict(selection.launch_for(shape.length, shape.batch))
     if prefill:
@@ -161,7 +172,9 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
             record |= time_fp8(inputs, timing.median) if has_fp8_row(shape) else {}
     else:
         record["gbs"] = number(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
-        record |= time_fp8_cache(inputs, timing.median) if has_fp8_cache_row(shape) else {}
+        record |= (
+            time_fp8_cache(inputs, timing.median) if alone and has_fp8_cache_row(shape) else {}
+        )
     return record | (_without_sharing(inputs, selection, timing.median) if shape.shared else {})
 
 
@@ -222,8 +235,8 @@ def measure_all(
     """Measure all rows and compare each with the ceilings and with its peers."""
     rows: list[dict[str, Any]] = []
     in_run: dict[Shape, dict[str, float]] = {}
-    for shape, paged in shapes:
-        record = measure(shape, paged=paged, arguments=arguments)
+    for (shape, paged), kernel in itertools.product(shapes, arguments.kernel):
+        record = measure(shape, paged=paged, arguments=arguments, kernel=kernel)
         if shape.phase == "prefill":
             in_run.setdefault(shape, record.get("peer_tflops", {}))
             record["peer_tflops"] = in_run[shape]
@@ -237,7 +250,8 @@ def measure_all(
         if shape.bar is not None:
             record["ratio_to_best_peer"] = round(ours / shape.bar, 3)
         rows.append(record)
-        print(f"{shape} {'paged' if paged else 'packed'}: {record['us']} us", flush=True)
+        name = f" {kernel}" if kernel else ""
+        print(f"{shape} {'paged' if paged else 'packed'}{name}: {record['us']} us", flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return rows
@@ -248,7 +262,7 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
     tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE, *SHARED_DECODE)
     shapes: tuple[Shape, ...] = (*tables, *more)
     named = {"tiny": TINY, "tables": tables, "more": more}
-    named |= {"lengths": LENGTHS, "tiny-lengths": TINY_LENGTHS}
+    named |= {"lengths": LENGTHS, "tiny-lengths": TINY_LENGTHS, "few-heads": FEW_HEADS}
     shapes = named.get(arguments.rows, shapes)
     if arguments.rows == "quick":
         shapes = tuple(
@@ -268,7 +282,9 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
 def _plans(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> dict[str, str]:
     """Return the reason for the selected kernel, by phase."""
     return {
-        shape.phase: choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments).why
+        shape.phase: choose(
+            problem_of(shape, arguments.dtype, paged=paged), shape, arguments, arguments.kernel[0]
+        ).why
         for shape, paged in shapes
     }
 
@@ -310,10 +326,16 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
-    rows = ("all", "tables", "more", "quick", "lengths", "tiny", "tiny-lengths")
+    rows = ("all", "tables", "more", "quick", "lengths", "few-heads", "tiny", "tiny-lengths")
     parser.add_argument("--rows", choices=rows, default="all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--kernel", help="registry row; default: the registry's selection")
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        default=[""],
+        metavar="ROW[:LAUNCH]",
+        help="registry rows, timed one after the other; default: the registry's selection",
+    )
     parser.add_argument("--launch", help="launch fields, such as block_m=128,num_warps=8")
     parser.add_argument("--workers", type=int, default=8, help="compiler processes")
     add_bookkeeping(parser)

@@ -188,6 +188,28 @@ def _decode(rows: list[Row]) -> list[str]:
     return lines
 
 
+def _decode_beside(rows: list[Row]) -> list[str]:
+    """Format rows of shapes that several kernels computed, one line for each shape."""
+    names = list(dict.fromkeys(row["beside"] for row in rows))
+    lines = [
+        "Decode by several kernels, microseconds and the share of a copy's bandwidth; times faster than the first.",
+        "",
+        "| heads H/K/D | batch x context | " + " | ".join(f"{name} | share" for name in names) + " | times faster |",
+        "|---|---|" + "---|" * (2 * len(names) + 1),
+    ]  # fmt: skip
+    shapes: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        shapes.setdefault((_heads(row), _size(row)), {})[row["beside"]] = row
+    for (heads, size), found in shapes.items():
+        cells = [
+            f"{found[name]['us']:.1f} | {found[name]['share_of_ceiling']:.0%}" for name in names
+        ]
+        first, *others = (found[name]["us"] for name in names)
+        faster = ", ".join(f"{first / us:.2f}" for us in others)
+        lines.append(f"| {heads} | {size} | {' | '.join(cells)} | {faster} |")
+    return lines
+
+
 def _more_decode(rows: list[Row]) -> list[str]:
     """Format rows whose sequences have different lengths."""
     lines = [
@@ -297,8 +319,17 @@ TABLES: tuple[tuple[Callable[[Row], bool], Callable[[list[Row]], list[str]]], ..
         _more_prefill,
     ),
     (lambda row: "fp8_prefill" in row, _fp8_prefill),
-    (lambda row: row["phase"] == "decode" and not {"gain", "size"} & row.keys(), _decode),
-    (lambda row: row["phase"] == "decode" and "size" in row and "gain" not in row, _more_decode),
+    (lambda row: row["phase"] == "decode" and "beside" in row, _decode_beside),
+    (
+        lambda row: row["phase"] == "decode" and not {"gain", "size", "beside"} & row.keys(),
+        _decode,
+    ),
+    (
+        lambda row: (
+            row["phase"] == "decode" and "size" in row and not {"gain", "beside"} & row.keys()
+        ),
+        _more_decode,
+    ),
     (lambda row: "fp8_cache" in row, _fp8_decode),
     (lambda row: row["phase"] == "decode" and "gain" in row, _shared_decode),
 )

@@ -248,6 +248,13 @@ SHARED_DECODE = (
     Shape("decode", 32, 8, 128, 256, 1024 + 256, shared=1024),
 )
 """Sequences with a common prefix."""
+FEW_HEADS = tuple(
+    Shape("decode", *heads, 64, batch, length)
+    for heads in ((9, 3), (32, 8), (14, 2), (32, 4))
+    for batch, length in ((64, 184), (256, 184), (64, 512), (256, 512), (128, 4096))
+)
+"""Decodes of small models: 3, 4, 7 and 8 query heads for each key-value head, as SmolLM2, Llama 3.2, Qwen2.5 and
+TinyLlama have them."""
 _LENGTHS_TOKENS = 16384
 LENGTHS = tuple(
     Shape("prefill", 16, 16, 128, max(1, _LENGTHS_TOKENS // length), length)

@@ -52,6 +52,24 @@ HOPPER_PREFILL = KernelSpec(
 )
 """Also the forward of attention for training, see `kernels.attention.training`."""
 
+HOPPER_DECODE = KernelSpec(
+    name="hopper_decode",
+    phase=Phase.DECODE,
+    target="kernels.attention.hopper.decode:HopperDecode",
+    dtypes=frozenset({"bfloat16", "float16"}),
+    sm=HOPPER,
+    flash_attention=3,
+    head_dims=_HOPPER_HEAD_DIMS,
+    block_sizes=(16, 256),
+    power_of_two_blocks=True,
+    group_sizes=_UP_TO_64_HEADS,
+    several_queries=True,
+    lse=True,
+    row_tiles=frozenset({64}),
+    launch=LaunchConfig(block_m=64, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2),
+    arch_note=_NO_WGMMA,
+)
+
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="blackwell_prefill",
@@ -127,23 +145,19 @@ REGISTRY: tuple[KernelSpec, ...] = (
         launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
         arch_note=_NO_TENSOR_CORES,
     ),
-    KernelSpec(
-        name="hopper_decode",
-        phase=Phase.DECODE,
-        target="kernels.attention.hopper.decode:HopperDecode",
-        dtypes=frozenset({"bfloat16", "float16"}),
-        sm=HOPPER,
-        flash_attention=3,
-        head_dims=_HOPPER_HEAD_DIMS,
-        block_sizes=(16, 256),
-        power_of_two_blocks=True,
-        group_sizes=_UP_TO_64_HEADS,
-        several_queries=True,
-        lse=True,
-        row_tiles=frozenset({64}),
-        launch=LaunchConfig(block_m=64, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2),
-        arch_note=_NO_WGMMA,
+    dataclasses.replace(
+        HOPPER_DECODE,
+        name="hopper_keys_on_m_decode",
+        target="kernels.attention.hopper.decode:KeysOnMDecode",
+        head_dims=frozenset(range(32, 129, 16)),
+        group_sizes=frozenset(range(1, 17)),
+        several_queries=False,
+        unmeasured=True,
+        row_tiles=frozenset({16}),
+        launch=LaunchConfig(block_m=16, block_n=64, num_warps=4, num_stages=2, programs_per_sm=3),
+        note="never run: no GPU has executed this kernel",
     ),
+    HOPPER_DECODE,
     KernelSpec(
         name="portable_decode",
         phase=Phase.DECODE,

@@ -29,7 +29,7 @@ PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
 DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))
 BOTH = pytest.mark.parametrize("row", [*rows(Phase.PREFILL), *rows(Phase.DECODE)])
 REPEATS = 1000
-NEED_ALIGNMENT = {"hopper_decode", "hopper_prefill"}
+NEED_ALIGNMENT = {"hopper_decode", "hopper_keys_on_m_decode", "hopper_prefill"}
 """Rows that use bulk copies and therefore require addresses that are multiples of 16 bytes."""
 
 

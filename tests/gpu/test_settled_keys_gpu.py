@@ -10,8 +10,9 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.attention.problem import Phase
+from kernels.attention.registry import REGISTRY
 from kernels.rope.cache import CacheSlots, rope_and_write_kv
-from tests.gpu.attention_cases import make_problem
+from tests.gpu.attention_cases import make_problem, selection_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -21,8 +22,16 @@ LAYERS = 8
 REPEATS = 30
 
 
+@pytest.fixture(params=["hopper_keys_on_m_decode", "hopper_decode"])
+def row(request):
+    """Return a row of the registry; on other GPUs than Hopper, none."""
+    if kernels.detect("cuda").sm != 90:
+        return None
+    return next(row for row in REGISTRY if row.name == request.param)
+
+
 @pytest.fixture(params=[1, 3, 5], ids=["15 sequences", "45", "75"])
-def step(request):
+def step(request, row):
     """Return a function that computes a step: per layer a matrix product, rotary embedding and a decode.
 
     The numbers of sequences select different tile sizes of the decode kernel.
@@ -50,9 +59,11 @@ def step(request):
     rope = kernels.rope_tables(angles, 1.0, dtype)
 
     places = slots.long()
+    selection = selection_of(row, problem) if row else None
 
     def compute(*, settled, pdl):
-        plan = kernels.plan_attention(problem, dataclasses.replace(batch, keys_settled=settled))
+        settled_batch = dataclasses.replace(batch, keys_settled=settled)
+        plan = kernels.plan_attention(problem, settled_batch, selection=selection)
         # A decode that reads the step's keys too early reads NaN.
         cache.view(LAYERS, 2, -1, kv_heads, size).index_fill_(2, places, float("nan"))
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import kernels
-from benchmarks import attention_fp8, report
+from benchmarks import attention, attention_fp8, report
 from benchmarks.attention_fp8 import (
     FA3,
     has_fp8_cache_row,
@@ -110,6 +111,35 @@ def test_the_documents_table_shows_the_newest_result_of_each_phase(tmp_path):
     assert "| 32/8/128 | 8 x 1024 | **25.0** | 1300 | 43% | 27.5 | 29.5 | 0.91 |" in text
     assert "commit abc1234, 2026-01-01" in text
     assert "other" not in text
+
+
+def test_a_decode_by_several_kernels_is_one_line_of_a_separate_table(tmp_path):
+    rows = [
+        decode_row(us) | {"beside": name}
+        for us, name in ((40.0, "first"), (25.0, "second:block_n=128"))
+    ]
+    write_result(tmp_path, "2026-01-01", [decode_row(30.0), *rows])
+
+    text = attention_table(tmp_path)
+
+    assert "| first | share | second:block_n=128 | share | times faster |" in text
+    assert "| 32/8/128 | 8x1024 | 40.0 | 43% | 25.0 | 43% | 1.60 |" in text
+    assert text.count("| 32/8/128 | 8 x 1024 |") == 1
+
+
+def test_a_kernel_is_timed_with_the_launch_that_its_name_has():
+    shape = Shape("decode", 9, 3, 64, 256, 184)
+    given = argparse.Namespace(device="cpu", launch="num_stages=4")
+    asked = problem_of(shape, "bfloat16")
+
+    plain, own, other = (
+        attention.choose(asked, shape, given, name)
+        for name in ("", "hopper_keys_on_m_decode:block_n=128", "hopper_keys_on_m_decode")
+    )
+
+    assert (plain.spec.name, own.spec.name) == ("hopper_decode", "hopper_keys_on_m_decode")
+    launches = [it.launch_for(184, 256) for it in (own, other)]
+    assert [(it.block_n, it.num_stages) for it in launches] == [(128, 2), (64, 4)]
 
 
 def test_decodes_with_a_shared_prefix_have_a_separate_table(tmp_path):

@@ -12,7 +12,7 @@ Source: Dao et al., "Flash-Decoding", 2023.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +27,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.gpu.split_list import SPLIT_FIELDS, SplitList
-from kernels.attention.hopper.merge import DecodeConstants, merge_parts, store_part, store_rows
+from kernels.attention.hopper import keys_on_m
+from kernels.attention.hopper.merge import (
+    DecodeConstants,
+    merge_parts,
+    queries_on_n,
+    store_part,
+    store_rows,
+)
 from kernels.attention.hopper.ping_pong import keep_rows
 from kernels.attention.hopper.pipeline import (
     PART_COLUMNS,
@@ -37,7 +44,7 @@ from kernels.attention.hopper.pipeline import (
     rows_of_token,
 )
 from kernels.attention.hopper.prefill import bulk_strides, exponents
-from kernels.attention.hopper.producer import copy_tile, rows_of_tile
+from kernels.attention.hopper.producer import copy_tile, copy_tiles, rows_of_tile
 from kernels.attention.hopper.scores import cap_scores, mask_scores, softmax_step
 from kernels.attention.portable.tile import window_argument
 from kernels.attention.problem import PagedBatch
@@ -82,6 +89,7 @@ def decode(
     SOFTCAP: gl.constexpr,
     LSE: gl.constexpr,
     FEW: gl.constexpr,
+    KEYS_ON_M: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -92,7 +100,7 @@ def decode(
     """
     c = DecodeConstants(
         HEADS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
-        WINDOW, SOFTCAP, LSE, FEW,
+        WINDOW, SOFTCAP, LSE, FEW, KEYS_ON_M,
     )  # fmt: skip
     TILES: gl.constexpr = KV_HEADS * ROW_TILES
     if PDL:
@@ -154,13 +162,13 @@ def attend_split(
     If EARLY, the wait for the preceding kernel comes after the first copies.
 
     Returns:
-        ([ROWS, D], [ROWS]): output of the split, and its log-sum-exp in units of log2.
+        ([QUERIES, D], [QUERIES]): output of the split, and its log-sum-exp in units of log2.
     """
     dtype: gl.constexpr = q_desc.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.D], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.QUERIES, c.D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.BLOCK_N, c.D], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [ROWS, c.D], q_layout)
+    q = gl.allocate_shared_memory(dtype, [c.QUERIES, c.D], q_layout)
     k = gl.allocate_shared_memory(dtype, [c.STAGES, c.BLOCK_N, c.D], kv_layout)
     v = gl.allocate_shared_memory(dtype, [c.STAGES, c.BLOCK_N, c.D], kv_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -190,41 +198,52 @@ def attend_split(
         early = gl.minimum(gl.maximum(num_keys - q_len - begin, 0) // c.BLOCK_N, tiles)
         for j in gl.static_range(c.STAGES):
             if j < early:
-                copy_tile(k_desc, rows[j], column, k_full.index(j), k.index(j), c)
-                copy_tile(v_desc, rows[j], column, v_full.index(j), v.index(j), c)
+                copy_stage(k_desc, v_desc, rows[j], column, k_full, v_full, k, v, j, c)
         if PDL:
             gdc_wait()
     copy_queries(q_desc, q_start + first_row // c.BOX, kv_head, q_full, q, c)
     for j in gl.static_range(c.STAGES):
         if (early <= j) & (j < tiles):
-            copy_tile(k_desc, rows[j], column, k_full.index(j), k.index(j), c)
-            copy_tile(v_desc, rows[j], column, v_full.index(j), v.index(j), c)
+            copy_stage(k_desc, v_desc, rows[j], column, k_full, v_full, k, v, j, c)
 
-    row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
-    token = (first_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
-    last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
-    acc = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
-    total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
-    m = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
-    state = (m, total, acc)
+    scratch = ()
+    if c.KEYS_ON_M:
+        last_seen = num_keys - 1
+        state = keys_on_m.initial_state(c)
+        scratch = keys_on_m.make_scratch(dtype, c)
+    else:
+        row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
+        token = (first_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
+        last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
+        acc = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
+        total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
+        m = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
+        state = (m, total, acc)
     mbarrier.wait(q_full, 0)
     for i in range(tiles):
         start = begin + i * c.BLOCK_N
         stage = i % c.STAGES
         following = rows_of_tile(table, 0, start + c.STAGES * c.BLOCK_N, kept, end, c)
-        state = attend_tile(
-            state, q, k.index(stage), v.index(stage), k_full.index(stage), v_full.index(stage),
-            (i // c.STAGES) & 1, start, last_seen, kept, num_keys, scale, window, softcap, c,
-        )  # fmt: skip
+        tile = (k.index(stage), v.index(stage), k_full.index(stage), v_full.index(stage))
+        phase = (i // c.STAGES) & 1
+        if c.KEYS_ON_M:
+            state = keys_on_m.attend_tile(
+                state, q, tile, scratch, phase, start, last_seen, kept, scale, window, softcap, c
+            )
+        else:
+            state = attend_tile(
+                state, q, tile, phase, start, last_seen, kept, num_keys, scale, window, softcap, c
+            )
         if i + c.STAGES < tiles:
             gl.thread_barrier()
-            copy_tile(k_desc, following, column, k_full.index(stage), k.index(stage), c)
-            copy_tile(v_desc, following, column, v_full.index(stage), v.index(stage), c)
+            copy_stage(k_desc, v_desc, following, column, k_full, v_full, k, v, stage, c)
     m, total, acc = state
+    if c.KEYS_ON_M:
+        total, acc = keys_on_m.by_query(total, acc)
     saw_nothing = total == 0.0
     total = gl.where(saw_nothing, 1.0, total)
     inverse = gl.where(saw_nothing, 0.0, 1.0 / total)
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, c.O_LAYOUT), assert_trivial=True)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
     return acc * inverse[:, None], gl.where(saw_nothing, float("-inf"), m + gl.log2(total))
 
 
@@ -235,11 +254,12 @@ def copy_queries(q_desc, token, kv_head, full, q, c):
     The other rows of shared memory then stay uninitialized, which affects only rows that are never stored.
     """
     dtype: gl.constexpr = q_desc.dtype
-    if c.FEW:
-        mbarrier.expect(full, FEW_ROWS * c.D * c.OPERAND_BYTES)
-        groups: gl.constexpr = ROWS // FEW_ROWS
+    if c.FEW or c.KEYS_ON_M:
+        rows: gl.constexpr = c.QUERIES if c.KEYS_ON_M else FEW_ROWS
+        mbarrier.expect(full, rows * c.D * c.OPERAND_BYTES)
+        groups: gl.constexpr = c.QUERIES // rows
         parts: gl.constexpr = c.D // PART_COLUMNS
-        boxes = q._reinterpret(dtype, [parts * groups, 1, FEW_ROWS, PART_COLUMNS], q_desc.layout)
+        boxes = q._reinterpret(dtype, [parts * groups, 1, rows, PART_COLUMNS], q_desc.layout)
         for part in gl.static_range(parts):
             where = [token, kv_head * c.GROUP, part * PART_COLUMNS]
             tma.async_copy_global_to_shared(q_desc, where, full, boxes.index(part * groups))
@@ -251,10 +271,22 @@ def copy_queries(q_desc, token, kv_head, full, q, c):
 
 
 @gluon.jit
+def copy_stage(k_desc, v_desc, rows, column, k_full, v_full, k, v, stage, c):
+    """Issue the copies of a tile of keys and one of values to a stage."""
+    k_full, v_full = k_full.index(stage), v_full.index(stage)
+    if c.KEYS_ON_M:
+        copy_tiles(k_desc, v_desc, rows, column, k_full, v_full, k.index(stage), v.index(stage), c)
+    else:
+        copy_tile(k_desc, rows, column, k_full, k.index(stage), c)
+        copy_tile(v_desc, rows, column, v_full, v.index(stage), c)
+
+
+@gluon.jit
 def attend_tile(
-    state, q, k, v, k_full, v_full, phase, start, last_seen, kept, num_keys, scale, window, softcap, c
+    state, q, tile, phase, start, last_seen, kept, num_keys, scale, window, softcap, c
 ):  # fmt: skip
-    """Process one tile of keys and values once its mbarriers complete."""
+    """Process one tile of keys and values, (K, V, mbarrier of K, mbarrier of V), once its mbarriers complete."""
+    k, v, k_full, v_full = tile
     dtype: gl.constexpr = q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, c.O_LAYOUT, 2)
     m, total, acc = state
@@ -281,7 +313,13 @@ def attend_tile(
 
 
 class HopperDecode:
-    """Decode attention of one step on Hopper; shapes as in `kernels.decode_attention`."""
+    """Decode attention of one step on Hopper; shapes as in `kernels.decode_attention`.
+
+    Attributes:
+        keys_on_m: whether the products have keys on their M dimension instead of queries.
+    """
+
+    keys_on_m: ClassVar = False
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -300,7 +338,9 @@ class HopperDecode:
         columns = padded_dim(problem.head_dim)
         self._is_padded = columns > problem.head_dim
         q_box = [ROWS.value // box, box, columns]
-        if few:
+        if self.keys_on_m:
+            q_box = [1, queries_on_n(problem.group_size), PART_COLUMNS.value]
+        elif few:
             q_box = [1, FEW_ROWS.value, PART_COLUMNS.value]
         k_box = [page, 1, PART_COLUMNS.value] if self._is_padded else [page, columns]
         self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
@@ -320,6 +360,7 @@ class HopperDecode:
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
             "FEW": few,
+            "KEYS_ON_M": self.keys_on_m,
             "EARLY": batch.keys_settled,
             "num_warps": launch.num_warps,
             **dependent_launch(may_depend(selection.arch, batch.seq_lens.device)),
@@ -363,3 +404,9 @@ class HopperDecode:
             self._softcap,
             **self._constants,
         )
+
+
+class KeysOnMDecode(HopperDecode):
+    """The same for one query token of at most 16 heads a group, with keys on the M dimension of the products."""
+
+    keys_on_m: ClassVar = True

@@ -20,6 +20,8 @@ from kernels.attention.hopper.pipeline import (
 _LN_2 = gl.constexpr(0.6931471805599453)
 _MERGE_ELEMENTS = 8192
 """Elements of partial results that a merge holds at once: 64 registers a thread at 4 warps."""
+_FEW_ELEMENTS = 2048
+"""The same in a kernel that needs fewer registers otherwise, so that the merge does not determine its number."""
 
 
 @aggregate
@@ -27,7 +29,8 @@ class DecodeConstants:
     """Compile-time constants of the decode kernel, with the names that the prefill's device functions use.
 
     `BOX` is `GROUP` rounded up to a power of two: the tile rows of one query token. `D` is `padded_dim` of `HEAD_DIM`.
-    `FEW` means that a sequence has one query token, of at most 8 rows.
+    `FEW` means that a sequence has one query token, of at most 8 rows. If `KEYS_ON_M`, the products have keys on their
+    M dimension and `QUERIES` query heads on N (`keys_on_m`); else `QUERIES` is the 64 rows of M.
     """
 
     HEADS: gl.constexpr
@@ -46,6 +49,8 @@ class DecodeConstants:
     SOFTCAP: gl.constexpr
     LSE: gl.constexpr
     FEW: gl.constexpr
+    KEYS_ON_M: gl.constexpr
+    QUERIES: gl.constexpr
     PAGED: gl.constexpr
     CAUSAL: gl.constexpr
     OPERAND_BYTES: gl.constexpr
@@ -55,7 +60,7 @@ class DecodeConstants:
     @gluon.constexpr_function
     def __init__(
         self, HEADS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
-        MERGE_ROWS, WINDOW, SOFTCAP, LSE, FEW,
+        MERGE_ROWS, WINDOW, SOFTCAP, LSE, FEW, KEYS_ON_M,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.KV_HEADS = gl.constexpr(KV_HEADS)
@@ -74,18 +79,20 @@ class DecodeConstants:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.LSE = gl.constexpr(LSE)
         self.FEW = gl.constexpr(FEW)
+        self.KEYS_ON_M = gl.constexpr(KEYS_ON_M)
+        QUERIES = queries_on_n(GROUP) if KEYS_ON_M else ROWS.value
+        self.QUERIES = gl.constexpr(QUERIES)
         self.PAGED = gl.constexpr(True)
         self.CAUSAL = gl.constexpr(True)
         self.OPERAND_BYTES = gl.constexpr(2)
-        self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N))
-        self.O_LAYOUT = gl.constexpr(accumulator_layout(D))
+        self.S_LAYOUT = gl.constexpr(accumulator_layout(QUERIES if KEYS_ON_M else BLOCK_N))
+        self.O_LAYOUT = gl.constexpr(accumulator_layout(QUERIES if KEYS_ON_M else D))
 
 
 @gluon.jit
 def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
-    """Write the output of a tile that is not split, [ROWS, D], and its log-sum-exp, [ROWS] in units of log2."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
-    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
+    """Write the output of a tile that is not split, [rows, D], and its log-sum-exp, [rows] in units of log2."""
+    row, column = _indices(acc)
     place = output_row(first_row + row, q_start, kv_head, c)
     exists = row_exists(first_row + row, q_len, c)
     gl.store(
@@ -94,7 +101,7 @@ def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
         mask=exists[:, None] & (column < c.HEAD_DIM)[None, :],
     )
     if c.LSE:
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
+        row = gl.arange(0, log_sum.shape[0], layout=log_sum.type.layout)
         place = output_row(first_row + row, q_start, kv_head, c)
         exists = row_exists(first_row + row, q_len, c)
         gl.store(lse + place, log_sum * _LN_2, mask=exists)
@@ -102,17 +109,25 @@ def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
 
 @gluon.jit
 def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c):
-    """Write a split's partial output, [ROWS, D], and its log-sum-exp, [ROWS] in units of log2, for the merge."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
-    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
+    """Write a split's partial output, [rows, D], and its log-sum-exp, [rows] in units of log2, for the merge."""
+    row, column = _indices(acc)
     first_line = part.to(gl.int64) * c.MERGE_ROWS
     exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
     line = first_line + row
     place = line[:, None] * c.HEAD_DIM + column[None, :]
     gl.store(partial_out + place, acc, mask=exists[:, None] & (column < c.HEAD_DIM)[None, :])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
+    row = gl.arange(0, log_sum.shape[0], layout=log_sum.type.layout)
     exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
     gl.store(partial_lse + first_line + row, log_sum, mask=exists)
+
+
+@gluon.jit
+def _indices(x):
+    """Return the row and column indices of a tile, in the layouts of its rows and columns."""
+    layout: gl.constexpr = x.type.layout
+    row = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))
+    return row, column
 
 
 @gluon.jit
@@ -121,7 +136,7 @@ def merge_parts(
 ):  # fmt: skip
     """Merge the parts of one tile and write the output; the parts' indices are `KV_HEADS * ROW_TILES` apart."""
     STEP: gl.constexpr = c.KV_HEADS * c.ROW_TILES
-    PARTS: gl.constexpr = parts_at_once(c.MERGE_ROWS, c.D)
+    PARTS: gl.constexpr = parts_at_once(c.MERGE_ROWS, c.D, c.KEYS_ON_M)
     # A thread holds all parts of its elements, so that their sum needs no exchange between threads.
     cube: gl.constexpr = merge_layout(PARTS, c.MERGE_ROWS)
     plane: gl.constexpr = gl.SliceLayout(0, cube)
@@ -172,9 +187,16 @@ def merge_parts(
 
 
 @gluon.constexpr_function
-def parts_at_once(rows, columns):
+def queries_on_n(group):
+    """Return the N dimension of the products of a group's queries with keys on M: at least 8 columns."""
+    return max(8, rows_of_token(group))
+
+
+@gluon.constexpr_function
+def parts_at_once(rows, columns, few_registers):
     """Return the number of parts of [rows, columns] that a merge holds at once."""
-    return max(1, min(16, _MERGE_ELEMENTS // (rows * columns)))
+    elements = _FEW_ELEMENTS if few_registers else _MERGE_ELEMENTS
+    return max(1, min(16, elements // (rows * columns)))
 
 
 @gluon.constexpr_function

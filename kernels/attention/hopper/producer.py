@@ -143,18 +143,42 @@ def copy_tile(desc, rows, column, full, tile, c):
     `desc` has [rows, columns of all heads]; if heads are padded, [rows, heads, HEAD_DIM] and `column` is a head.
     """
     mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
+    for part in gl.static_range(copies_of_tile(c)):
+        copy_part(desc, rows, column, full, tile, part, c)
+
+
+@gluon.jit
+def copy_tiles(k_desc, v_desc, rows, column, k_full, v_full, k, v, c):
+    """Issue the copies of a tile of keys and one of values, in turn.
+
+    The compiler puts a barrier of the thread block between copies that complete on the same mbarrier. In turn, two
+    copies share one.
+    """
+    mbarrier.expect(k_full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
+    mbarrier.expect(v_full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
+    for part in gl.static_range(copies_of_tile(c)):
+        copy_part(k_desc, rows, column, k_full, k, part, c)
+        copy_part(v_desc, rows, column, v_full, v, part, c)
+
+
+@gluon.constexpr_function
+def copies_of_tile(c):
+    """Return the number of copies of a tile: one for each page, of each swizzled row if heads are padded."""
+    widths = 1 if c.HEAD_DIM == c.D else c.D // PART_COLUMNS
+    return widths * (c.BLOCK_N // c.PAGE)
+
+
+@gluon.jit
+def copy_part(desc, rows, column, full, tile, part: gl.constexpr, c):
+    """Issue one copy of a tile, number `part` of `copies_of_tile`."""
     PAGES: gl.constexpr = c.BLOCK_N // c.PAGE
     if c.HEAD_DIM == c.D:
-        for j in gl.static_range(PAGES):
-            part = tile.slice(j * c.PAGE, c.PAGE, dim=0)
-            tma.async_copy_global_to_shared(desc, [rows[j], column], full, part)
+        target = tile.slice(part * c.PAGE, c.PAGE, dim=0)
+        tma.async_copy_global_to_shared(desc, [rows[part], column], full, target)
     else:
         # The tile's memory holds a swizzled row's columns of all keys, then the next such columns.
-        WIDTHS: gl.constexpr = c.D // PART_COLUMNS
         parts = tile._reinterpret(
-            desc.dtype, [WIDTHS * PAGES, c.PAGE, 1, PART_COLUMNS], desc.layout
+            desc.dtype, [copies_of_tile(c), c.PAGE, 1, PART_COLUMNS], desc.layout
         )
-        for i in gl.static_range(WIDTHS):
-            for j in gl.static_range(PAGES):
-                where = [rows[j], column, i * PART_COLUMNS]
-                tma.async_copy_global_to_shared(desc, where, full, parts.index(i * PAGES + j))
+        where = [rows[part % PAGES], column, part // PAGES * PART_COLUMNS]
+        tma.async_copy_global_to_shared(desc, where, full, parts.index(part))

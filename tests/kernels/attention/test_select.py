@@ -123,7 +123,8 @@ def test_problems_that_the_hopper_decode_does_not_support_use_the_portable_decod
     selection = kernels.select(problem(Phase.DECODE, **more), CATALOGUE["h100"])
 
     assert selection.spec.name == "portable_decode"
-    assert [refusal.kernel for refusal in selection.refusals] == ["hopper_decode"]
+    refused = [refusal.kernel for refusal in selection.refusals]
+    assert refused == ["hopper_keys_on_m_decode", "hopper_decode"]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_rows_name_the_generation_of_flash_attention_that_they_follow():
 
     assert generations == {
         "blackwell_prefill": 4, "hopper_fp8_prefill": 3, "hopper_prefill": 3, "hopper_unpacked_prefill": 3,
-        "portable_prefill": 2, "hopper_decode": 3,
+        "portable_prefill": 2, "hopper_keys_on_m_decode": 3, "hopper_decode": 3,
         "portable_decode": 2, "torch_prefill": None, "torch_decode": None,
     }  # fmt: skip
 

@@ -6,15 +6,18 @@ Whether a result is correct, or fast, is not tested.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import Phase
 from tests.kernels.compile.cross_compile_jobs import (
     Job,
     arch_of,
     distinct_jobs,
+    problem,
     representative_jobs,
 )
 from tests.kernels.compile.cross_compile_pool import Worker
@@ -31,6 +34,7 @@ BULK_COPIES = {
     "hopper_fp8_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_decode": ("cp.async.bulk.tensor",),
+    "hopper_keys_on_m_decode": ("cp.async.bulk.tensor",),
 }
 """Required instructions of the rows that load by the tensor memory accelerator, some of them in a separate warp."""
 FEWEST_WIDE_ROWS = 64
@@ -101,6 +105,20 @@ def test_a_launch_compiles_to_the_expected_instructions_without_spills(job, comp
     found = faults(job, compile_job(job))
 
     assert not found, f"{job}: {'; '.join(found)}"
+
+
+@pytest.mark.parametrize(("group", "columns"), [(3, 8), (12, 16)])
+def test_products_with_keys_on_m_have_the_columns_of_the_group(group, columns, compile_job):
+    asked = problem(Phase.DECODE, head_dim=64, num_heads=8 * group, unmeasured=True)
+    job = Job(90, "hopper_keys_on_m_decode", "run", asked, LaunchConfig(16, 64, 4, 2))
+    old = dataclasses.replace(job, kernel="hopper_decode", launch=LaunchConfig(64, 64, 4, 2))
+    facts, before = compile_job(job), compile_job(old)
+
+    assert not faults(job, facts)
+    # Four steps of 16 for each product of a tile of 64 keys with head dim 64.
+    assert facts["ptx"][f"m64n{columns}k16"] == facts["ptx"]["wgmma.mma_async"] == 8
+    assert facts["ptx"]["ex2.approx"] < before["ptx"]["ex2.approx"]
+    assert facts["registers"] < before["registers"]
 
 
 GOOD = {

@@ -1,0 +1,180 @@
+"""Runs Hopper's decode kernels on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
+
+A thread block is one thread, so copies complete as they are issued, and barriers between threads have no meaning;
+neither have layouts. Products are exact and their sums are in float32, as on the tensor cores. Shared memory begins as
+NaN, and thread blocks run one after the other in random order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from kernels.attention.hopper import decode, keys_on_m, merge, ping_pong, pipeline, producer, scores
+from tests.kernels.attention.hopper_backward_on_cpu import (
+    Device,
+    MBarrier,
+    Pointer,
+    Ring,
+    Shared,
+    array,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KERNEL = decode.decode.fn
+_NAMES = tuple(inspect.signature(KERNEL).parameters)
+_MODULES = (decode, keys_on_m, merge, ping_pong, pipeline, producer, scores)
+
+
+class Tiles(Shared):
+    """Shared memory for operands of products, [..., rows, columns]."""
+
+    def index(self, i: Any) -> Tiles:
+        return Tiles(self.memory[int(i)])
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+        """Return a box of all columns, or those of 64 in the order of the memory: the first columns come first."""
+        del dtype, layout
+        count, *box = map(int, shape)
+        if box[-1] == self.memory.shape[-1] and len(box) < 3:
+            return Tiles(self.memory.view(count, *box))
+        columns = self.memory.split(box[-1], -1)
+        parts = [part for it in columns for part in it.split(box[0] * box[1], 0)]
+        assert len(parts) == count
+        return Boxes([Tiles(part.unflatten(0, box[:2])) for part in parts])
+
+
+class Boxes(list[Tiles]):
+    """The boxes of a tile."""
+
+    def index(self, i: Any) -> Tiles:
+        return self[int(i)]
+
+
+class DecodeDevice(Device):
+    """What the decode uses of Gluon."""
+
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        del layout
+        sizes = [int(size) for size in shape]
+        if dtype is self.int64:
+            return MBarrier() if sizes == [1] else Ring(sizes[0])
+        return Tiles(torch.full(sizes, torch.nan, dtype=dtype))
+
+    def program_id(self, axis: int) -> Any:
+        return array(self.program[axis])
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return torch.maximum(array(a), array(b))
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return torch.minimum(array(a), array(b))
+
+    def max(self, x: Any, axis: int) -> Any:
+        return x.amax(axis)
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Any:
+        return self.full(shape, 0, dtype, layout)
+
+    def full(self, shape: list[int], value: float, dtype: torch.dtype, layout: Any) -> Any:
+        del layout
+        return array(torch.full([int(size) for size in shape], value, dtype=dtype))
+
+    def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        del layout, assert_trivial
+        return value
+
+    def load(
+        self, pointer: Pointer, mask: Any = True, other: float = 0, cache_modifier: str = ""
+    ) -> Any:
+        del cache_modifier
+        memory, place, mask = pointer.memory.reshape(-1), array(pointer.offset), array(mask)
+        place, mask = torch.broadcast_tensors(place, mask)
+        return array(torch.where(mask, memory[torch.where(mask, place, 0)], other))
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
+        place, mask, value = torch.broadcast_tensors(*map(array, (pointer.offset, mask, value)))
+        pointer.memory.view(-1)[place[mask]] = value[mask].to(pointer.memory.dtype)
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> Any:
+        assert sem == "acq_rel"
+        before = self.load(pointer).clone()
+        self.store(pointer, before + value)
+        return before
+
+
+class DecodeOnCPU:
+    """Takes the place of the kernel `decode`; `runs` counts its launches."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        """Return a function that runs the programs of a grid."""
+        programs = list(range(*grid))
+        random.Random(0).shuffle(programs)
+
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            assert num_warps == 4
+            self.runs += 1
+            constants = {"PDL": False, **constants}
+            names = _NAMES[_NAMES.index("HEADS") : _NAMES.index("EARLY")]
+            fields = vars(merge.DecodeConstants(*(constants[name] for name in names)))
+            plain = SimpleNamespace(**{name: it.value for name, it in fields.items()})
+            given = [_argument(it) for it in arguments]
+            device = DecodeDevice()
+            with _in_place_of_gluon(device, plain):
+                for number in programs:
+                    device.program = (number, 0, 0)
+                    KERNEL(*given, **{name: constants[name] for name in _NAMES[len(given) :]})
+
+        return launch
+
+
+def _argument(x: Any) -> Any:
+    """Return what stands for an argument of a launch in the kernel."""
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    if hasattr(x, "block_shape"):
+        return SimpleNamespace(
+            memory=x.base.view(x.shape), box=x.block_shape, dtype=x.base.dtype, layout=None
+        )
+    return array(x) if isinstance(x, int) else x
+
+
+@contextlib.contextmanager
+def _in_place_of_gluon(device: DecodeDevice, constants: SimpleNamespace) -> Iterator[None]:
+    """Replace what the modules import, and let their functions call each other as Python's."""
+    replaced = {
+        "DecodeConstants": lambda *_: constants,
+        "fetch_ahead": lambda _: None,
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: None, init=lambda *_, **__: None, expect=MBarrier.expect, wait=MBarrier.wait
+        ),
+        "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": device.warpgroup_mma,
+        "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for module in _MODULES:
+            names = vars(module)
+            functions = {name: it.fn for name, it in names.items() if hasattr(it, "fn")}
+            plain = {
+                name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"
+            }
+            own = {name: it for name, it in replaced.items() if name in names}
+            stack.enter_context(
+                mock.patch.multiple(module, **({"gl": device} | functions | plain | own))
+            )
+        yield
