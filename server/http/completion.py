@@ -194,10 +194,11 @@ class Completion:
         special = self._tokenizer.is_special(event.token_id)
         return Token(event.token_id, text, event.logprob, special, event.top_tokens)
 
-    def add(self, text: str) -> None:
-        """Append the next token, whose text is already known; see `context_free`."""
-        self.num_tokens += 1
+    def add(self, text: str) -> int:
+        """Append the next token, whose text is already known; see `context_free`. Returns `num_tokens`."""
         self._texts.append(text)
+        self.num_tokens = count = self.num_tokens + 1
+        return count
 
     async def finish(self, clock: TokenClock, *, keep_tokens: bool) -> None:
         """Read all events.
@@ -219,7 +220,7 @@ class Completion:
                 self.logprob_sum += event.logprob or 0.0
                 if self.finish_reason is not None:
                     break
-            clock.tokens(len(events))
+            clock.tokens(len(events), self.stream.delivered)
             return self.finish_reason is None
 
         await self.stream.follow(take)
