@@ -164,12 +164,11 @@ class _Reader:
     stream arrives: the fewer objects, the better.
     """
 
-    __slots__ = ("_clock", "_completion", "_out", "_renderer", "_sender", "_stream", "_watch")
+    __slots__ = ("_clock", "_completion", "_out", "_renderer", "_sender", "_stream")
 
     def __init__(self, sender: TokenSender, completion: Completion) -> None:
         self._sender, self._completion, self._stream = sender, completion, completion.stream
-        self._renderer, self._out, self._watch = sender.renderer, sender.out, sender.watch
-        self._clock = sender.record.clock()
+        self._renderer, self._out, self._clock = sender.renderer, sender.out, sender.record.clock()
 
     def take(self, events: list[TokenEvent]) -> bool:
         """Send events; see `RequestStream.follow`.
@@ -193,7 +192,8 @@ class _Reader:
         except GenerationError as error:
             failed = True
             frames.append(self._sender.render_failure(error))
-        if self._watch.gone:
+        # A client that disconnects aborts its completions, so that only an end can follow.
+        if (failed or completion.finish_reason is not None) and self._sender.watch.gone:
             raise ClientDisconnectedError
         now = self._stream.delivered
         if not failed:

@@ -248,11 +248,11 @@ class DirectWriter:
         is_open: whether a part of the body may be written now; set by the response's `Cycle`.
     """
 
-    __slots__ = ("_write", "is_open")
+    __slots__ = ("_transport", "is_open")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.is_open = False
-        self._write = transport.write
+        self._transport = transport
 
     def write(self, data: bytes) -> bool:
         """Write a part of the body other than the last one.
@@ -265,7 +265,7 @@ class DirectWriter:
         """
         if not self.is_open:
             return False
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 
