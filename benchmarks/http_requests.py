@@ -112,23 +112,34 @@ def _steps(count: int) -> Iterator[StepMessage]:
         )
 
 
-class _Transport(asyncio.Transport):
+class DroppingTransport(asyncio.Transport):
     """Accepts and drops everything."""
 
+    __slots__ = ()
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - of asyncio
+        """Return the addresses."""
         return {"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 80)}.get(name, default)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        pass
+        """Drop data."""
 
     def is_closing(self) -> bool:
+        """Return False."""
         return False
 
+    def close(self) -> None:
+        """Do nothing."""
+
+    def get_write_buffer_size(self) -> int:
+        """Return 0."""
+        return 0
+
     def pause_reading(self) -> None:
-        pass
+        """Do nothing."""
 
     def resume_reading(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class _Protocol(HTTP11Protocol):
@@ -141,7 +152,8 @@ class _Protocol(HTTP11Protocol):
         self.answered.set_result(None)
 
 
-def _post(path: str, body: dict[str, Any]) -> bytes:
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """Render a request with a JSON body."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\n{_HEADERS}Content-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
@@ -149,12 +161,12 @@ def _post(path: str, body: dict[str, Any]) -> bytes:
 
 def _generate(path: str, tokens: int) -> bytes:
     parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return _post(path, {"inputs": _PROMPT, "parameters": parameters})
+    return post(path, {"inputs": _PROMPT, "parameters": parameters})
 
 
 def _complete(tokens: int, *, stream: bool) -> bytes:
     body = {"model": "m", "prompt": _PROMPT, "temperature": 0, "ignore_eos": True}
-    return _post("/v1/completions", {**body, "max_tokens": tokens, "stream": stream})
+    return post("/v1/completions", {**body, "max_tokens": tokens, "stream": stream})
 
 
 REQUESTS = {
@@ -177,7 +189,7 @@ async def measure(rounds: int) -> dict[str, list[float]]:
     )
     config.load()
     protocol = _Protocol(Connections(limits), config, ServerState(), {})
-    protocol.connection_made(_Transport())
+    protocol.connection_made(DroppingTransport())
     loop = asyncio.get_running_loop()
 
     async def seconds(request: bytes, count: int) -> float:

@@ -96,7 +96,6 @@ class Completion:
         skip_special_tokens: whether special tokens add no text.
 
     Attributes:
-        num_tokens: tokens so far.
         finish_reason: `EOS`, `STOP`, `LENGTH` or `TIMEOUT`; None until the completion ends.
         stop_reason: the stop string or stop token id that ended it; None if neither did.
         logprob_sum: sum of the log-probabilities of all tokens; set by `finish`.
@@ -107,7 +106,7 @@ class Completion:
 
     __slots__ = (
         "_detokenizer", "_keeps_end", "_stop", "_texts", "_tokenizer", "context_free", "finish_reason", "logprob_sum",
-        "num_tokens", "prompt", "seed", "stop_reason", "stream", "tokens",
+        "prompt", "seed", "stop_reason", "stream", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -123,7 +122,6 @@ class Completion:
         self.prompt = prompt
         self.stream = stream
         self.seed = seed
-        self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.logprob_sum = 0.0
@@ -134,8 +132,13 @@ class Completion:
         )
         self._keeps_end = stop.included
         self._stop = _StopFilter(stop) if stop.strings else None
-        self._texts: list[str] = []
+        self._texts: list[str] = []  # one for each token
         self.context_free = self._stop is None and self._detokenizer.at_rest
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._texts)
 
     @property
     def text(self) -> str:
@@ -171,7 +174,6 @@ class Completion:
         token_id, reason = event.token_id, event.finish_reason
         if token_id is None or (reason is not None and reason in _FAILURES):
             raise _failure(event)
-        self.num_tokens += 1
         text = ""
         if reason is None or self._keeps_end or not self._is_end_token(token_id, reason):
             text = self._detokenizer.push(token_id)
@@ -194,10 +196,11 @@ class Completion:
         special = self._tokenizer.is_special(event.token_id)
         return Token(event.token_id, text, event.logprob, special, event.top_tokens)
 
-    def add(self, text: str) -> None:
-        """Append the next token, whose text is already known; see `context_free`."""
-        self.num_tokens += 1
-        self._texts.append(text)
+    def add(self, text: str) -> int:
+        """Append the next token, whose text is already known; see `context_free`. Returns `num_tokens`."""
+        texts = self._texts
+        texts.append(text)
+        return len(texts)
 
     async def finish(self, clock: TokenClock, *, keep_tokens: bool) -> None:
         """Read all events.
@@ -219,7 +222,7 @@ class Completion:
                 self.logprob_sum += event.logprob or 0.0
                 if self.finish_reason is not None:
                     break
-            clock.tokens(len(events))
+            clock.tokens(len(events), self.stream.delivered)
             return self.finish_reason is None
 
         await self.stream.follow(take)
@@ -237,7 +240,7 @@ class Completion:
         special = self._tokenizer.is_special(token_id)
         text = stop.push(self._tokenizer.token_text(token_id) if special else text, text)
         if stop.match is not None:
-            if self.num_tokens < self.prompt.sampling.min_new_tokens:
+            if self.num_tokens + 1 < self.prompt.sampling.min_new_tokens:  # with this token
                 return text + stop.ignore_match()
             if self.finish_reason is None or not stop.engine_first:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop.match.stop

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from server.errors import (
@@ -25,7 +26,7 @@ from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable
 
     from starlette.types import Send
 
@@ -79,8 +80,7 @@ class TokenSender:
     """Renders and sends the events of one request's completions.
 
     Attributes:
-        ended: whether the last frame was written.
-        failure: the error that this frame reports; None if it is not an error.
+        failure: the error that the last frame reports; None if it is not an error.
     """
 
     generation: Generation
@@ -89,7 +89,6 @@ class TokenSender:
     record: RequestRecord
     watch: ClientWatch
     lifecycle: Lifecycle
-    ended: bool = False
     failure: TesseraError | None = None
 
     async def run(self) -> None:
@@ -102,7 +101,7 @@ class TokenSender:
         try:
             # The usual single completion needs no task of its own.
             await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
-            if not self.ended:
+            if not self.out.ended:
                 await self._settle()
         except (ClientDisconnectedError, OSError):
             raise
@@ -122,21 +121,22 @@ class TokenSender:
         await self.generation.settle()
         if self.watch.gone:
             raise ClientDisconnectedError
-        self.out.write(self._render_end(), more=False)
+        self.out.write(self.render_end())
         await self.out.drain()
 
     async def _fail(self, error: TesseraError) -> None:
-        self.out.write(self._render_failure(error), more=False)
+        self.out.write(self.render_failure(error))
         await self.out.drain()
 
-    def _render_failure(self, error: TesseraError) -> bytes:
-        self.ended, self.failure = True, error
+    def render_failure(self, error: TesseraError) -> bytes:
+        """Render an error, and end the stream with the next write."""
+        self.out.ended, self.failure = True, error
         return self.renderer.fail(error)
 
     async def _follow(self, completion: Completion) -> None:
         """Send the tokens of one completion until it ends or the stream does."""
-        take = self._reader(completion)
-        while completion.finish_reason is None and not self.ended:
+        take = _Reader(self, completion).take
+        while completion.finish_reason is None and not self.out.ended:
             await completion.stream.follow(take)
             await self.out.drain()
         if self.failure is not None:
@@ -144,52 +144,75 @@ class TokenSender:
         else:
             completion.stream.stop()  # the engine does not search for stop strings
 
-    def _reader(self, completion: Completion) -> Callable[[list[TokenEvent]], bool]:
-        """Make the callback for `RequestStream.follow` that renders and sends a completion's events."""
-        render, write, watch, clock = (
-            self.renderer.token, self.out.write, self.watch, self.record.clock(),
-        )  # fmt: skip
+    def render_end(self) -> bytes:
+        """Render the end of the stream if all completions have ended and what they used is known.
 
-        def take(events: list[TokenEvent]) -> bool:
-            if self.ended:
-                return False
-            frames = []
-            try:
-                for event in events:
-                    frames.append(render(completion, event))
-                    if completion.finish_reason is not None:
-                        frames.append(self._render_end())
-                        break
-            except IncompleteGenerationError:
-                frames.append(self._render_failure(IncompleteGenerationStreamError()))
-            except GenerationError as error:
-                frames.append(self._render_failure(error))
-            if watch.gone:
-                raise ClientDisconnectedError
-            if self.failure is None:
-                clock.tokens(len(events))
-            data = frames[0] if len(frames) == 1 else b"".join(frames)
-            ready = write(data, more=not self.ended) if data or self.ended else True
-            return ready and completion.finish_reason is None and not self.ended
-
-        return take
-
-    def _render_end(self) -> bytes:
-        """Render the end of the stream if all completions have ended and what they used is known."""
+        If so, the next write ends the stream.
+        """
         if any(completion.finish_reason is None for completion in self.generation.completions):
             return b""
         if not self.generation.settled:
             return b""
-        self.ended = True
+        self.out.ended = True
         return self.renderer.end()
 
 
+class _Reader:
+    """Renders and sends the events of one completion: `take` is the reader of its stream.
+
+    It has slots, because what is read for a token is rarely still in the processor's caches when the next one of the
+    stream arrives: the fewer objects, the better.
+    """
+
+    __slots__ = ("_clock", "_completion", "_out", "_renderer", "_sender", "_stream")
+
+    def __init__(self, sender: TokenSender, completion: Completion) -> None:
+        self._sender, self._completion, self._stream = sender, completion, completion.stream
+        self._renderer, self._out, self._clock = sender.renderer, sender.out, sender.record.clock()
+
+    def take(self, events: list[TokenEvent]) -> bool:
+        """Send events; see `RequestStream.follow`.
+
+        Raises:
+            ClientDisconnectedError: the client has disconnected.
+        """
+        out, completion, renderer = self._out, self._completion, self._renderer
+        if out.ended:
+            return False
+        frames, failed = [], False
+        try:
+            for event in events:
+                frames.append(renderer.token(completion, event))
+                if completion.finish_reason is not None:
+                    frames.append(self._sender.render_end())
+                    break
+        except IncompleteGenerationError:
+            failed = True
+            frames.append(self._sender.render_failure(IncompleteGenerationStreamError()))
+        except GenerationError as error:
+            failed = True
+            frames.append(self._sender.render_failure(error))
+        # A client that disconnects aborts its completions, so that only an end can follow.
+        if (failed or completion.finish_reason is not None) and self._sender.watch.gone:
+            raise ClientDisconnectedError
+        now = self._stream.delivered
+        if not failed:
+            self._clock.tokens(len(events), now)
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        ready = out.write(data, now) if data or out.ended else True
+        return ready and completion.finish_reason is None and not out.ended
+
+
 class EventStream:
-    """Sends the frames of one response in the order of the calls. Created by `open_event_stream`."""
+    """Sends the frames of one response in the order of the calls. Created by `open_event_stream`.
+
+    Attributes:
+        ended: whether the last frame was written, or the next call of `write` does it.
+    """
 
     __slots__ = (
-        "_backlog", "_blocked", "_comment", "_config", "_draining", "_last", "_loop", "_more", "_send", "_timer",
-        "_writer",
+        "_backlog", "_blocked", "_comment", "_config", "_draining", "_last", "_loop", "_send", "_timer", "_writer",
+        "ended",
     )  # fmt: skip
 
     def __init__(
@@ -205,36 +228,34 @@ class EventStream:
         # A send that waits for the client, and the frames written since.
         self._blocked: Awaitable[None] | None = None
         self._backlog: list[bytes] = []
-        self._more = True
+        self.ended = False
         self._draining = asyncio.Lock()
-        self._last = self._loop.time()
+        self._last = time.perf_counter()
         self._comment: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(config.keep_alive_seconds, self._tick)
 
-    def write(self, data: bytes, *, more: bool = True) -> bool:
+    def write(self, data: bytes, now: float | None = None) -> bool:
         """Send frames. May be called outside of a task.
 
         Args:
-            data: complete frames; at least one byte if `more` is true.
-            more: whether more frames follow.
+            data: complete frames; at least one byte unless `ended` is true.
+            now: the time, `time.perf_counter` seconds; None reads the clock.
 
         Returns:
             Whether the frames were sent, as they nearly always are. If not, await `drain`.
         """
         if self._blocked is not None:
             self._backlog.append(data)
-            self._more = more
             return False
-        if more and self._writer is not None and self._writer.write(data):
-            self._last = self._loop.time()
+        self._last = time.perf_counter() if now is None else now
+        ended = self.ended
+        if not ended and self._writer is not None and self._writer.write(data):
             return True
         # `send` rarely waits. If it does, `drain` runs the rest.
-        sent = Begun(self._send({"type": "http.response.body", "body": data, "more_body": more}))
-        if sent.rest is None:
-            self._last = self._loop.time()
-            return True
+        message = {"type": "http.response.body", "body": data, "more_body": not ended}
+        sent = Begun(self._send(message))
         self._blocked = sent.rest
-        return False
+        return sent.rest is None
 
     async def drain(self) -> None:
         """Wait until all frames were sent."""
@@ -247,11 +268,11 @@ class EventStream:
                         await self._blocked
                     finally:
                         self._blocked = None
-                    self._last = self._loop.time()
+                    self._last = time.perf_counter()
                 if not self._backlog:
                     return
                 data, self._backlog = b"".join(self._backlog), []
-                self.write(data, more=self._more)
+                self.write(data)
 
     def close(self) -> None:
         """Stop the timer."""
@@ -261,18 +282,19 @@ class EventStream:
 
     async def _send_comment(self) -> None:
         with contextlib.suppress(OSError):  # the next frame meets the same error
-            self.write(KEEP_ALIVE_FRAME)
-            await self.drain()
+            if not self.ended:
+                self.write(KEEP_ALIVE_FRAME)
+                await self.drain()
 
     def _tick(self) -> None:
         """Send a comment if there was no event for long. A client that is too slow for the events needs none."""
-        now = self._loop.time()
+        now = time.perf_counter()
         due = self._last + self._config.keep_alive_seconds
         if now >= due:
-            if self._blocked is None:
+            if self._blocked is None and not self.ended:
                 self._comment = self._loop.create_task(self._send_comment())
             due = now + self._config.keep_alive_seconds
-        self._timer = self._loop.call_at(due, self._tick)
+        self._timer = self._loop.call_later(due - now, self._tick)
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -135,12 +136,13 @@ class EngineHandle(EngineReports):
     def _deliver(self, steps: list[StepMessage]) -> None:
         """Distribute the events of steps; a reader gets its events of all steps in one call."""
         touched: list[RequestStream] = []
+        now = time.perf_counter()
         try:
             for step in steps:
                 self._distribute(step, touched)
         finally:  # also if a step is inconsistent: events that are not delivered now would never be
             for stream in touched:
-                stream.deliver()
+                stream.deliver(now)
 
     def _distribute(self, step: StepMessage, touched: list[RequestStream]) -> None:
         streams = self._streams
@@ -152,20 +154,26 @@ class EngineHandle(EngineReports):
             if stream := streams.get(request_id):
                 stream.prompt_logprobs = prompt_logprobs
                 stream.prompt_top_tokens = step.prompt_top_tokens.get(request_id)
-        token_ids, finish_reasons, logprobs = step.token_ids, step.finish_reasons, step.logprobs
         unusual = step.top_tokens or step.errors
-        for i, request_id in enumerate(step.request_ids):
+        rows = range(len(step.request_ids))
+        logprobs = map(step.logprobs.get, rows)
+        columns = zip(
+            rows, step.request_ids, step.token_ids, step.finish_reasons, logprobs, strict=True
+        )
+        for i, request_id, token_id, reason, logprob in columns:
             stream = streams.get(request_id)
             if stream is None:
                 continue
-            if unusual or finish_reasons[i]:
-                event = step.event(i)
-            else:  # the usual case, without the lookups of `event`
-                event = TokenEvent(token_id=token_ids[i], logprob=logprobs.get(i))
-            if stream.push(event):
-                touched.append(stream)
-            if finish_reasons[i]:
-                del streams[request_id]
+            if unusual or reason:
+                if stream.push(step.event(i)):
+                    touched.append(stream)
+                if reason:
+                    del streams[request_id]
+            else:  # the usual case, without the lookups of `event` and the call of `push`
+                events = stream.events
+                events.append(TokenEvent(token_id=token_id, logprob=logprob))
+                if len(events) == 1:
+                    touched.append(stream)
 
     def _fail(self, error: str, request_ids: Iterable[int] | None = None) -> None:
         """End requests in flight with an error, except those that may be sent to another engine process.

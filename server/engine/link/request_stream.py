@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
@@ -28,6 +29,10 @@ class RequestStream:
         prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
         usage: what the request used; valid from the last event on, if that came from the engine.
         prompt_top_tokens: the most likely tokens at the positions of prompt tokens 1.., if requested; likewise.
+        events: what was added and not yet delivered; only for the engine's side, which adds events by `push`, or those
+            without a `finish_reason` directly.
+        delivered: when events were last delivered, `time.perf_counter` seconds. The same for all streams that events of
+            one step are delivered to.
 
     Args:
         request_id: of the request.
@@ -40,7 +45,6 @@ class RequestStream:
     __slots__ = (
         "_abort",
         "_accepted",
-        "_events",
         "_finished",
         "_first_events",
         "_stop",
@@ -48,7 +52,9 @@ class RequestStream:
         "_take",
         "_waiter",
         "client",
+        "delivered",
         "engine",
+        "events",
         "external_id",
         "num_cached_tokens",
         "prompt_logprobs",
@@ -80,8 +86,9 @@ class RequestStream:
         self._abort = abort
         self._stop = stop
         self._stopped = False
-        self._events: list[TokenEvent] = []
-        self._first_events = self._events
+        self.events: list[TokenEvent] = []
+        self.delivered = 0.0
+        self._first_events = self.events
         self._accepted: asyncio.Future[bool] | None = None
         self._take: Callable[[list[TokenEvent]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -127,7 +134,7 @@ class RequestStream:
     def has_output(self) -> bool:
         """Whether an event has arrived."""
         # The list is replaced when events are delivered: a flag would have to be set for each token.
-        return bool(self._events) or self._events is not self._first_events
+        return bool(self.events) or self.events is not self._first_events
 
     @property
     def is_held(self) -> bool:
@@ -180,7 +187,7 @@ class RequestStream:
             Whether it is the only one, and `deliver` must be called. Otherwise it waits with the others, for a call
             that follows or for the reader.
         """
-        events = self._events
+        events = self.events
         events.append(event)
         if event.finish_reason is not None:
             self._finished = True
@@ -188,17 +195,22 @@ class RequestStream:
                 self.usage = event.usage
         return len(events) == 1
 
-    def deliver(self) -> None:
-        """Pass the added events to the reader, or keep them while there is none; only for the engine's side."""
+    def deliver(self, now: float | None = None) -> None:
+        """Pass the added events to the reader, or keep them while there is none; only for the engine's side.
+
+        Args:
+            now: the time, for `delivered`; None reads the clock.
+        """
         take, waiter = self._take, self._waiter
         # A waiter that is done means that the reader's task is about to run.
         if take is None or waiter is None or waiter.done():
             return
         self._take = None  # `take` may end the stream, which calls `deliver`
+        self.delivered = time.perf_counter() if now is None else now
         more = True
         try:
-            while more and self._events:
-                events, self._events = self._events, []
+            while more and self.events:
+                events, self.events = self.events, []
                 more = take(events)
         except Exception as error:  # noqa: BLE001 - raised by `follow`
             waiter.set_exception(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,17 +28,22 @@ class Histogram:
         cells: the histogram's `num_cells` numbers. Counting continues from their values.
     """
 
-    __slots__ = ("_bounds", "_cells", "_sum")
+    __slots__ = ("_bounds", "_cell", "_cells", "_sum", "_value")
 
     def __init__(self, bounds: Sequence[float], cells: memoryview[float]) -> None:
         self._bounds = tuple(bounds)
         self._sum = num_cells(bounds) - 1
         self._cells = cells
+        self._value, self._cell = math.nan, 0  # the last value and its bucket
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value` `times` times."""
-        self._cells[bisect.bisect_left(self._bounds, value)] += times
-        self._cells[self._sum] += value * times
+        # Streams that get tokens of the same steps have waited for the same time.
+        if value != self._value:
+            self._value, self._cell = value, bisect.bisect_left(self._bounds, value)
+        cells = self._cells
+        cells[self._cell] += times
+        cells[self._sum] += value * times
 
 
 def cumulative(

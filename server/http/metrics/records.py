@@ -46,9 +46,8 @@ class TokenClock:
         self._record = record
         self._last = 0.0
 
-    def tokens(self, count: int) -> None:
-        """Observe `count` tokens that arrived together."""
-        now = time.perf_counter()
+    def tokens(self, count: int, now: float) -> None:
+        """Observe `count` tokens that arrived together, at `time.perf_counter()` == `now`."""
         if self._last:
             self._metrics.itl.observe((now - self._last) / count, count)
         else:

@@ -63,12 +63,12 @@ class Cycle:
         disconnected: whether nothing can be received or sent any more.
         started: whether the response has begun.
         complete: whether the response has ended.
-        direct: whether a part of the body may be written directly, in chunked coding.
+        writer: writes parts of the body directly.
     """
 
     __slots__ = (
         "_arrived", "_chunked", "_connection", "_expected", "_expects_continue", "_head", "_parts", "_received_all",
-        "buffered", "complete", "direct", "disconnected", "keep_alive", "more_body", "scope", "started",
+        "buffered", "complete", "disconnected", "keep_alive", "more_body", "scope", "started", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +86,7 @@ class Cycle:
         self.disconnected = False
         self.started = False
         self.complete = False
-        self.direct = False
+        self.writer = DirectWriter(connection.transport)
         self._connection = connection
         self._expects_continue = expects_continue
         self._parts: list[bytes] = []
@@ -126,12 +126,12 @@ class Cycle:
 
     def disconnect(self) -> None:
         """Take note that nothing can be received or sent any more."""
-        self.disconnected, self.direct = True, False
+        self.disconnected, self.writer.is_open = True, False
         self._wake()
 
     def allow_direct(self, writable: bool) -> None:
         """Take note of whether the transport accepts data."""
-        self.direct = writable and self._chunked and self.started and not self.disconnected
+        self.writer.is_open = writable and self._chunked and self.started and not self.disconnected
 
     def _wake(self) -> None:
         if self._arrived is not None:
@@ -231,7 +231,7 @@ class Cycle:
         if data:
             self._connection.write(data)
         if not more:
-            self.complete, self.direct = True, False
+            self.complete, self.writer.is_open = True, False
             self._wake()
             self._connection.on_response_complete(self)
 
@@ -242,14 +242,17 @@ class DirectWriter:
     Applies HTTP's chunked transfer coding.
 
     Args:
-        cycle: of the response.
+        transport: of the connection.
+
+    Attributes:
+        is_open: whether a part of the body may be written now; set by the response's `Cycle`.
     """
 
-    __slots__ = ("_cycle", "_write")
+    __slots__ = ("_transport", "is_open")
 
-    def __init__(self, cycle: Cycle) -> None:
-        self._cycle = cycle
-        self._write = cycle._connection.transport.write  # noqa: SLF001 - of this module
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.is_open = False
+        self._transport = transport
 
     def write(self, data: bytes) -> bool:
         """Write a part of the body other than the last one.
@@ -260,15 +263,15 @@ class DirectWriter:
         Returns:
             Whether it was written. If not, await `send` instead: the client is too slow, or has disconnected.
         """
-        if not self._cycle.direct:
+        if not self.is_open:
             return False
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 
 def install_direct_writer(cycle: Cycle) -> None:
     """Put a direct writer into the scope of a request."""
-    cycle.scope[_KEY] = DirectWriter(cycle)
+    cycle.scope[_KEY] = cycle.writer
 
 
 def direct_writer(scope: Scope) -> DirectWriter | None:

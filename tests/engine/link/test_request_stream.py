@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from server.engine.core.messages import StepMessage
 from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
+from server.engine.link.client import EngineHandle
 from server.engine.link.request_stream import RequestStream
 
 pytestmark = pytest.mark.anyio
@@ -148,3 +150,21 @@ async def test_a_finished_stream_is_settled_at_once(stream, stopped):
     await asyncio.wait_for(stream.settle(), 1)
 
     assert stopped == []
+
+
+async def test_streams_that_get_events_of_the_same_steps_have_the_same_time_of_delivery():
+    engine, times = EngineHandle(), {}
+    for request_id in (1, 2, 3):
+        stream = RequestStream(request_id, engine.abort, engine.stop_request)
+        engine._streams[request_id] = stream
+        tasks = [await follow(stream, lambda _, s=stream: times.setdefault(s, s.delivered))]
+
+    steps = [
+        StepMessage(request_ids=[1, 2], token_ids=[7, 8], finish_reasons=[0, 0]),
+        StepMessage(request_ids=[2, 3], token_ids=[7, 8], finish_reasons=[0, 3]),
+    ]
+    engine._deliver(steps)
+
+    assert len(times) == 3
+    assert len(set(times.values())) == 1
+    await asyncio.wait_for(tasks[-1], 1)

@@ -195,7 +195,7 @@ async def test_an_inconsistent_step_keeps_no_events_from_their_readers(engine):
         logprobs={},
     )
 
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="shorter"):
         engine._deliver([step])
     engine.answer(stream.request_id, 99, FinishReason.LENGTH)
 

@@ -212,6 +212,17 @@ def test_a_histogram_counts_a_value_in_the_first_bucket_that_contains_it():
     assert cumulative(bounds, cells) == ([("1.0", 2), ("2.0", 6), ("5.0", 6), ("+Inf", 7)], 16.0)
 
 
+def test_a_histogram_counts_equal_values_in_sequence():
+    bounds = (1, 2, 5)
+    cells = [0.0] * num_cells(bounds)
+    histogram = Histogram(bounds, cells)
+
+    for value in (2, 2, 7, 2, 2):
+        histogram.observe(value)
+
+    assert cumulative(bounds, cells) == ([("1.0", 0), ("2.0", 4), ("5.0", 4), ("+Inf", 5)], 15.0)
+
+
 async def test_several_engines_have_metrics_of_their_own_beside_the_sums(client, engine, scrape):
     assert ("tessera_engine_process_up", ("engine", "0")) not in await scrape()
     engine.past = EngineStats(generation_tokens=50)

@@ -12,6 +12,7 @@ import msgspec
 
 from server.http.dialects.tgi.replies import (
     FINISH_REASONS,
+    LOWEST_LOGPROB,
     ErrorReply,
     StreamDetails,
     is_json_logprob,
@@ -60,19 +61,18 @@ class TokenRenderer:
         self._generation = generation
         self._options = options
         self._tokenizer = tokenizer
-        self._heads = heads
         self._wants_top_tokens = options.sampling.top_logprobs > 0
+        self._heads = {} if self._wants_top_tokens else heads
         self._last: tuple[Completion, Token] | None = None
 
     def token(self, completion: Completion, event: TokenEvent) -> bytes:
         """Append a token to its completion and render its frame."""
         context_free = completion.context_free
-        if context_free and event.finish_reason is None and not self._wants_top_tokens:
-            known = self._heads.get(event.token_id)  # type: ignore[arg-type]
-            if known is not None and is_json_logprob(event.logprob):
+        if context_free and event.finish_reason is None:
+            known, logprob = self._heads.get(event.token_id), event.logprob  # type: ignore[arg-type]
+            if known is not None and logprob is not None and logprob > LOWEST_LOGPROB:
                 text, head = known
-                completion.add(text)
-                return _ORDINARY_FRAME % (completion.num_tokens, head, event.logprob)
+                return _ORDINARY_FRAME % (completion.add(text), head, logprob)
         text = completion.push(event)
         if (
             completion.finish_reason is not None

@@ -26,8 +26,8 @@ FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.TIMEOUT: "timeout",
 }
-# Just below the lowest float32. Only -inf and NaN, which JSON cannot represent, are not greater.
-_LOWEST = -3.5e38
+LOWEST_LOGPROB = -3.5e38
+"""Just below the lowest float32. Only -inf and NaN, which JSON cannot represent, are not greater."""
 
 
 class PromptToken(msgspec.Struct, frozen=True):
@@ -176,4 +176,4 @@ def json_logprob(value: float | None) -> float | None:
 
 def is_json_logprob(value: float | None) -> TypeGuard[float]:
     """Return whether a log-probability can be written as a JSON number."""
-    return value is not None and value > _LOWEST
+    return value is not None and value > LOWEST_LOGPROB
