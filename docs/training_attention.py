@@ -42,7 +42,7 @@ def newest_result(folder: Path = RESULTS) -> dict[str, Any]:
         if added and result["machine"] == found[0]["machine"]:
             rows += added
             files[result["file"]] = sorted({row["length"] for row in added})
-    return found[0] | {"rows": rows, "files": files}
+    return {**found[0], "rows": rows, "files": files}
 
 
 def training_table(result: dict[str, Any]) -> str:
