@@ -20,7 +20,8 @@ def attention_table(folder: Path = RESULTS) -> str:
         folder: the folder of the result files.
     """
     results = [json.loads(path.read_text()) for path in folder.glob("*-attention-*.json")]
-    results = [it for it in results if it["topic"] == "attention" and "ceilings" in it]
+    topics = ("attention", "attention-lengths")
+    results = [it for it in results if it["topic"] in topics and "ceilings" in it]
     results.sort(key=lambda result: str(result["date"]), reverse=True)
     tables = []
     for belongs, table in TABLES:

@@ -22,6 +22,9 @@ _CONTENDERS = {
 def newest_result(folder: Path = RESULTS) -> dict[str, Any]:
     """Return the newest result of `benchmarks.attention_training` on a GPU with causal rows of `HEAD_DIM`.
 
+    Rows of lengths that only older results of the same machine have are added; `files` maps each result file to its
+    lengths, newest first.
+
     Raises:
         FileNotFoundError: there is none.
     """
@@ -30,7 +33,16 @@ def newest_result(folder: Path = RESULTS) -> dict[str, Any]:
     found = [result for result in found if not result["file"].startswith("cpu-") and _rows(result)]
     if not found:
         raise FileNotFoundError(f"{folder} has no result of benchmarks.attention_training")
-    return max(found, key=lambda result: str(result["date"]))
+    found.sort(key=lambda result: str(result["date"]), reverse=True)
+    rows: list[dict[str, Any]] = []
+    files: dict[str, list[int]] = {}
+    for result in found:
+        known = {row["length"] for row in rows}
+        added = [row for row in _rows(result) if row["length"] not in known]
+        if added and result["machine"] == found[0]["machine"]:
+            rows += added
+            files[result["file"]] = sorted({row["length"] for row in added})
+    return {**found[0], "rows": rows, "files": files}
 
 
 def training_table(result: dict[str, Any]) -> str:
@@ -38,7 +50,7 @@ def training_table(result: dict[str, Any]) -> str:
     names = [name for name, _ in _CONTENDERS.values()]
     lines = [
         f"{result['machine']}, bfloat16, causal, D = {HEAD_DIM}: TFLOP/s of forward and backward, MiB of both",
-        f"(`benchmarks/results/{result['file']}`).",
+        f"({_sources(result['files'])}).",
         "",
         f"| tokens | {' | '.join(names)} | MiB: {' | '.join(names)} |",
         "|---" * (1 + 2 * len(names)) + "|",
@@ -79,6 +91,16 @@ def memory_plot(result: dict[str, Any]) -> str:
     return line_plot(
         title, lines, x_label="tokens of a sequence", y_label="MiB", log_y=True, x_text=_tokens
     )
+
+
+def _sources(files: dict[str, list[int]]) -> str:
+    """Name the newest result file, and older ones with the lengths that come from them."""
+    newest, *older = files
+    names = [f"`benchmarks/results/{newest}`"]
+    for file in older:
+        lengths = ", ".join(f"{length:,}" for length in files[file])
+        names.append(f"{lengths}: `{file}`")
+    return "; ".join(names)
 
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,7 +31,8 @@ def scaled_dot_product_attention(
     """Compute attention like `torch.nn.functional.scaled_dot_product_attention`.
 
     What this library does not support is handed back to PyTorch, with a log message for each reason, once. Second
-    derivatives and `torch.vmap` are not supported, and raise PyTorch's errors.
+    derivatives and `torch.vmap` are not supported, and raise PyTorch's errors. As in PyTorch, gradients have the same
+    bits in every run only with `torch.use_deterministic_algorithms(True)`.
 
     Args:
         query: [..., H, S, D].
@@ -73,6 +74,7 @@ def scaled_dot_product_attention(
         causal=is_causal,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed(dropout_p),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out[..., :value_dim].transpose(1, 2).reshape(*batch, *query.shape[-3:-1], value_dim)
 

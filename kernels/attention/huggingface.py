@@ -6,7 +6,8 @@
 
 Padded batches are packed before attention and unpacked after it, so that padding costs nothing; sequences that are
 packed already (`position_ids` that start again, or `cu_seq_lens_q`) stay so. Key-value heads are not repeated. Of a
-static cache only the keys that exist are read.
+static cache only the keys that exist are read. Gradients have the same bits in every run only with
+`torch.use_deterministic_algorithms(True)`.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def attention(
         "softcap": softcap,
         "dropout_p": dropout,
         "dropout_seed": dropout_seed(dropout),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     q, k, v = (it.transpose(1, 2) for it in in_one_head_dim(query, key, value))
     packed = _packed(q, k, attention_mask, others)

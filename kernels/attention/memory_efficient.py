@@ -102,7 +102,8 @@ def memory_efficient_attention(
 
     Dimensions: B sequences, M queries and N keys of each, H heads, G groups of H heads, K and K_v head dims. Keys that
     are expanded from one head of each group (stride 0) are read once for the group. Their gradient is then right for
-    the tensor that was expanded, but not for each head of the expanded one.
+    the tensor that was expanded, but not for each head of the expanded one. Gradients have the same bits in every run
+    only with `torch.use_deterministic_algorithms(True)`.
 
     Args:
         query: [B, M, K], [B, M, H, K] or [B, M, G, H, K].
@@ -148,6 +149,7 @@ def memory_efficient_attention(
         cu_seqlens_k=plan.cu_seqlens_k,
         max_seqlen_q=plan.longest_q,
         max_seqlen_k=plan.longest_k,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out[..., : value.shape[-1]].reshape(shape)
 

@@ -118,13 +118,13 @@ class AbsentRanks(OrderedSum):
 
     Args:
         size: number of ranks.
-        unmeasured: as for `TorchCommunicator`.
+        fuses_norm: see `Communicator`; on a GPU whether the GPUs would read each other's memory.
     """
 
     rank = 0
 
-    def __init__(self, size: int, *, unmeasured: bool = False) -> None:
-        self.size, self.fuses_norm = size, unmeasured
+    def __init__(self, size: int, *, fuses_norm: bool = False) -> None:
+        self.size, self.fuses_norm = size, fuses_norm
 
     def detached(self) -> AbstractContextManager[None]:
         """See `Communicator.detached`; it always is."""
@@ -154,12 +154,9 @@ class TorchCommunicator(OrderedSum):
         size: number of ranks.
         store: path of a file that does not exist yet, the same for all ranks; they find each other by it.
         device: of the tensors; a GPU of its own for each rank.
-        unmeasured: whether small sums and the norms after them may take one launch, which no GPU has run yet.
     """
 
-    def __init__(
-        self, rank: int, size: int, store: str, device: torch.device, *, unmeasured: bool = False
-    ) -> None:
+    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._detached = False
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -167,7 +164,7 @@ class TorchCommunicator(OrderedSum):
             backend, init_method=f"file://{store}", rank=rank, world_size=size
         )
         self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
-        self.fuses_norm = unmeasured and self._one_shot is not None
+        self.fuses_norm = self._one_shot is not None
 
     def summands(self, x: Tensor) -> Tensor:
         """See `Communicator.summands`; the sum if one launch can compute it, which is for small tensors on GPUs."""
@@ -179,8 +176,7 @@ class TorchCommunicator(OrderedSum):
         self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
     ) -> Tensor | None:
         """See `Communicator.add_and_normalize`; for small tensors on GPUs."""
-        fuses = self.fuses_norm and not self._detached
-        if self._one_shot is None or not fuses or not self._one_shot.normalizes(hidden):
+        if self._one_shot is None or self._detached or not self._one_shot.normalizes(hidden):
             return None
         return self._one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
 

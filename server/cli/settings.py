@@ -184,9 +184,8 @@ class Settings(BaseModel):
     unmeasured_kernels: bool = Field(
         False,
         description="allow kernels that have only been compiled: `blackwell_prefill` on sm_100 and sm_103, "
-        "`hopper_keys_on_m_decode` on sm_90, a decode step of one sequence in one launch with --quantization fp8, and "
-        "with --tensor-parallel on GPUs the sum of ranks and the norm after it in one launch; compare their answers "
-        "before you rely on them",
+        "`hopper_keys_on_m_decode` on sm_90, and a decode step of one sequence in one launch with --quantization fp8; "
+        "compare their answers before you rely on them",
     )
     cpu_threads: int | None = Field(
         None,

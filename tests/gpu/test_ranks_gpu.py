@@ -53,9 +53,8 @@ def answers(*options):
         service.stop()
 
 
-@pytest.mark.parametrize("options", [(), ("--unmeasured-kernels",)])
-def test_a_model_over_two_gpus_answers_as_on_one(options):
-    assert answers("--tensor-parallel=2", *options) == answers()
+def test_a_model_over_two_gpus_answers_as_on_one():
+    assert answers("--tensor-parallel=2") == answers()
 
 
 def test_a_killed_rank_is_replaced_and_the_replies_are_as_before():

@@ -113,6 +113,13 @@ def test_the_documents_table_shows_the_newest_result_of_each_phase(tmp_path):
     assert "other" not in text
 
 
+def test_the_documents_table_shows_prefill_by_length_from_results_of_its_own():
+    text = attention_table()
+
+    assert "Prefill by length, causal" in text
+    assert "--rows lengths`" in text
+
+
 def test_a_decode_by_several_kernels_is_one_line_of_a_separate_table(tmp_path):
     rows = [
         decode_row(us) | {"beside": name}

@@ -36,7 +36,8 @@ def result(tmp_path):
         row("cudnn", 128, unsupported="No kernel."),
     ]
     write(tmp_path, "h100-attention-training-b.json", "2026-01-02", rows)
-    write(tmp_path, "h100-attention-training-a.json", "2026-01-01", rows[:1])
+    older = [row("tessera", 128, forward=1.0, backward=1.0, peak_mib=1.0), row("tessera", 512)]
+    write(tmp_path, "h100-attention-training-a.json", "2026-01-01", older)
     other = [row("tessera", 128) | {"causal": False}]
     write(tmp_path, "h100-attention-training-c.json", "2026-01-03", other)
     write(tmp_path, "cpu-attention-training-d.json", "2026-01-04", rows)
@@ -45,12 +46,18 @@ def result(tmp_path):
 
 def test_the_newest_result_of_a_gpu_with_causal_rows_is_taken(result, tmp_path):
     assert result["file"] == "h100-attention-training-b.json"
+    assert result["files"] == {
+        "h100-attention-training-b.json": [128, 131072],
+        "h100-attention-training-a.json": [512],
+    }
     with pytest.raises(FileNotFoundError, match="no result"):
         newest_result(tmp_path / "none")
 
 
 def test_the_table_has_a_row_for_each_length_and_says_what_does_not_fit(result):
     lines = training_table(result).splitlines()
+    assert "512: `h100-attention-training-a.json`" in lines[1]
+    assert "| 512 | 500, 301 |  |  |  | 259 |  |  |  |" in lines
     assert "| 128 | 500, 301 |  |  | 9, 20 | 259 |  |  | 8,768 |" in lines
     assert "| 131,072 | 500, 301 |  |  | does not fit | 259 |  |  | does not fit |" in lines
 

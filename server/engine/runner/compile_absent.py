@@ -50,7 +50,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 dtype,
                 device,
                 weight_dtype(quantization),
-                AbsentRanks(size, unmeasured=config.unmeasured_kernels) if size > 1 else None,
+                AbsentRanks(size, fuses_norm=True) if size > 1 else None,
             )
             model.optimize(quantization)
             model.unmeasured_kernels = config.unmeasured_kernels

@@ -208,13 +208,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
     communicator = None
     if store is not None:
         with phases("connecting the ranks"):
-            communicator = TorchCommunicator(
-                rank,
-                config.tensor_parallel,
-                store,
-                device,
-                unmeasured=config.unmeasured_kernels,
-            )
+            communicator = TorchCommunicator(rank, config.tensor_parallel, store, device)
     with phases("loading the weights"), _weights_progress(phases, shown=not rank) as progress:
         model = load_part(
             Path(config.model_path),

@@ -18,8 +18,10 @@ from transformers import (
     StaticCache,
 )
 
-from kernels.attention import huggingface
+from kernels.attention import autograd, huggingface
 from kernels.attention.drop_in import scaled_dot_product_attention, sdpa_unsupported
+from kernels.attention.memory_efficient import memory_efficient_attention
+from kernels.attention.training import select_training
 from kernels.errors import ShapeError
 
 SIZES = {
@@ -382,3 +384,37 @@ def test_sdpa_has_no_second_derivative_and_says_so():
 
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         grad.sum().backward()
+
+
+def layer_of_transformers(q, k, v):
+    module = torch.nn.Module()
+    return huggingface.attention(module, q, k, v, None, is_causal=False)[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "function", [scaled_dot_product_attention, memory_efficient_attention, layer_of_transformers]
+)
+def test_gradients_have_the_same_bits_in_every_run_if_pytorch_is_asked_for_it(
+    function, compiled, monkeypatch
+):
+    """The row is selected when the operators run, so the setting of the call is seen, compiled or not."""
+    asked = []
+
+    def record(q, k, batch, problem, arch):
+        asked.append(problem.deterministic)
+        return select_training(q, k, batch, problem, arch)
+
+    monkeypatch.setattr(autograd, "select_training", record)
+    if compiled:
+        torch.compiler.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x = torch.randn(1, 4, 5, 8, requires_grad=True)
+    for wanted in (False, True, False):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            function(x, x, x).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert asked == [wanted, wanted]  # forward and backward
+        asked.clear()

@@ -1,7 +1,11 @@
 """Sums and gathers of ranks: every rank has the same bits, in the order of the ranks."""
 
+from unittest import mock
+
+import pytest
 import torch
 
+from kernels.collective import communicator
 from kernels.collective.communicator import AbsentRanks
 from tests.model.network.ranks import ThreadRanks
 
@@ -31,3 +35,31 @@ def test_absent_ranks_have_what_the_present_one_has():
     assert torch.equal(AbsentRanks(3).all_gather(x), x.expand(3, 2, 3))
     assert torch.equal(AbsentRanks(3).all_reduce(x), 3 * x)
     assert AbsentRanks(3).minimum(5) == 5
+
+
+class OneShot:
+    """In the place of `OneShotSum`: supports every tensor."""
+
+    def normalizes(self, _x):
+        return True
+
+    def add_and_normalize(self, parts, hidden, _weight, _eps, *, pdl):
+        del pdl
+        return hidden.add_(parts.sum(0))
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_the_norm_is_in_the_launch_of_the_sum_where_gpus_read_each_others_memory(has_one):
+    with (
+        mock.patch.object(communicator.distributed, "init_process_group"),
+        mock.patch.object(communicator, "_one_shot", return_value=OneShot() if has_one else None),
+    ):
+        ranks = communicator.TorchCommunicator(0, 2, "store", torch.device("cuda", 0))
+    hidden, parts = torch.zeros(2, 3), torch.ones(1, 2, 3)
+
+    assert ranks.fuses_norm == has_one
+    with ranks.detached():
+        assert ranks.add_and_normalize(parts, hidden, torch.ones(3), 1e-6, pdl=False) is None
+    assert not hidden.any()
+    found = ranks.add_and_normalize(parts, hidden, torch.ones(3), 1e-6, pdl=False)
+    assert (found is not None) == bool(hidden.any()) == has_one
