@@ -1,4 +1,4 @@
-"""The table of the engine's speed for the shapes of small models, from the newest result of `benchmarks.shapes`."""
+"""The table of the engine's speed for the shapes of small models, from the newest results of `benchmarks.shapes`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ _COLUMNS = {
 
 
 def shapes_table() -> str:
-    """Return the table of the newest result of `benchmarks.shapes`, with the shares of the roofline."""
+    """Return a table of the newest result of each shape on the machine of the newest, with shares of the roofline."""
     found = [json.loads(path.read_text()) for path in _RESULTS.glob("*-shapes-*.json")]
-    result = max(found, key=lambda it: str(it["date"]))
-    rows = {(row["model"], row["workload"]): row for row in result["rows"]}
+    found.sort(key=lambda it: str(it["date"]))
+    newest = found[-1]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    commits: dict[str, str] = {}
+    for result in found:
+        if result["machine"] == newest["machine"]:
+            rows |= {(row["model"], row["workload"]): row for row in result["rows"]}
+            commits |= {row["model"]: result["commit"] for row in result["rows"]}
     lines = ["| | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+    for model in sorted(commits, key=lambda it: float(rows[it, "batch1"]["value"])):
         cells = " | ".join(_cell(rows[model, workload]) for workload in _COLUMNS)
         lines.append(f"| {model} | {cells} |")
-    lines += ["", f"{result['machine']}, commit {result['commit']}."]
+    older: dict[str, list[str]] = {}
+    for model, commit in commits.items():
+        if commit != newest["commit"]:
+            older.setdefault(commit, []).append(model)
+    others = "".join(f"; {', '.join(models)}: {commit}" for commit, models in older.items())
+    lines += ["", f"{newest['machine']}, commit {newest['commit']}{others}."]
     return "\n".join(lines)
 
 
