@@ -50,7 +50,7 @@ class AttentionProblem:
             sequence is cut into chunks, and in a prefill as in a decode.
         kv_dtype: dtype of a quantized paged cache: "float8_e4m3fn"; None for a cache of `dtype`. A prefill
             may then multiply in that dtype.
-        unmeasured: whether rows that no GPU has ever run may be chosen (`KernelSpec.unmeasured`).
+        unmeasured: whether rows may be chosen that no GPU has timed for it (`KernelSpec.measured`).
 
     Raises:
         ShapeError: a value is out of its range.

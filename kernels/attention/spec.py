@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _MOST_PARTS: Final = 8
 
 
-NEVER_RUN: Final = "never run, and unmeasured kernels are not allowed"
+NOT_ALLOWED: Final = "unmeasured kernels are not allowed"
+NEVER_RUN: Final = f"never run, and {NOT_ALLOWED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class KernelSpec:
         fewest_keys: keys of a step's longest sequence from which it is chosen.
         copied_bytes: bytes of a number of the keys and values that it copies to a buffer first
             (`key_parts`); 0 if it reads the cache in place.
-        unmeasured: whether no GPU has ever run it; it then supports only problems that allow that.
+        measured: pairs of a head dim and a number of query heads per key-value head for which a GPU has timed it, empty
+            if no GPU has ever run it; other problems must allow unmeasured kernels. None for all.
         row_tiles: supported values of `block_m`; None for any power of two.
         quantized: the quantized caches it reads; None for none.
         tuned_as: the row whose tile sizes it has; None for its own.
@@ -110,7 +112,7 @@ class KernelSpec:
     quantized_only: bool = False
     fewest_keys: int = 0
     copied_bytes: int = 0
-    unmeasured: bool = False
+    measured: frozenset[tuple[int, int]] | None = None
     row_tiles: frozenset[int] | None = None
     quantized: QuantizedCache | None = None
     tuned_as: str | None = None
@@ -122,6 +124,11 @@ class KernelSpec:
     def copies_keys(self) -> bool:
         """Whether it copies a sequence's keys and values, which takes memory; PyTorch's rows do."""
         return self.launch is None or self.copied_bytes > 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a GPU has ever run it."""
+        return self.measured is None or bool(self.measured)
 
     def unsuited(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch
@@ -176,7 +183,7 @@ class KernelSpec:
             (problem.lse and not self.lse, "no log-sum-exp"),
             (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
             (self.quantized_only and problem.kv_dtype is None, "reads quantized caches only"),
-            (self.unmeasured and not problem.unmeasured, NEVER_RUN),
+            (not problem.unmeasured and not self._is_measured(problem), self._unmeasured(problem)),
         )
         reasons = tuple(reason for applies, reason in tests if applies)
         if problem.kv_dtype is None:
@@ -184,6 +191,15 @@ class KernelSpec:
         if self.quantized is None:
             return (*reasons, f"no {problem.kv_dtype} cache")
         return (*reasons, *self.quantized.unsupported(problem, arch))
+
+    def _is_measured(self, problem: AttentionProblem) -> bool:
+        return self.measured is None or (problem.head_dim, problem.group_size) in self.measured
+
+    def _unmeasured(self, problem: AttentionProblem) -> str:
+        if not self.has_run:
+            return NEVER_RUN
+        shape = f"head_dim {problem.head_dim} and {problem.group_size} query heads per key-value head"
+        return f"not measured for {shape}, and {NOT_ALLOWED}"
 
     def _unsupported_arch(self, arch: GPUArch) -> tuple[str, ...]:
         if arch.is_cpu:

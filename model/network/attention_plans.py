@@ -23,7 +23,7 @@ class AttentionPlanner:
     Attributes:
         config: the model's configuration.
         dtype: name of the dtype of its activations.
-        unmeasured: whether kernels that no GPU has ever run may be chosen.
+        unmeasured: whether kernels may be chosen that were never measured on a GPU.
     """
 
     config: ModelConfig

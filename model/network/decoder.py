@@ -61,7 +61,7 @@ class DecoderLM(nn.Module):
 
     Attributes:
         config: that of this rank's layers.
-        unmeasured_kernels: whether kernels that no GPU has ever run may be chosen; set before the first step.
+        unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
 
     def __init__(

@@ -46,10 +46,11 @@ def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     assert out.startswith(CATALOGUE[arch].name)
     assert "bundled in" in out
     kernel = "portable" if CATALOGUE[arch].has_triton_tensor_cores else "torch"
+    decode = f"{kernel}_decode"
     if CATALOGUE[arch].sm == 90:
-        kernel = "hopper"
+        kernel, decode = "hopper", "hopper_keys_on_m_decode"
     assert f"{kernel}_prefill" in out
-    assert f"{kernel}_decode" in out
+    assert decode in out
 
 
 def test_kernels_that_never_ran_are_planned_with_the_flag_only(tessera):
@@ -117,7 +118,7 @@ def test_the_plan_names_a_kernels_flash_attention_generation(tessera):
     _, out, _ = tessera("plan", "--arch=h100")
 
     assert "prefill: hopper_prefill (FlashAttention-3 style)\n" in out
-    assert "decode: hopper_decode (FlashAttention-3 style)\n" in out
+    assert "decode: hopper_keys_on_m_decode (FlashAttention-3 style)\n" in out
     assert "prefill: torch_prefill (PyTorch)\n" in tessera("plan", "--arch=t4")[1]
 
 

@@ -34,7 +34,7 @@ FEATURES = [
     {"softcap": 15.0, "lse": True}, {"softcap": 15.0, "sliding_window": 100},
 ]  # fmt: skip
 LAUNCHES = [
-    {"num_stages": 1}, {"num_stages": 3}, {"block_n": 128}, {"programs_per_sm": 1}, {"programs_per_sm": 12},
+    {"num_stages": 1}, {"num_stages": 3}, {"block_n": 64}, {"programs_per_sm": 1}, {"programs_per_sm": 12},
 ]  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def test_a_decode_by_several_kernels_is_one_line_of_a_separate_table(tmp_path):
 
 
 def test_a_kernel_is_timed_with_the_launch_that_its_name_has():
-    shape = Shape("decode", 9, 3, 64, 256, 184)
+    shape = Shape("decode", 9, 3, 128, 256, 184)
     given = argparse.Namespace(device="cpu", launch="num_stages=4")
     asked = problem_of(shape, "bfloat16")
 

@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
         deterministic: whether all requests are deterministic; see `GenerateRequest`.
         tensor_parallel: number of ranks that share the model, each on a GPU of its own.
-        unmeasured_kernels: whether kernels that no GPU has ever run may be chosen.
+        unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU.
         cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
         engine: number of this engine among those of the service, from 0.
         num_engines: engines of the service. On a CPU they share processors and memory by default.

@@ -148,7 +148,7 @@ def _plan_phase(problem: AttentionProblem, arch: GPUArch) -> PhasePlan:
         softcap=problem.softcap,
         kernel=selection.spec.name,
         flash_attention=selection.spec.flash_attention,
-        tested=arch.is_tested and not selection.spec.unmeasured,
+        tested=arch.is_tested and selection.spec.has_run,
         why=selection.why,
         refused=[
             RefusedRow(kernel=refusal.kernel, reasons=list(refusal.reasons))

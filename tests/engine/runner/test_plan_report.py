@@ -46,8 +46,8 @@ def test_every_known_processor_has_a_plan_with_reasons_that_can_be_decoded(confi
         ("cpu", ["torch_prefill", "torch_decode"], [None, None], True),
         ("t4", ["torch_prefill", "torch_decode"], [None, None], False),
         ("a100", ["portable_prefill", "portable_decode"], [2, 2], False),
-        ("h100", ["hopper_prefill", "hopper_decode"], [3, 3], True),
-        ("h200", ["hopper_prefill", "hopper_decode"], [3, 3], True),
+        ("h100", ["hopper_prefill", "hopper_keys_on_m_decode"], [3, 3], True),
+        ("h200", ["hopper_prefill", "hopper_keys_on_m_decode"], [3, 3], True),
         ("b200", ["portable_prefill", "portable_decode"], [2, 2], False),
     ],
 )
@@ -74,6 +74,21 @@ def test_a_kernel_that_never_ran_is_planned_only_if_it_is_allowed_and_is_not_tes
     assert "never run" in allowed.phases[0].why
     assert "never run" in str(allowed)
     assert not any(phase.tested for phase in allowed.phases)
+
+
+def test_a_kernel_that_is_not_measured_for_a_head_dim_has_run_and_needs_to_be_allowed(config):
+    model = DecoderLM(dataclasses.replace(config, head_dim=128), torch.bfloat16, "meta")
+    default = explain_model(model, 16, CATALOGUE["h100"]).phases[1]
+    model.unmeasured_kernels = True
+    allowed = explain_model(model, 16, CATALOGUE["h100"]).phases[1]
+
+    assert default.kernel == "hopper_decode"
+    assert {row.kernel: row.reasons for row in default.refused} == {
+        "hopper_keys_on_m_decode": [
+            "not measured for head_dim 128 and 3 query heads per key-value head, and unmeasured kernels are not allowed"
+        ]
+    }
+    assert (allowed.kernel, allowed.tested) == ("hopper_keys_on_m_decode", True)
 
 
 def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config):

@@ -82,7 +82,7 @@ def test_other_processors_lack_tensor_memory(arch):
 def test_the_other_rows_ignore_what_is_allowed():
     for arch in ("h100", "a100", "cpu"):
         for phase in Phase:
-            asked = dataclasses.replace(problem(), phase=phase)
+            asked = dataclasses.replace(problem(64), phase=phase)
             plain = dataclasses.replace(asked, unmeasured=False)
 
             assert chosen(asked, CATALOGUE[arch]).spec is chosen(plain, CATALOGUE[arch]).spec

@@ -11,7 +11,6 @@ import kernels
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
-from kernels.attention.spec import NEVER_RUN
 from kernels.testing.problems import Layout, assert_no_worse_than, make_case
 from tests.kernels.triton_interpreter import interpreted
 
@@ -79,7 +78,7 @@ def test_a_decode_agrees_with_float64(case, name, on_cpu):
 
 @interpreted
 @pytest.mark.parametrize(
-    "changes", [{"block_n": 128}, {"num_stages": 1}, {"num_stages": 3}], ids=str
+    "changes", [{"block_n": 64}, {"num_stages": 1}, {"num_stages": 3}], ids=str
 )
 @pytest.mark.parametrize("splits", [1, 8])
 def test_tiles_stages_and_splits_do_not_change_the_result(changes, splits, on_cpu):
@@ -104,14 +103,26 @@ def test_settled_keys_are_copied_before_those_of_the_step(name, on_cpu):
     assert on_cpu.runs == 2
 
 
-def test_the_row_with_keys_on_m_is_selected_only_if_unmeasured_kernels_are_allowed():
-    allowed = problem_of(CASES[0])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "shape"),
+    [
+        (9, 64, "head_dim 64 and 9 query heads per key-value head"),
+        (16, 64, "head_dim 64 and 16 query heads per key-value head"),
+        (3, 32, "head_dim 32 and 3 query heads per key-value head"),
+        (8, 128, "head_dim 128 and 8 query heads per key-value head"),
+    ],
+)
+def test_shapes_that_were_not_timed_have_keys_on_m_only_if_unmeasured_kernels_are_allowed(
+    heads, head_dim, shape
+):
+    allowed = problem_of(("bfloat16", heads, 1, head_dim, 16, {}))
     refused = dataclasses.replace(allowed, unmeasured=False)
 
     assert kernels.select(allowed, CATALOGUE["h100"]).spec.name == KEYS_ON_M
     selection = kernels.select(refused, CATALOGUE["h100"])
     assert selection.spec.name == "hopper_decode"
-    assert dict(selection.refusals) == {KEYS_ON_M: (NEVER_RUN,)}
+    reason = f"not measured for {shape}, and unmeasured kernels are not allowed"
+    assert dict(selection.refusals) == {KEYS_ON_M: (reason,)}
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,10 @@ def test_hopper_uses_its_own_prefill(arch, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 24}, {"head_dim": 96},
+        {}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 24}, {"head_dim": 96}, {"head_dim": 32},
         {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"max_query_tokens": 16},
         {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True},
+        {"head_dim": 64, "max_query_tokens": 16}, {"head_dim": 64, "num_heads": 72},
     ],
     ids=str,
 )  # fmt: skip
@@ -109,6 +110,24 @@ def test_hopper_uses_its_own_decode(arch, more):
     asked = problem(Phase.DECODE, **more)
 
     assert kernels.select(asked, CATALOGUE[arch]).spec.name == "hopper_decode"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"dtype": "float16"}, {"num_heads": 8}, {"num_heads": 64}, {"block_size": 256}, {"lse": True},
+        {"sliding_window": 1}, {"softcap": 15.0},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("arch", ["h100", "h200"])
+def test_hopper_decodes_with_keys_on_m_at_head_dim_64_with_the_launch_that_was_timed(arch, more):
+    selection = kernels.select(problem(Phase.DECODE, head_dim=64, **more), CATALOGUE[arch])
+
+    assert selection.spec.name == "hopper_keys_on_m_decode"
+    (tuned,) = selection.launches
+    assert tuned.measured
+    assert tuned.launch == LaunchConfig(16, 128, 4, 2, programs_per_sm=3)
 
 
 @pytest.mark.parametrize(

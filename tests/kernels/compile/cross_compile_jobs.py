@@ -179,7 +179,7 @@ def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
         return {"kv_dtype": FP8}
     if spec.batch_invariant:
         return {"batch_invariant": True}
-    if spec.unmeasured:
+    if spec.measured is not None:
         return {"unmeasured": True}
     return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
 
