@@ -198,7 +198,9 @@ class KernelSpec:
     def _unmeasured(self, problem: AttentionProblem) -> str:
         if not self.has_run:
             return NEVER_RUN
-        shape = f"head_dim {problem.head_dim} and {problem.group_size} query heads per key-value head"
+        shape = (
+            f"head_dim {problem.head_dim} and {problem.group_size} query heads per key-value head"
+        )
         return f"not measured for {shape}, and {NOT_ALLOWED}"
 
     def _unsupported_arch(self, arch: GPUArch) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def unsupported(
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether kernels that no GPU has ever run may be chosen: those of FP8 weights.
+        unmeasured: whether weights in FP8 may be multiplied at sizes at which that was not measured, or was slower.
     """
     features = {
         "a bias of the output projection": config.attention_output_bias,

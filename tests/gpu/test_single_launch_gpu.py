@@ -602,9 +602,10 @@ def test_fp8_weights_give_the_same_bits_in_repeats_and_graph_replays(name, kv_dt
         assert torch.equal(steps[0].logits, expected[0])
 
 
-def test_fp8_weights_reach_the_single_launch_in_an_engine_that_allows_unmeasured_kernels():
+def test_fp8_weights_reach_the_single_launch_in_an_engine(monkeypatch):
     prompt, tokens = [(7 * i) % 500 + 5 for i in range(40)], []
-    for allowed, graphs in ((False, True), (True, False), (True, True)):
+    for largest, graphs in ((0, True), (1024, False), (1024, True)):
+        monkeypatch.setattr("kernels.step.single_launch._MEASURED_HIDDEN_FP8", largest)
         engine = LocalEngine(
             EngineConfig(
                 model_path=str(resolve(BUNDLED)),
@@ -616,15 +617,14 @@ def test_fp8_weights_reach_the_single_launch_in_an_engine_that_allows_unmeasured
                 max_num_seqs=2,
                 max_num_batched_tokens=512,
                 cuda_graphs=graphs,
-                unmeasured_kernels=allowed,
             )
         )
         while engine.engine._runner.use_idle_time():
             pass
         assert engine.engine.info.plan.one_sequence.startswith(
             "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8"
-            if allowed
-            else "layer by layer: never run"
+            if largest
+            else "layer by layer: weights in FP8 and a hidden size of"
         )
         sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
         asked = GenerateRequest(request_id=0, prompt_token_ids=prompt, sampling=sampling)

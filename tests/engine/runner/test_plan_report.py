@@ -101,19 +101,23 @@ def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config)
     assert found[1].startswith("in one launch; 2, 4, 8 sequences layer by layer: needs sm_90")
 
 
-def test_the_plan_says_that_weights_in_fp8_need_unmeasured_kernels_and_one_sequence(config):
+def test_the_plan_says_that_weights_in_fp8_are_used_for_one_sequence_of_a_small_model(config):
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-    changed = dataclasses.replace(config, **changes)
-    model = DecoderLM(changed, torch.bfloat16, "meta", torch.float8_e4m3fn)
-    default = explain_model(model, 16, CATALOGUE["h100"])
-    model.unmeasured_kernels = True
-    allowed = explain_model(model, 16, CATALOGUE["h100"])
+    small = dataclasses.replace(config, **changes)
+    large = dataclasses.replace(small, hidden_size=2048)
+    found = [
+        explain_model(
+            DecoderLM(it, torch.bfloat16, "meta", torch.float8_e4m3fn), 16, CATALOGUE["h100"]
+        )
+        for it in (small, large)
+    ]
 
-    assert default.one_sequence == (
-        "layer by layer: never run, and unmeasured kernels are not allowed"
-    )
-    assert allowed.one_sequence == (
+    assert found[0].one_sequence == (
         "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8 for several sequences"
+    )
+    assert found[1].one_sequence == (
+        "layer by layer: weights in FP8 and a hidden size of 2048, measured up to 1024, and unmeasured kernels are "
+        "not allowed"
     )
 
 

@@ -150,19 +150,18 @@ from model.network.decoder import DecoderLM
 from model.network.step import Bucket, StepInput
 
 config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
-config = dataclasses.replace(config, num_layers=1, layer_types=(), vocab_size=512)
+config = dataclasses.replace(config, num_layers=1, layer_types=(), vocab_size=512, hidden_size=HIDDEN_SIZE)
 with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
     model = DecoderLM(config, torch.bfloat16, device, torch.float8_e4m3fn)
     model.optimize()
-    model.unmeasured_kernels = ALLOWED
     cache = KVCache(1, 8, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
     model.step(StepInput(Bucket(1, 0, 0, columns=8, num_logits=1), 16, device), cache)
 print(json.dumps(sorted({p.stem for p in Path(knobs.cache.dir).glob("*/[!_]*.cubin")})))
 """
 
 
-def test_a_step_with_fp8_weights_is_a_single_launch_only_if_unmeasured_kernels_are_allowed(run):
-    plain, single = (run(f"ALLOWED = {allowed}\n{ONE_STEP}", str(allowed)) for allowed in (0, 1))
+def test_a_step_with_fp8_weights_is_a_single_launch_up_to_the_measured_size(run):
+    plain, single = (run(f"HIDDEN_SIZE = {size}\n{ONE_STEP}", str(size)) for size in (2048, 1024))
 
     assert single == ["whole_step"]
     assert "vector_linear" in plain

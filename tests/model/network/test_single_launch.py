@@ -136,12 +136,13 @@ def test_weights_in_fp8_are_supported_up_to_a_hidden_size_of_4096(name, num_sms)
     assert step_sizes(shape, arch).stages >= 8
 
 
-def test_weights_in_fp8_are_off_until_a_gpu_has_run_them_and_only_for_one_sequence():
+def test_weights_in_fp8_are_used_up_to_the_measured_size_and_only_for_one_sequence():
     wide = QWEN._replace(hidden_size=4096)
     wider = QWEN._replace(hidden_size=5120)
 
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8) == (
-        "never run, and unmeasured kernels are not allowed",
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8) == ()
+    assert unsupported(wide, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8) == (
+        "weights in FP8 and a hidden size of 4096, measured up to 1024, and unmeasured kernels are not allowed",
     )
     assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8, unmeasured=True) == (
         "no weights in FP8 for several sequences",
