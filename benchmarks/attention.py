@@ -53,6 +53,7 @@ from benchmarks.attention_shapes import (
     PEERS_SOURCE,
     PREFILL,
     SHARED_DECODE,
+    SHORT,
     TINY,
     TINY_LENGTHS,
     Shape,
@@ -262,7 +263,12 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
     tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE, *SHARED_DECODE)
     shapes: tuple[Shape, ...] = (*tables, *more)
     named = {"tiny": TINY, "tables": tables, "more": more}
-    named |= {"lengths": LENGTHS, "tiny-lengths": TINY_LENGTHS, "few-heads": FEW_HEADS}
+    named |= {
+        "lengths": LENGTHS,
+        "tiny-lengths": TINY_LENGTHS,
+        "few-heads": FEW_HEADS,
+        "short": SHORT,
+    }
     shapes = named.get(arguments.rows, shapes)
     if arguments.rows == "quick":
         shapes = tuple(
@@ -326,7 +332,17 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
-    rows = ("all", "tables", "more", "quick", "lengths", "few-heads", "tiny", "tiny-lengths")
+    rows = (
+        "all",
+        "tables",
+        "more",
+        "quick",
+        "lengths",
+        "few-heads",
+        "short",
+        "tiny",
+        "tiny-lengths",
+    )
     parser.add_argument("--rows", choices=rows, default="all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument(

@@ -255,6 +255,13 @@ FEW_HEADS = tuple(
 )
 """Decodes of small models: 3, 4, 7 and 8 query heads for each key-value head, as SmolLM2, Llama 3.2, Qwen2.5 and
 TinyLlama have them."""
+SHORT = tuple(
+    Shape("decode", *heads, 128, batch, length)
+    for heads in ((16, 8), (12, 2), (32, 8))
+    for batch, length in ((8, 256), (64, 184), (64, 256), (64, 512), (256, 184), (256, 256))
+)
+"""Decodes of short sequences with a head dim of 128: 2, 6 and 4 query heads for each key-value head, as Qwen3-0.6B,
+Qwen2.5-1.5B and Llama-3.1-8B have them."""
 _LENGTHS_TOKENS = 16384
 LENGTHS = tuple(
     Shape("prefill", 16, 16, 128, max(1, _LENGTHS_TOKENS // length), length)
