@@ -4,12 +4,13 @@ Weights are random, all sequences have the same length, and blocks are in random
 engine, and the recordings of the launch configurations are replayed alternately. The host's work is not measured.
 
     python -m benchmarks.decode_steps [--model qwen3-0.6b] [--sequences 16 64 256] [--contexts 128 384]
-        [--launches table block_n=32,num_stages=2] [--kv-cache-dtype fp8] [--rounds 3]
+        [--launches table block_n=32,num_stages=2 hopper_keys_on_m_decode:table] [--kv-cache-dtype fp8] [--rounds 3]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kernels
-from benchmarks.attention_inputs import forced, parse_launch
+from benchmarks.attention_inputs import forced, parse_launch, spec_named
 from benchmarks.report import add_bookkeeping, write_report
 from kernels import PagedBatch, Phase
 from model.checkpoint.config import ModelConfig
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernels import GPUArch
+    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.select import Selection
     from model.network.decoder import DecoderLM
 
 BLOCK_SIZE = 16
@@ -95,7 +99,8 @@ def step(
         cache: must have blocks for all sequences.
         sequences: B.
         context: keys of each sequence, including the step's.
-        launch: `TABLE`, or the fields of a `LaunchConfig` that differ from the table's.
+        launch: `TABLE`, or the fields of a `LaunchConfig` that differ from the table's; a kernel's name and a colon
+            may precede either.
     """
     weight = model.embed_tokens
     numbers = functools.partial(torch.full, (sequences,), device=weight.device)
@@ -115,10 +120,7 @@ def step(
         keys_settled=True,
     )  # fmt: skip
     problem = model.attention.problem(Phase.DECODE, BLOCK_SIZE, kv_dtype=cache.kv_dtype)
-    selection = kernels.select(problem, kernels.detect(weight.device))
-    if launch != TABLE:
-        chosen = selection.launch_for(batch.max_seqlen_k, sequences)
-        selection = forced(selection.spec, selection.arch, parse_launch(launch, chosen))
+    selection = _select(problem, kernels.detect(weight.device), launch, batch)
     ids = -1 - torch.arange(sequences, device=weight.device)
     positions, sampled = numbers(context - 1), numbers(0)
     logits = weight.new_empty(sequences, weight.shape[0])
@@ -133,6 +135,18 @@ def step(
         return sampled.copy_(model.argmax(hidden, logits, tokens, logprobs))
 
     return compute
+
+
+def _select(problem: AttentionProblem, arch: GPUArch, launch: str, batch: PagedBatch) -> Selection:
+    """Select the kernel and launch that `launch` names, as in `step`."""
+    name, _, fields = launch.rpartition(":")
+    if name:
+        problem = dataclasses.replace(problem, unmeasured=True)
+    selection = kernels.select(problem, arch, (spec_named(name),) if name else None)
+    if fields == TABLE:
+        return selection
+    chosen = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
+    return forced(selection.spec, arch, parse_launch(fields, chosen))
 
 
 def record(compute: Callable[[], object], device: torch.device) -> Replay:
@@ -191,7 +205,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3-0.6b", help="name of a shape or of a checkpoint")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 384])
-    parser.add_argument("--launches", nargs="+", default=[TABLE], metavar="FIELD=NUMBER,...")
+    parser.add_argument(
+        "--launches", nargs="+", default=[TABLE], metavar="[KERNEL:]FIELD=NUMBER,..."
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--rounds", type=int, default=3)
     add_bookkeeping(parser)

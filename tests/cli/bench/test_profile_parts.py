@@ -112,6 +112,12 @@ def test_kernels_are_summed_up_by_name_the_longest_first():
     assert [(k.name, k.launches, k.microseconds) for k in found] == [("b", 1, 8), ("a", 2, 4)]
 
 
+def test_a_kernel_that_begins_early_adds_what_is_left_after_the_kernels_before_it():
+    found = totals([Interval("b", 4, 12), Interval("a", 0, 10), Interval("c", 5, 9)])
+
+    assert {k.name: k.added_us for k in found} == {"a": 10, "b": 2, "c": 0}
+
+
 def test_only_kernels_and_copies_of_a_profile_count():
     def event(name, device, annotation=False):
         return SimpleNamespace(
@@ -172,7 +178,7 @@ def test_a_profile_shows_phases_gaps_kernels_and_shares():
     assert "GPU busy 160.0 us 80.0% 2 kernels and copies" in lines
     assert "GPU short gaps 10.0 us 5.0% 1 x" in lines
     assert "GPU waits for the host 30.0 us 15.0%" in lines
-    assert f"kernel {57 * 'k'}... 150.0 us 75.0% 1 x" in lines
+    assert f"kernel {57 * 'k'}... 150.0 us 75.0% 1 x, 150.0 us" in lines
     assert "roofline 50.0 us, 25.0% of it reached; MBU 25.0%, MFU 1.0%" in lines
     assert max(map(len, render(profile()).splitlines())) < 120
 

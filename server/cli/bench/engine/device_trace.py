@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,11 +33,14 @@ class KernelTotal:
         name: of the kernel.
         launches: number of launches; in a `GPUProfile`, the average per step.
         microseconds: total time; in a `GPUProfile`, the average per step.
+        added_us: the part of it after the end of all launches that began earlier. A kernel that begins while the one
+            before runs, and waits for it, only adds the rest. All kernels together add the busy time.
     """
 
     name: str
     launches: float
     microseconds: float
+    added_us: float
 
 
 def idle_gaps(intervals: Iterable[Interval]) -> list[float]:
@@ -59,13 +63,16 @@ def busy_microseconds(intervals: Sequence[Interval]) -> float:
 
 
 def totals(intervals: Iterable[Interval]) -> list[KernelTotal]:
-    """Sum launches and time by kernel name; the longest total comes first."""
-    sums: dict[str, tuple[float, float]] = {}
-    for name, start, stop in intervals:
-        launches, microseconds = sums.get(name, (0.0, 0.0))
-        sums[name] = launches + 1, microseconds + stop - start
+    """Sum launches and times by kernel name; the one that adds most comes first."""
+    sums: dict[str, tuple[float, float, float]] = {}
+    end = -math.inf
+    for name, start, stop in sorted(intervals, key=lambda interval: interval.start):
+        launches, microseconds, added = sums.get(name, (0.0, 0.0, 0.0))
+        added += max(0.0, stop - max(start, end))
+        sums[name] = launches + 1, microseconds + stop - start, added
+        end = max(end, stop)
     kernels = [KernelTotal(name, *values) for name, values in sums.items()]
-    return sorted(kernels, key=lambda kernel: -kernel.microseconds)
+    return sorted(kernels, key=lambda kernel: -kernel.added_us)
 
 
 def read_profile(profile: torch.profiler.profile) -> Sequence[Interval]:

@@ -77,7 +77,7 @@ class GPUProfile:
         short_gaps: number of gaps of up to 20 us, which are typical between two kernels.
         short_gaps_us: total time of these gaps.
         launches: number of kernels and copies.
-        kernels: totals by kernel name, the longest first.
+        kernels: totals by kernel name; the one that adds most to the busy time comes first.
     """
 
     busy_us: float
@@ -294,7 +294,7 @@ def summarize(intervals: Sequence[Interval], steps: int) -> GPUProfile:
         short_gaps_us=sum(short) / steps,
         launches=len(intervals) / steps,
         kernels=[
-            KernelTotal(k.name, k.launches / steps, k.microseconds / steps)
+            KernelTotal(k.name, k.launches / steps, k.microseconds / steps, k.added_us / steps)
             for k in totals(intervals)
         ],
     )

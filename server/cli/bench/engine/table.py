@@ -49,9 +49,9 @@ def _render_gpu(gpu: GPUProfile, step: float) -> list[str]:
     ]
     lines = _table("GPU", rows, step)
     top, others = gpu.kernels[:_TOP_KERNELS], gpu.kernels[_TOP_KERNELS:]
-    rows = [(_short(k.name), k.microseconds, f"{k.launches:g} x") for k in top]
+    rows = [(_short(k.name), k.added_us, f"{k.launches:g} x, {k.microseconds:.1f} us") for k in top]
     if others:
-        rows.append((f"{len(others)} others", sum(k.microseconds for k in others), ""))
+        rows.append((f"{len(others)} others", sum(k.added_us for k in others), ""))
     return lines + _table("kernel", rows, step)
 
 
