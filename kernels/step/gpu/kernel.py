@@ -40,6 +40,7 @@ def whole_step(
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
+    TENSOR_CORES: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
@@ -66,6 +67,7 @@ def whole_step(
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
         STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
+        TENSOR_CORES=TENSOR_CORES,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
     buffers = (hidden, between, qkv, inner, parts, logs, best, totals)
@@ -75,7 +77,7 @@ def whole_step(
             sampled, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
-    ], [4], [48])  # fmt: skip
+    ], [4], [64 if TENSOR_CORES else 48])  # fmt: skip
 
 
 class BoundStep:
@@ -87,6 +89,7 @@ class BoundStep:
         scales: as in `bind_step`.
         arch: of their device.
         rows: sequences of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
+        tensor_cores: whether the products of one sequence are computed on tensor cores.
     """
 
     def __init__(
@@ -96,14 +99,19 @@ class BoundStep:
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
         rows: int = 1,
+        *,
+        tensor_cores: bool = False,
     ) -> None:
         self._weights = weights
+        self._tensor_cores = tensor_cores
         self._rows = rows
         self._in_table = caches, scales
         self._grid = (arch.num_sms,)
         self._table = address_table(weights, caches, scales)
         self._buffers = exchange_buffers(weights, arch, rows)
-        self._constants = step_constants(weights, caches, scales, arch, rows)
+        self._constants = step_constants(
+            weights, caches, scales, arch, rows, tensor_cores=tensor_cores
+        )
 
 
 class StepKernel(BoundStep):
@@ -153,6 +161,7 @@ class StepKernel(BoundStep):
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
             FP8_WEIGHTS=weights.layers[0].scales is not None,
+            TENSOR_CORES=self._tensor_cores,
             **self._constants,
         )
 
@@ -198,10 +207,12 @@ def step_constants(
     scales: tuple[Tensor | None, ...],
     arch: GPUArch,
     rows: int = 1,
+    *,
+    tensor_cores: bool = False,
 ) -> dict[str, Any]:
-    """Return the constants and options of a launch; arguments as for `StepKernel` and `exchange_buffers`."""
+    """Return the constants and options of a launch; arguments as for `BoundStep` and `exchange_buffers`."""
     shape, first = weights.shape, weights.layers[0]
-    sizes = step_sizes(shape, arch, rows)
+    sizes = step_sizes(shape, arch, rows, tensor_cores=tensor_cores)
     little = shape.hidden_size <= _LITTLE_HIDDEN
     return {
         "LAYERS": len(weights.layers),

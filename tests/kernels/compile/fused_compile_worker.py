@@ -36,6 +36,7 @@ from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, MatrixScales, StepShape, StepWeights
+from kernels.step.sizes import on_tensor_cores
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
@@ -63,12 +64,18 @@ STEPS = {
 }
 LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
+STEPS |= {("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}
+STEPS |= {(*around, "fp8 weights"): shape for around, shape in STEPS.items()}
 STEPS |= {
-    (*around, "fp8 weights"): shape
-    for around, shape in {**STEPS, ("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}.items()
+    (*around, "tensor cores"): shape
+    for around, shape in STEPS.items()
+    if "fp8" not in around
+    and not on_tensor_cores(
+        shape.hidden_size, fp8_weights="fp8 weights" in around, unmeasured=False
+    )
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices."""
+"fp8 weights" the layers' matrices. "tensor cores" multiply where that is not the rule for one sequence."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -331,7 +338,12 @@ class FusedCompiler(Compiler):
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
         if rows == 1:
-            StepKernel(weights, (cache,), (scales,), arch)(*inputs)
+            tensor_cores = on_tensor_cores(
+                c,
+                fp8_weights=matrix_scales is not None,
+                unmeasured="tensor cores" in job.around,
+            )
+            StepKernel(weights, (cache,), (scales,), arch, tensor_cores=tensor_cores)(*inputs)
         else:
             RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)
 

@@ -45,7 +45,8 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if "fp8 weights" not in around and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
+    if not {"fp8 weights", "tensor cores"} & {*around}
+    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
@@ -162,7 +163,11 @@ def representative_jobs() -> list[FusedJob]:
     for job in JOBS:
         if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
             weight_dtype = job.choice and job.choice.problem.weight_dtype
-            step = job.operation == "step" and (job.tokens > 1, "fp8 weights" in job.around)
+            step = job.operation == "step" and (
+                job.tokens > 1,
+                "fp8 weights" in job.around,
+                "tensor cores" in job.around,
+            )
             found.setdefault((job.sm, job.operation, job.function, weight_dtype, step), job)
     return list(found.values())
 
@@ -236,6 +241,8 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
             expected["LDGSTS.64"] = copies.get("LDGSTS.64", 0)
         if copies != expected | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:
             found.append(f"copies {copies}")
+        if facts["ptx"].get("mul.f16x2", 0):
+            found.append("scales a vector after its conversion to float16, whose range is smaller")
     if job.choice is None:
         return found
     if job.choice.problem.weight_dtype is not None:

@@ -53,6 +53,7 @@ class Case:
     fp8: bool = False
     early: bool = True
     fp8_weights: bool = False
+    tensor_cores: bool = False
 
     @property
     def shape(self):
@@ -79,8 +80,19 @@ FP8_WEIGHTS = (
         window=40,
     ),
     Case(1, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
-    Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
-    Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
+)
+TENSOR_CORES = tuple(
+    dataclasses.replace(case, tensor_cores=True)
+    for case in (
+        *FP8_WEIGHTS,
+        Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
+        Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
+        Case(1),
+        Case(1, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
+        Case(1, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
+        Case(1, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+        Case(1, hidden=4096, inner=4160, layers=1, num_sms=20),
+    )
 )
 CASES = (
     Case(1),
@@ -93,6 +105,7 @@ CASES = (
     Case(4, heads=10, num_sms=40, vocab=640),
     Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
     *FP8_WEIGHTS,
+    *TENSOR_CORES,
 )
 
 
@@ -171,7 +184,9 @@ class Model:
     def bind(self):
         given = (self.weights, self.caches, self.scales, self.case.arch)
         return (
-            kernel.StepKernel(*given) if self.case.rows == 1 else RowsKernel(*given, self.case.rows)
+            kernel.StepKernel(*given, tensor_cores=self.case.tensor_cores)
+            if self.case.rows == 1
+            else RowsKernel(*given, self.case.rows)
         )
 
     def step(self, bound):
@@ -261,7 +276,10 @@ def model(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model", slow_except((*CASES[:2], *FP8_WEIGHTS[:1]), CASES), indirect=True, ids=str
+    "model",
+    slow_except((*CASES[:2], *FP8_WEIGHTS[:1], *TENSOR_CORES[:1]), CASES),
+    indirect=True,
+    ids=str,
 )
 def test_several_steps_agree_with_float64(model):
     bound = model.bind()
