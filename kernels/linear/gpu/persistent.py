@@ -374,7 +374,7 @@ def store_part(acc, out, row, column, part, num_rows, c):
     output = column * c.BLOCK_N + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, layout))
     exists = (row + mine < num_rows)[:, None]
     if c.WIDTH % c.BLOCK_N != 0:
-        exists &= (output < c.WIDTH)[None, :]
+        exists = exists & (output < c.WIDTH)[None, :]
     line = row.to(gl.int64) + part.to(gl.int64) * num_rows
     place = out + line * c.WIDTH + (mine[:, None] * c.WIDTH + output[None, :])
     gl.store(place, acc, mask=exists)
