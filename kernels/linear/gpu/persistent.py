@@ -7,8 +7,8 @@
 A program per SM computes tile after tile, so that the copies of a tile overlap the end of the tile before it. The
 second consumer starts a tile some chunks after the first: while one stores, the other has the tensor cores.
 
-Rows are on the M dimension of WGMMA and weights on N, so a thread has neighbouring outputs of a row. Of gated weights, N
-alternates between eight rows of the gate and the corresponding eight of up, so that a thread has both.
+Rows are on the M dimension of WGMMA and weights on N, so a thread has neighbouring outputs of a row. Of gated weights,
+N alternates between eight rows of the gate and the corresponding eight of up, so that a thread has both.
 
 The sums of an output are added as in `kernels.linear.gpu.matrix`: 16 columns after the other within a split, then split
 after split. With the same number of splits, the bits are the same too.
@@ -186,7 +186,9 @@ def persistent_linear(
         SPLITS: parts of the inner dimension whose sums are rounded to float32 each.
         MERGED: whether a tile adds these parts, in their order, instead of storing each.
     """
-    c = Constants(N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, MERGED, IN_PARTS, GATED, BIAS, PDL)
+    c = Constants(
+        N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, MERGED, IN_PARTS, GATED, BIAS, PDL
+    )
     if PDL:
         gdc_launch_dependents()
     pipe = make_pipeline(x_desc.dtype, c)
@@ -270,17 +272,17 @@ def produce(pipe, x_desc, w_desc, num_rows, c):
         for s in gl.static_range(EARLY):
             copy_rows(pipe, x_desc, s, row, start + s * _COLUMNS)
     loaded = EARLY
-    done = EARLY
+    skipped = EARLY
     for tile in range(first, num_tiles(num_rows, c), gl.num_programs(0)):
         row, column, part = place_of(tile, num_rows, c)
         start = part * (c.CHUNKS * _COLUMNS)
-        for i in range(done, c.CHUNKS * c.SUMS):
+        for i in range(skipped, c.CHUNKS * c.SUMS):
             stage = loaded % c.STAGES
             mbarrier.wait(pipe.empty.index(stage), ((loaded // c.STAGES) & 1) ^ 1)
             copy_weights(pipe, w_desc, stage, column, start + i * _COLUMNS, c)
             copy_rows(pipe, x_desc, stage, row, start + i * _COLUMNS)
             loaded += 1
-        done = 0
+        skipped = 0
 
 
 @gluon.jit
@@ -309,12 +311,11 @@ def copy_rows(pipe, x_desc, stage, row, column):
 def consume(pipe, out_desc, bias, out, num_rows, INDEX: gl.constexpr, c):
     """Compute the rows of consumer INDEX of this program's tiles."""
     used = 0
-    done = 0
     for tile in range(gl.program_id(0), num_tiles(num_rows, c), gl.num_programs(0)):
         row, column, part = place_of(tile, num_rows, c)
         row += INDEX * c.OWN_ROWS
         if (INDEX == 1) & (c.SKEW > 0):
-            mbarrier.wait(pipe.started, done & 1)
+            mbarrier.wait(pipe.started, (tile // gl.num_programs(0)) & 1)
         acc = multiply(pipe, used, INDEX, c)
         used += c.CHUNKS
         if c.SUMS > 1:
@@ -327,7 +328,6 @@ def consume(pipe, out_desc, bias, out, num_rows, INDEX: gl.constexpr, c):
             store_part(acc, out, row, column, part, num_rows, c)
         else:
             store_outputs(pipe, out_desc, bias, acc, row, column, INDEX, c)
-        done += 1
     tma.store_wait(0)
 
 
@@ -395,10 +395,10 @@ def store_outputs(pipe, out_desc, bias, acc, row, column, INDEX: gl.constexpr, c
     if c.COUNT > _STORED_OUTPUTS:
         halves = gl.permute(gl.reshape(value, [c.OWN_ROWS, 2, c.COUNT // 2]), [0, 2, 1])
         left, right = gl.split(halves)
-        store_box(pipe, out_desc, left, row, first, INDEX, c)
-        store_box(pipe, out_desc, right, row, first + c.COUNT // 2, INDEX, c)
+        store_box(pipe, out_desc, left, row, first, INDEX)
+        store_box(pipe, out_desc, right, row, first + c.COUNT // 2, INDEX)
     else:
-        store_box(pipe, out_desc, value, row, first, INDEX, c)
+        store_box(pipe, out_desc, value, row, first, INDEX)
 
 
 @gluon.jit
@@ -410,7 +410,7 @@ def gated(acc, c):
 
 
 @gluon.jit
-def store_box(pipe, out_desc, value, row, column, INDEX: gl.constexpr, c):
+def store_box(pipe, out_desc, value, row, column, INDEX: gl.constexpr):
     """Store a consumer's rows of at most STORED_OUTPUTS outputs."""
     layout: gl.constexpr = accumulator_layout(value.shape[1])
     value = gl.convert_layout(value.to(pipe.o.dtype), layout, assert_trivial=True)

@@ -98,14 +98,15 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
-        operation: "linear", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
-            "chosen", "sample", "step", "sum_ranks" or "training".
+        operation: "linear", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed", "rope",
+            "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`; of "invariant" some of
-            "parts", "fp8", "float32"; of "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window",
-            "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
+            "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`, of
+            the latter also "invariant"; of "invariant" some of "parts", "fp8", "float32"; of "sum_ranks" "norm" and
+            with it "parts"; of "training" some of "all", "window", "softcap", "alibi", "dropout", "mask", "float32",
+            "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.

@@ -255,9 +255,7 @@ def _argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return Pointer(x)
     if hasattr(x, "block_shape"):
-        dtype = SimpleNamespace(
-            primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype
-        )
+        dtype = SimpleNamespace(primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype)
         return SimpleNamespace(
             memory=x.base.as_strided(x.shape, x.strides),
             block_type=SimpleNamespace(shape=x.block_shape),

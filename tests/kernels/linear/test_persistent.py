@@ -174,7 +174,12 @@ def test_more_columns_take_more_time():
         (4096, "gated", {"inputs": 1000}, "library"),
         (4096, "gated", {"dtype": "float32"}, "library"),
         *((INVARIANT_FEWEST_ROWS, kind, {"batch_invariant": True}, "persistent") for kind in KINDS),
-        (INVARIANT_FEWEST_ROWS, "plain", {"batch_invariant": True, "layer_weights": 0}, "persistent"),
+        (
+            INVARIANT_FEWEST_ROWS,
+            "plain",
+            {"batch_invariant": True, "layer_weights": 0},
+            "persistent",
+        ),
         (INVARIANT_FEWEST_ROWS - 1, "gated", {"batch_invariant": True}, "matrix"),
     ],
     ids=str,
