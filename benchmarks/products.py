@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-import kernels
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.elementwise.gpu.norm_and_gate import silu_and_mul
 from kernels.elementwise.pytorch import sum_in_order
@@ -35,13 +34,12 @@ from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.library import LibraryLinear
 from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.persistent_tiles import (
-    COLUMNS,
     INVARIANT_FEWEST_ROWS,
     PersistentLaunch,
+    fits,
     gains,
     plan_persistent,
     rounded_rows,
-    shared_bytes,
     sized,
 )
 from kernels.linear.problem import LinearProblem
@@ -247,15 +245,9 @@ def tried(case: Case, tiles: Sequence[str]) -> list[PersistentLaunch]:
     few = problem.residual and problem.rows <= _FEW_ROWS
     for fields in map(parse_tiles, tiles):
         for splits in (fields["splits"],) if "splits" in fields else _SPLITS if few else (1,):
-            if problem.inputs % (splits * COLUMNS) or (splits > 1 and not problem.residual):
-                continue
-            launch = PersistentLaunch(**fields | {"splits": splits})
-            fitted = sized(launch, problem.inputs)
-            if "group" in fields:
-                fitted = fitted._replace(group=fields["group"])
-            used = shared_bytes(fitted, gated=problem.gated, in_parts=problem.residual)
-            if used + 1024 <= kernels.detect("cuda").shared_memory_bytes:
-                found.append(fitted)
+            launch = sized(PersistentLaunch(**fields | {"splits": splits}), problem)
+            if fits(launch, problem):
+                found.append(launch)
     return list(dict.fromkeys(found))
 
 

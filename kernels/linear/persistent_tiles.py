@@ -30,10 +30,13 @@ _TILES: Final = ((128, 256), (128, 128), (128, 64))
 _MERGED_TILES: Final = ((128, 128), (128, 64))
 """Tiles whose sum and total fit the registers of two consumers."""
 _SPLITS: Final = (1, 2, 4, 8)
-_STAGES: Final = 4
 _SKEW: Final = 2
-_GROUP_BYTES: Final = 12 << 20
-"""Rows of x that are multiplied by some weights before the next weights: a quarter of the second-level cache."""
+_RING_BYTES: Final = 192 << 10
+_SHARED_BYTES: Final = 226 << 10
+"""Shared memory of a program, without mbarriers, and of its ring."""
+_GROUP_ROWS: Final = 2048
+"""Rows of x that are multiplied by some weights before the next weights. 132 tiles then have about as many different
+rows as weights, which are the fewest different bytes."""
 _NUM_SMS: Final = 132
 _BYTES_PER_US: Final = 60e3
 _FLOPS_PER_US: Final = 4.8e6
@@ -66,8 +69,8 @@ class PersistentLaunch(NamedTuple):
     """The tile sizes of a layer; see the module.
 
     Attributes:
-        stages: chunks of columns in shared memory.
-        group: tiles of rows that are computed for some weights before the next weights.
+        stages: chunks of columns in shared memory; `sized` replaces 0 by as many as fit.
+        group: tiles of rows that are computed for some weights before the next weights; likewise.
         skew: chunks by which the second consumer is behind the first; 0 where `merged`.
     """
 
@@ -75,8 +78,8 @@ class PersistentLaunch(NamedTuple):
     outputs: int
     splits: int = 1
     merged: bool = False
-    stages: int = _STAGES
-    group: int = 16
+    stages: int = 0
+    group: int = 0
     skew: int = _SKEW
 
 
@@ -124,48 +127,63 @@ def plan_persistent(problem: LinearProblem, rows: int) -> PersistentLaunch:
 def _best(
     problem: LinearProblem, rows: int, splits: tuple[int, ...], *, merged: bool
 ) -> PersistentLaunch:
-    stacked, inputs = problem.matrices * problem.outputs, problem.inputs
     candidates = [
-        sized(PersistentLaunch(*tile, count, merged), inputs)
+        sized(PersistentLaunch(*tile, count, merged), problem)
         for tile in (_MERGED_TILES if merged else _TILES)
         for count in splits
-        if inputs % (count * COLUMNS) == 0
+        if problem.inputs % (count * COLUMNS) == 0
     ]
-    return min(candidates, key=lambda it: estimate(it, stacked, inputs, rows))
+    return min(candidates, key=lambda it: estimate(it, problem, rows))
 
 
-def sized(launch: PersistentLaunch, inputs: int) -> PersistentLaunch:
-    """Return a launch with its group for layers of `inputs` columns, and a skew that suits the number of chunks.
+def sized(launch: PersistentLaunch, problem: LinearProblem) -> PersistentLaunch:
+    """Return a launch with its stages and its group, and a skew that suits the number of chunks.
 
-    The first consumer may be at most one tile ahead in a ring of `stages` chunks, because it tells the second by a
-    single bit that it has started a tile.
+    The first consumer may be at most one tile ahead in the ring, because it tells the second by a single bit that it
+    has started a tile.
     """
-    chunks = inputs // launch.splits // COLUMNS
-    group = 1
-    while 2 * group * launch.rows * 2 * inputs <= _GROUP_BYTES:
-        group *= 2
-    skew = min(launch.skew, chunks - 1, launch.stages - 1)
-    if launch.merged or chunks + skew <= launch.stages:
+    chunks = problem.inputs // launch.splits // COLUMNS
+    stages = launch.stages
+    if not stages:
+        left = _SHARED_BYTES - shared_bytes(launch._replace(stages=0), problem)
+        stages = min(left, _RING_BYTES) // _stage_bytes(launch)
+    skew = min(launch.skew, chunks - 1, max(stages - 2, 0))
+    if launch.merged or chunks + skew <= stages:
         skew = 0
-    return launch._replace(group=group, skew=skew)
+    return launch._replace(
+        stages=stages, group=launch.group or _GROUP_ROWS // launch.rows, skew=skew
+    )
 
 
-def shared_bytes(launch: PersistentLaunch, *, gated: bool, in_parts: bool) -> int:
+def _stage_bytes(launch: PersistentLaunch) -> int:
+    return 2 * (launch.rows + launch.outputs) * COLUMNS
+
+
+def shared_bytes(launch: PersistentLaunch, problem: LinearProblem) -> int:
     """Return the bytes of shared memory of a program, without those of mbarriers."""
-    stage = 2 * (launch.rows + launch.outputs) * COLUMNS
-    stored = min(launch.outputs // (2 if gated else 1), STORED_OUTPUTS)
-    return launch.stages * stage + (0 if in_parts else 2 * launch.rows * stored)
+    stored = min(launch.outputs // problem.matrices, STORED_OUTPUTS)
+    staged = 0 if problem.residual else 2 * launch.rows * stored
+    return launch.stages * _stage_bytes(launch) + staged
 
 
-def estimate(launch: PersistentLaunch, outputs: int, inputs: int, rows: int) -> float:
+def fits(launch: PersistentLaunch, problem: LinearProblem) -> bool:
+    """Whether a program has enough shared memory, and the layer enough columns for the splits."""
+    return (
+        shared_bytes(launch, problem) <= _SHARED_BYTES
+        and problem.inputs % (launch.splits * COLUMNS) == 0
+        and (launch.splits == 1 or problem.residual)
+    )
+
+
+def estimate(launch: PersistentLaunch, problem: LinearProblem, rows: int) -> float:
     """Estimate the microseconds of a layer, without the time that is the same for all tile sizes.
 
     Args:
         launch: the tile sizes.
-        outputs: rows of the weights.
-        inputs: columns of the weights.
+        problem: the layer.
         rows: of x.
     """
+    outputs, inputs = problem.matrices * problem.outputs, problem.inputs
     columns = inputs if launch.merged else inputs // launch.splits
     loads = 2 * (launch.outputs + launch.rows) * columns / _BYTES_PER_US
     computes = 2 * launch.outputs * launch.rows * columns / _FLOPS_PER_US

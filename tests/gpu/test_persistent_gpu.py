@@ -119,7 +119,7 @@ def test_all_tile_sizes_and_numbers_of_programs_give_the_same_bits(kind, num_sms
     x = random(1000, 704)
     expected = None
     for launch in LAUNCHES:
-        out = layer.run(x, sized(launch, 704)._replace(group=launch.group), pdl=True)
+        out = layer.run(x, sized(launch, layer._problem), pdl=True)
         if expected is None:
             judge(out, x, weight, bias, kind)
             expected = out
@@ -135,7 +135,7 @@ def test_layers_with_as_many_chunks_as_stages_or_fewer(kind, short):
     for num_sms in (1, 3, 132):
         layer._num_sms = num_sms
         for launch in LAUNCHES:
-            out = layer.run(x, sized(launch, short), pdl=True)
+            out = layer.run(x, sized(launch, layer._problem), pdl=True)
 
             judge(out, x, weight, bias, kind)
 

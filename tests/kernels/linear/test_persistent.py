@@ -18,6 +18,7 @@ from kernels.linear.persistent_tiles import (
     Gain,
     PersistentLaunch,
     estimate,
+    fits,
     gains,
     plan_persistent,
     rounded_rows,
@@ -84,7 +85,7 @@ def test_every_output_is_the_formula(kind, outputs, inputs, launch, rows, num_sm
     )
     linear._num_sms = num_sms
     with mock.patch.object(persistent, "persistent_linear", PersistentOnCPU()):
-        found = linear.run(x, sized(launch, inputs)._replace(group=launch.group), pdl=pdl)
+        found = linear.run(x, sized(launch, linear._problem), pdl=pdl)
 
     parts = x.float().unflatten(1, (launch.splits, -1)).transpose(0, 1)
     parts = parts @ weight.float().unflatten(1, (launch.splits, -1)).permute(1, 2, 0)
@@ -125,8 +126,9 @@ def test_planned_tiles_divide_the_columns_and_fit_shared_memory(outputs, inputs,
         assert 0 <= launch.skew < min(chunks, launch.stages)
         assert not launch.skew or chunks + launch.skew > launch.stages
         assert not (launch.merged and (launch.skew or launch.outputs > 128))
-        used = shared_bytes(launch, gated=kind == "gated", in_parts=kind == "residual")
-        assert used + 1024 <= H100.shared_memory_bytes
+        assert fits(launch, asked)
+        assert shared_bytes(launch, asked) + 1024 <= H100.shared_memory_bytes
+        assert launch.stages >= 4
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
@@ -158,7 +160,8 @@ def test_rows_are_rounded_up_to_those_that_tiles_are_planned_for(rows, rounded):
 
 def test_more_columns_take_more_time():
     launch = PersistentLaunch(128, 256)
-    assert estimate(launch, 4096, 2048, 4096) > estimate(launch, 4096, 1024, 4096)
+    short, long = (problem(4096, inputs, "plain") for inputs in (1024, 2048))
+    assert estimate(launch, long, 4096) > estimate(launch, short, 4096)
 
 
 @pytest.mark.parametrize(
