@@ -302,6 +302,8 @@ def time_all(layers: Layers, found: list[Contender]) -> dict[str, float]:
     )
     graphs = {}
     for it in found:
+        it.call(0)  # loads its kernels, which a recording may not do
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(calls):
