@@ -61,7 +61,7 @@ _MODELS: Final = (
     "smollm2-135m",
 )  # fmt: skip
 _ROWS: Final = (128, 256, 512, 1024, 4096, 8192)
-_TILES: Final = ("128x256", "128x128", "256x128")
+_TILES: Final = ("128x256", "128x256,skew=0", "128x128")
 _SPLITS: Final = (1, 2, 4)
 """Tried for products of few rows that add to the residual stream, besides the tile sizes."""
 _FEW_ROWS: Final = 256

@@ -8,6 +8,7 @@ import torch
 import kernels
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
 from kernels.elementwise.pytorch import sum_in_order
+from kernels.gpu.compile_ahead import compile_ahead
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.persistent_tiles import PersistentLaunch, plan_persistent, sized
@@ -79,6 +80,15 @@ def call(layer, x, *, pdl=True):
     return layer(x, None, None, LinearArguments(pdl=pdl))
 
 
+def compiled(layer, x):
+    """Compile the kernels of all `LAUNCHES` in parallel; return these with their stages."""
+    launches = [sized(launch, layer._problem) for launch in LAUNCHES]
+    with compile_ahead():
+        for launch in launches:
+            layer.run(x, launch, pdl=True)
+    return launches
+
+
 def judge(out, x, weight, bias, kind):
     """Compare a result with the formula in float32 and in the dtype of the input."""
     if kind == "residual":
@@ -96,6 +106,9 @@ def judge(out, x, weight, bias, kind):
 @pytest.mark.parametrize(("outputs", "inputs", "kind"), SHAPES)
 def test_a_layer_agrees_with_its_formula(outputs, inputs, kind):
     layer, weight, bias = make(outputs, inputs, kind)
+    with compile_ahead():
+        for rows in ROWS:
+            call(layer, random(rows, inputs), pdl=rows % 2 == 0)
     for rows in ROWS:
         x = random(rows, inputs)
 
@@ -118,8 +131,8 @@ def test_all_tile_sizes_and_numbers_of_programs_give_the_same_bits(kind, num_sms
     layer._num_sms = num_sms
     x = random(1000, 704)
     expected = None
-    for launch in LAUNCHES:
-        out = layer.run(x, sized(launch, layer._problem), pdl=True)
+    for launch in compiled(layer, x):
+        out = layer.run(x, launch, pdl=True)
         if expected is None:
             judge(out, x, weight, bias, kind)
             expected = out
@@ -132,10 +145,11 @@ def test_all_tile_sizes_and_numbers_of_programs_give_the_same_bits(kind, num_sms
 def test_layers_with_as_many_chunks_as_stages_or_fewer(kind, short):
     layer, weight, bias = make(640, short, kind)
     x = random(700, short)
+    launches = compiled(layer, x)
     for num_sms in (1, 3, 132):
         layer._num_sms = num_sms
-        for launch in LAUNCHES:
-            out = layer.run(x, sized(launch, layer._problem), pdl=True)
+        for launch in launches:
+            out = layer.run(x, launch, pdl=True)
 
             judge(out, x, weight, bias, kind)
 
