@@ -26,6 +26,7 @@ from kernels.linear.persistent_tiles import (
     sized,
 )
 from kernels.linear.problem import LinearProblem
+from kernels.linear.projection import SWIGLU, Operations, Purpose, bind_projection
 from kernels.linear.select import select_linear
 from kernels.linear.weights import LinearWeights
 from kernels.testing import reference
@@ -192,6 +193,31 @@ def test_where_the_kernel_is_chosen(rows, kind, changes, chosen):
 
     assert select_linear(asked, H100).spec.name == chosen
     assert select_linear(asked, CATALOGUE["a100"]).spec.name != "persistent"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+@pytest.mark.parametrize(
+    ("kind", "layer_weights", "purpose", "expected"),
+    [
+        ("gated", 1 << 20, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+        ("gated", 1 << 30, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256, 1024, 2048, 4096)),
+        ("plain", 1 << 20, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256)),
+        ("plain", 1 << 20, Purpose.DETERMINISTIC_SERVING, (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+    ],
+)  # fmt: skip
+def test_every_kernel_of_a_projection_is_compiled_by_its_numbers_of_rows(
+    kind, layer_weights, purpose, expected
+):
+    layer = bind_projection(
+        LinearWeights(torch.empty(256, 128, dtype=torch.bfloat16)),
+        torch.bfloat16,
+        H100,
+        Operations(activation=SWIGLU if kind == "gated" else None),
+        layer_weights=layer_weights,
+        purpose=purpose,
+    )
+
+    assert layer.row_counts == expected
 
 
 def test_gains_are_bounded_by_rows_and_by_the_weights_of_a_layer(monkeypatch):
