@@ -343,7 +343,7 @@ class _RowProjection:
         own = {rows for rows, spec in chosen.items() if rows in spec.row_counts}
         # A kernel for any number of rows may have launches of its own around it, although another one has most rows.
         most = chosen[counts[-1]].name
-        others = {it.name: rows for rows, it in reversed(chosen.items()) if rows not in own}
+        others = {it.name: rows for rows, it in reversed(chosen.items()) if not it.row_counts}
         return tuple(sorted(own.union(rows for name, rows in others.items() if name != most)))
 
     def _choose(self, rows: int) -> tuple[LinearChoice, Callable[..., Tensor]]:
