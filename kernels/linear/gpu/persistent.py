@@ -71,9 +71,9 @@ class Constants:
         CHUNKS: chunks of columns in a sum.
         SUMS: sums that a tile adds one after the other.
         PARTS: parts of the columns that are tiles of their own.
+        COLUMN_TILES: tiles along the weights.
     """
 
-    K: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
@@ -95,7 +95,6 @@ class Constants:
     def __init__(
         self, N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, MERGED, IN_PARTS, GATED, BIAS, PDL
     ) -> None:  # fmt: skip
-        self.K = gl.constexpr(K)
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.STAGES = gl.constexpr(STAGES)
