@@ -271,17 +271,15 @@ def produce(pipe, x_desc, w_desc, num_rows, c):
         for s in gl.static_range(EARLY):
             copy_rows(pipe, x_desc, s, row, start + s * _COLUMNS)
     loaded = EARLY
-    skipped = EARLY
     for tile in range(first, num_tiles(num_rows, c), gl.num_programs(0)):
         row, column, part = place_of(tile, num_rows, c)
         start = part * (c.CHUNKS * _COLUMNS)
-        for i in range(skipped, c.CHUNKS * c.SUMS):
+        for i in range(gl.where(tile == first, EARLY, 0), c.CHUNKS * c.SUMS):
             stage = loaded % c.STAGES
             mbarrier.wait(pipe.empty.index(stage), ((loaded // c.STAGES) & 1) ^ 1)
             copy_weights(pipe, w_desc, stage, column, start + i * _COLUMNS, c)
             copy_rows(pipe, x_desc, stage, row, start + i * _COLUMNS)
             loaded += 1
-        skipped = 0
 
 
 @gluon.jit

@@ -135,6 +135,13 @@ class Device:
     def minimum(self, a: Any, b: Any) -> Array:
         return array(torch.minimum(array(a), array(b)))
 
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        return (
+            (a if condition else b)
+            if isinstance(condition, bool)
+            else array(torch.where(condition, a, b))
+        )
+
     def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Array:
         del layout
         return array(torch.zeros([int(size) for size in shape], dtype=dtype))
