@@ -121,6 +121,13 @@ def jobs_for(sm: int) -> list[FusedJob]:
             if sm == HOPPER
         ),
         *(
+            FusedJob(sm, "persistent", around=(*around, *invariant), tokens=rows)
+            for around in MATRICES
+            for invariant in ((), ("invariant",))
+            for rows in (128, 256, 1024, 4096)
+            if sm == HOPPER
+        ),
+        *(
             FusedJob(sm, "invariant", around=around, tokens=64)
             for around in ((), ("parts",), ("fp8", "parts"), ("float32",))
         ),
