@@ -35,9 +35,9 @@ from kernels.attention.hopper.pipeline import (
     row_exists,
 )
 from kernels.attention.hopper.scores import (
+    add_sums,
     all_of,
-    cap_scores,
-    fade_sums,
+    cap_tile,
     mask_tile,
     row_sums,
     softmax_tile,
@@ -189,7 +189,7 @@ def start_item(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
     mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(count == 1) & c.OWN_OUTPUT)
-    s = cap_scores(s, scale, softcap, c)
+    s = cap_tile(s, scale, softcap, c)
     s = mask_tile(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, _, m = softmax_tile(s, m, factor, c)
     parts = row_sums(e, c)
@@ -221,11 +221,11 @@ def consume_tile(
     s = warpgroup_mma_wait(1, deps=(s_async,))
     mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
     mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
-    s = cap_scores(s, scale, softcap, c)
+    s = cap_tile(s, scale, softcap, c)
     if (i < edge) | (i >= inside):
         s = mask_tile(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, fade, m = softmax_tile(s, m, factor, c)
-    parts = fade_sums(parts, fade) + row_sums(e, c)
+    parts = add_sums(parts, fade, row_sums(e, c), c)
     acc = warpgroup_mma_wait(0, deps=(acc_async,))
     mbarrier.arrive(pipe.v_empty.index(v_buffer), count=1)
     out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)

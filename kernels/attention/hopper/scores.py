@@ -17,6 +17,16 @@ def cap_scores(s, scale, softcap, c):
 
 
 @gluon.jit
+def cap_tile(s, scale, softcap, c):
+    """Like `cap_scores`, for a kernel with `Constants`."""
+    if c.SOFTCAP and c.PART_TILES:
+        s = gl.fma(-2.0 * softcap, 1.0 / (gl.exp2(s * scale) + 1.0), softcap)
+    else:
+        s = cap_scores(s, scale, softcap, c)
+    return s
+
+
+@gluon.jit
 def mask_scores(s, start, last_seen, num_keys, window, c):
     """Set the scores of keys that a row does not see to -inf; `start` is the tile's first key."""
     key = start + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, c.S_LAYOUT))
@@ -77,7 +87,11 @@ def softmax_tile(s, m, factor, c):
     largest = gl.convert_layout(x, gl.SliceLayout(1, c.S_LAYOUT), assert_trivial=True)
     new_m = gl.maximum(m, largest * factor)
     base = gl.where(new_m == float("-inf"), 0.0, new_m)
-    return gl.exp2(s * factor - base[:, None]), gl.exp2(m - base), new_m
+    if c.PART_TILES:
+        x = gl.fma(s, factor, -base[:, None])
+    else:
+        x = s * factor - base[:, None]
+    return gl.exp2(x), gl.exp2(m - base), new_m
 
 
 @gluon.jit
@@ -87,10 +101,15 @@ def row_sums(e, c):
 
 
 @gluon.jit
-def fade_sums(parts, fade):
-    """Rescale the partial sums of `row_sums` by a factor per row."""
+def add_sums(parts, fade, more, c):
+    """Rescale the partial sums of `row_sums` by a factor per row, and add those of another tile."""
     layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
-    return parts * gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
+    fade = gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
+    if c.PART_TILES:
+        sums = gl.fma(parts, fade, more)
+    else:
+        sums = parts * fade + more
+    return sums
 
 
 @gluon.jit
