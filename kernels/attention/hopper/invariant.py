@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.attention.gpu.part_list import PartList
 from kernels.attention.hopper.invariant_roles import consume_parts, produce_parts
@@ -36,6 +37,7 @@ from kernels.attention.hopper.pipeline import (
 from kernels.attention.hopper.prefill import TileBoxes, attends_nothing, exponents, shape_constants
 from kernels.attention.portable.tile import window_argument
 from kernels.attention.problem import PagedBatch
+from kernels.gpu.dependent_launch import dependent_launch, may_depend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +81,7 @@ def invariant(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Process all items; one program per SM.
 
@@ -90,11 +93,13 @@ def invariant(
         HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, True, True, WINDOW, SOFTCAP,
         False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N,
     )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
     results = (running, partial_out, partial_sums, records, arrivals)
     supply = (
         pipe, q_desc, k_desc, v_desc, records, block_table, table_stride, counter, k_head_stride,
-        window, c,
+        window, PDL, c,
     )  # fmt: skip
     # Registers per thread (setmaxnreg), as in `prefill`.
     gl.warp_specialize([
@@ -145,6 +150,7 @@ class HopperInvariant:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "num_warps": launch.num_warps,
+            **dependent_launch(may_depend(selection.arch, device)),
         }
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.gpu.part_list import RECORD_FIELDS
 from kernels.attention.hopper.consumer import (
@@ -58,12 +59,15 @@ def item_tiles(first_row, rows: gl.constexpr, q_len, num_keys, part, window, c):
 @gluon.jit
 def produce_parts(
     pipe, q_desc, k_desc, v_desc, records, block_table, table_stride, counter, k_head_stride,
-    window, c,
+    window, PDL: gl.constexpr, c,
 ):  # fmt: skip
     """Fetch items and issue their copies until none is left; `counter` as in `producer.produce`.
 
-    The heads of an entry come together, so that the items with the most keys come first, whatever their head.
+    The heads of an entry come together, so that the items with the most keys come first, whatever their head. If PDL,
+    the producer alone waits for the preceding kernel: consumers have no item before.
     """
+    if PDL:
+        gdc_wait()
     HEADS: gl.constexpr = c.HEADS // c.GROUP
     num_items = gl.load(records) * HEADS
     item = gl.program_id(0)
@@ -106,21 +110,23 @@ def produce_parts(
 @gluon.jit
 def copy_own_queries(pipe, q_desc, queries, token, head, rows, c):
     """Issue the copies of an item's queries, for those consumers that have some of its `rows`."""
-    full = pipe.q_full.index(0)
-    mbarrier.wait(pipe.q_empty.index(0), (queries & 1) ^ 1)
+    stage = queries % c.QUERY_STAGES
+    full = pipe.q_full.index(stage)
+    mbarrier.wait(pipe.q_empty.index(stage), ((queries // c.QUERY_STAGES) & 1) ^ 1)
     if rows > ROWS:
         mbarrier.expect(full, c.BLOCK_M * c.D * c.OPERAND_BYTES)
         for part in gl.static_range(c.CONSUMERS):
-            _copy_queries(pipe, q_desc, token, head, full, part, c)
+            _copy_queries(pipe, q_desc, token, head, full, stage, part, c)
     else:
         mbarrier.expect(full, ROWS * c.D * c.OPERAND_BYTES)
-        _copy_queries(pipe, q_desc, token, head, full, 0, c)
+        _copy_queries(pipe, q_desc, token, head, full, stage, 0, c)
 
 
 @gluon.jit
-def _copy_queries(pipe, q_desc, token, head, full, part: gl.constexpr, c):
+def _copy_queries(pipe, q_desc, token, head, full, stage, part: gl.constexpr, c):
     tokens: gl.constexpr = ROWS // c.BOX
-    target = pipe.q.index(part)._reinterpret(q_desc.dtype, [tokens, c.BOX, c.D], q_desc.layout)
+    own = pipe.q.index(stage * c.CONSUMERS + part)
+    target = own._reinterpret(q_desc.dtype, [tokens, c.BOX, c.D], q_desc.layout)
     where = [token + part * tokens, head * c.GROUP, 0]
     tma.async_copy_global_to_shared(q_desc, where, full, target)
 
@@ -162,7 +168,8 @@ def consume_parts(pipe, o_desc, out, results, scale, window, softcap, INDEX: gl.
                 out, results, acc, m, total, entry, my_row, head, q_start, q_len, num_keys, INDEX, c
             )
         release_item(pipe, done)
-        mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(tiles[1] > 0) & (not c.OWN_OUTPUT))
+        if not c.OWN_OUTPUT:
+            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=tiles[1] > 0)
         done += 1
         head, first_row, q_start, q_len, num_keys, part, entry = peek_item(pipe, done, _FIELDS)
     tma.store_wait(0)
@@ -222,7 +229,9 @@ def attend_parts(
     factor = scale
     if c.SOFTCAP:
         factor = 1.0
-    q = pipe.q.index(INDEX)
+    stage = queries % c.QUERY_STAGES
+    q = pipe.q.index(stage * c.CONSUMERS + INDEX)
+    q_empty = pipe.q_empty.index(stage)
     last, count, edge, inside = tiles
     passed = 0
     left = 0
@@ -235,7 +244,7 @@ def attend_parts(
     total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
     if tiles[1] > 0:
-        mbarrier.wait(pipe.q_full.index(0), queries & 1)
+        mbarrier.wait(pipe.q_full.index(stage), (queries // c.QUERY_STAGES) & 1)
         for i in range(passed):
             pass_over(pipe, consumed + i, MINE, NEXT, c)
         consumed += passed
@@ -248,14 +257,14 @@ def attend_parts(
             # The tiles of this part that are visited; `last`, `count`, `edge` and `inside` are those of the rest.
             size = gl.minimum((last - 1) % c.PART_TILES + 1, count)
             m, sums, p = start_item(
-                q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
-                MINE, NEXT, c,
+                q, q_empty, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale,
+                softcap, MINE, NEXT, c,
             )  # fmt: skip
             state = (m, sums, gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT), p)
             for i in range(1, size):
                 state = consume_tile(
-                    i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys,
-                    window, factor, scale, softcap, MINE, NEXT, c,
+                    i, state, q, q_empty, pipe, consumed, last, count, edge, inside, last_seen,
+                    num_keys, window, factor, scale, softcap, MINE, NEXT, c,
                 )  # fmt: skip
             m, sums, acc, p = state
             consumed += size
@@ -273,7 +282,7 @@ def attend_parts(
                 keep(running, acc, m, total, INDEX, c)
             is_first = False
     elif tiles[1] > 0:
-        mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=c.OWN_OUTPUT)
+        mbarrier.arrive(q_empty, count=1, pred=c.OWN_OUTPUT)
     for i in range(left):
         pass_over(pipe, consumed + i, MINE, NEXT, c)
     return m, total, acc, consumed + left

@@ -67,7 +67,8 @@ class Constants:
         PAGE: keys of one TMA copy.
         OWN_OUTPUT: whether outputs have a staging buffer of their own; else they are staged in the queries' buffer.
         OPERAND_BYTES: bytes of an element of a WGMMA operand; 1 for FP8, whose values are transposed.
-        QUERY_STAGES: stages of the query ring; two stages in FP8 need the memory of one in half precision.
+        QUERY_STAGES: stages of the query ring. Two in FP8, which need the memory of one in half precision, and in the
+            batch-invariant kernel: an item of a decode has so few keys that it would wait for its queries.
         CONSUMERS: consumer warp groups.
         OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
         PART_TILES: key tiles of a part in the batch-invariant kernel, 0 in others. The multiplications and additions
@@ -125,7 +126,8 @@ class Constants:
         self.OWN_OUTPUT = gl.constexpr(OWN_OUTPUT)
         self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
         self.OPERAND_BYTES = gl.constexpr(OPERAND_BYTES)
-        self.QUERY_STAGES = gl.constexpr(2 if OPERAND_BYTES == 1 else 1)
+        two = OPERAND_BYTES == 1 or (PART_TILES > 0 and OWN_OUTPUT)
+        self.QUERY_STAGES = gl.constexpr(2 if two else 1)
         self.PART_TILES = gl.constexpr(PART_TILES)
         self.OWN_RANGE = gl.constexpr(D <= _WIDEST_OWN_RANGE)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))

@@ -281,7 +281,7 @@ def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> 
         thread.start()
         return thread
 
-    threads = [role(invariant_roles.produce_parts, *supply)]
+    threads = [role(invariant_roles.produce_parts, *supply, False)]
     threads += [
         role(invariant_roles.consume_parts, given["o_desc"], given["out"], results, *scale, index)
         for index in range(c.CONSUMERS)
