@@ -22,6 +22,8 @@ _POWERS_OF_TWO = frozenset({1, 2, 4, 8, 16, 32, 64})
 _UP_TO_64_HEADS = frozenset(range(1, 65))
 _HOPPER_HEAD_DIMS = frozenset(range(32, 257, 16))
 """Copied to tiles of 64, 128 or 256 columns, whose unused columns are zeros."""
+_HOPPER_INVARIANT_HEAD_DIMS = frozenset({*range(32, 129, 16), 192, 256})
+"""Others spill registers."""
 _FP8_BY_TRITON = QuantizedCache(
     kv_dtypes=frozenset({FP8}),
     dtypes=frozenset({"bfloat16", "float16"}),
@@ -233,6 +235,7 @@ INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
             HOPPER_PREFILL,
             name="hopper_invariant_prefill",
             target="kernels.attention.hopper.invariant:HopperInvariant",
+            head_dims=_HOPPER_INVARIANT_HEAD_DIMS,
             packed=False,
             non_causal=False,
             lse=False,

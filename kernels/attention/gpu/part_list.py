@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 MOST_PART_ROWS: Final = 4096
 """Rows, of all parts of a step that have entries of their own; bounds the memory for their results."""
-RECORD_FIELDS = tl.constexpr(9)
+RECORD_FIELDS = tl.constexpr(10)
 """Fields of a record: sequence (-1 for an unused entry), first row, query start, query tokens, keys, its part (-1 for
 all parts), index of the sequence's first part among those of the step, parts that have entries, rows of a part's result
-in memory."""
+in memory, number of its part among those that have entries."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "most_parts", "part_rows", "window"])
@@ -47,7 +47,7 @@ def list_parts(
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """List the tiles and parts of a step; one program per entry of `records`, [entries + 1, 9] int32.
+    """List the tiles and parts of a step; one program per entry of `records`, [entries + 1, 10] int32.
 
     The first field of the first record is the number of used entries. These come next, those with the most keys before
     others; the rest are unused. The parts of a sequence have entries of their own if its queries are a single tile,
@@ -93,6 +93,7 @@ def list_parts(
         tl.store(record + 6, first)
         tl.store(record + 7, my_count)
         tl.store(record + 8, part_rows)
+        tl.store(record + 9, number)
         if is_part & (number == 0):
             counter = tl.arange(0, BLOCK_C)
             tl.store(arrivals + first * COUNTERS + counter, 0, mask=counter < COUNTERS)
@@ -102,7 +103,7 @@ class PartList:
     """The listed work of one step, and the counters of its finished parts.
 
     Attributes:
-        records: [num_entries + 1, 9] int32, see `list_parts`.
+        records: [num_entries + 1, 10] int32, see `list_parts`.
         num_entries: entries, including unused ones.
         arrivals: [most_parts, counters] int32, 0 at the first part of each sequence that has entries for its parts.
         most_parts: parts of all sequences that may have entries of their own.

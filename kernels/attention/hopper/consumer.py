@@ -37,7 +37,7 @@ from kernels.attention.hopper.pipeline import (
 from kernels.attention.hopper.scores import (
     add_sums,
     all_of,
-    cap_tile,
+    cap_scores,
     mask_tile,
     row_sums,
     softmax_tile,
@@ -192,7 +192,7 @@ def start_item(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
     mbarrier.arrive(q_empty, count=1, pred=(count == 1) & c.OWN_OUTPUT)
-    s = cap_tile(s, scale, softcap, c)
+    s = cap_scores(s, scale, softcap, c)
     s = mask_tile(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, _, m = softmax_tile(s, m, factor, c)
     parts = row_sums(e, c)
@@ -224,7 +224,7 @@ def consume_tile(
     s = warpgroup_mma_wait(1, deps=(s_async,))
     mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
     mbarrier.arrive(q_empty, count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
-    s = cap_tile(s, scale, softcap, c)
+    s = cap_scores(s, scale, softcap, c)
     if (i < edge) | (i >= inside):
         s = mask_tile(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, fade, m = softmax_tile(s, m, factor, c)

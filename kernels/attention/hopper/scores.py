@@ -17,16 +17,6 @@ def cap_scores(s, scale, softcap, c):
 
 
 @gluon.jit
-def cap_tile(s, scale, softcap, c):
-    """Like `cap_scores`, for a kernel with `Constants`."""
-    if c.SOFTCAP and c.PART_TILES:
-        s = gl.fma(-2.0 * softcap, 1.0 / (gl.exp2(s * scale) + 1.0), softcap)
-    else:
-        s = cap_scores(s, scale, softcap, c)
-    return s
-
-
-@gluon.jit
 def mask_scores(s, start, last_seen, num_keys, window, c):
     """Set the scores of keys that a row does not see to -inf; `start` is the tile's first key."""
     key = start + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, c.S_LAYOUT))

@@ -152,7 +152,7 @@ def invariant(
         # A single part was merged into nothing, which left it as it was: `acc` is its result and `m` its log-sum-exp.
         count = tl.load(record + 7)
         first = tl.load(record + 6).to(tl.int64)
-        number = own_part - ((num_keys + PART - 1) // PART - count)
+        number = tl.load(record + 9)
         lines = ((first + number) * KV_HEADS + kv_head) * part_rows + tl.arange(0, BLOCK_M)
         store_rows(partial_out, lines * D, exists, acc1, acc2, D1, D2)
         tl.store(partial_lse + lines, m, mask=exists)

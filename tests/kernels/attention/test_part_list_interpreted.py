@@ -75,18 +75,15 @@ def test_every_tile_is_listed_once_or_in_parts(step, window, monkeypatch):
         rows = range(0, queries * GROUP, BLOCK_M)
         parts = expected_parts(queries, keys, window) if len(rows) == 1 else None
         if parts is None:
-            found = [
-                [seq, row, start, queries, keys, -1, lines, len(rows), made.part_rows]
-                for row in rows
-            ]
+            entries = [(row, -1, len(rows), n) for n, row in enumerate(reversed(rows))]
         else:
-            found = [
-                [seq, 0, start, queries, keys, it, lines, len(parts), made.part_rows]
-                for it in parts
-            ]
+            entries = [(0, part, len(parts), n) for n, part in enumerate(parts)]
             assert made.arrivals[lines].tolist() == [0] * COUNTERS
-            lines += len(parts)
-        expected += found
+        expected += [
+            [seq, row, start, queries, keys, part, lines, count, made.part_rows, n]
+            for row, part, count, n in entries
+        ]
+        lines += len(parts or ())
         start += queries
     assert sorted(records) == sorted(expected)
 
