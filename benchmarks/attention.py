@@ -277,11 +277,15 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
             if (shape.hq, shape.d) == (32, 128)
             and (shape.phase, shape.batch, shape.length) in _QUICK
         )
+    given = [spec_named(kernel.partition(":")[0]) for kernel in arguments.kernel if kernel]
+    paged_alone = not all(spec.packed for spec in given)
     return [
         (shape, paged)
         for shape in shapes
         if arguments.phase in (shape.phase, "both")
-        for paged in ((True,) if shape.phase == "decode" else _PAGED[shape in _SERIES])
+        for paged in (
+            (True,) if shape.phase == "decode" or paged_alone else _PAGED[shape in _SERIES]
+        )
     ]
 
 

@@ -18,7 +18,7 @@ import kernels
 from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
-from kernels.attention.registry import REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.attention.select import Selection
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than, truth_dtype
@@ -217,7 +217,7 @@ def arch_of(device: torch.device) -> GPUArch:
 
 def spec_named(name: str) -> KernelSpec:
     """Return the registry row with a given name."""
-    return next(spec for spec in REGISTRY if spec.name == name)
+    return next(spec for spec in (*REGISTRY, *INVARIANT_REGISTRY) if spec.name == name)
 
 
 def forced(spec: KernelSpec, arch: GPUArch, launch: LaunchConfig) -> Selection:

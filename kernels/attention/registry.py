@@ -22,6 +22,8 @@ _POWERS_OF_TWO = frozenset({1, 2, 4, 8, 16, 32, 64})
 _UP_TO_64_HEADS = frozenset(range(1, 65))
 _HOPPER_HEAD_DIMS = frozenset(range(32, 257, 16))
 """Copied to tiles of 64, 128 or 256 columns, whose unused columns are zeros."""
+_HOPPER_INVARIANT_HEAD_DIMS = frozenset({*range(32, 129, 16), 192, 256})
+"""Others spill registers."""
 _FP8_BY_TRITON = QuantizedCache(
     kv_dtypes=frozenset({FP8}),
     dtypes=frozenset({"bfloat16", "float16"}),
@@ -217,24 +219,49 @@ PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
 each sequence reads those tokens itself."""
 
 
-def _invariant(phase: Phase) -> KernelSpec:
-    """Return the row of a phase for batch-invariant problems; both phases have the same kernel and launch."""
-    return KernelSpec(
-        name=f"invariant_{phase.value}",
-        phase=phase,
-        target="kernels.attention.portable.invariant:InvariantAttention",
-        dtypes=frozenset(DTYPES),
-        sm=TENSOR_CORES,
-        flash_attention=2,
-        head_dims=_HEAD_DIMS,
-        block_sizes=(1, 256),
-        batch_invariant=True,
-        quantized=_FP8_BY_TRITON,
-        launch=LaunchConfig(block_m=32, block_n=32, num_warps=8, num_stages=1),
-        note="equal bits in every batch and chunk, from one kernel for prompts and decodes",
-        arch_note=_NO_TENSOR_CORES,
-    )
+_EQUAL_BITS = "equal bits in every batch and chunk, from one kernel for prompts and decodes"
 
 
-INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (_invariant(Phase.PREFILL), _invariant(Phase.DECODE))
-"""Kernels for batch-invariant problems, which no row of `REGISTRY` supports."""
+def _both_phases(prefill: KernelSpec) -> tuple[KernelSpec, KernelSpec]:
+    """Return the rows of a batch-invariant kernel, which computes both phases with the same tile."""
+    name = prefill.name.replace(Phase.PREFILL.value, Phase.DECODE.value)
+    decode = dataclasses.replace(prefill, name=name, phase=Phase.DECODE, tuned_as=prefill.name)
+    return prefill, decode
+
+
+INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
+    *_both_phases(
+        dataclasses.replace(
+            HOPPER_PREFILL,
+            name="hopper_invariant_prefill",
+            target="kernels.attention.hopper.invariant:HopperInvariant",
+            head_dims=_HOPPER_INVARIANT_HEAD_DIMS,
+            packed=False,
+            non_causal=False,
+            lse=False,
+            batch_invariant=True,
+            row_tiles=frozenset({128}),
+            note=_EQUAL_BITS,
+        )
+    ),
+    *_both_phases(
+        KernelSpec(
+            name="invariant_prefill",
+            phase=Phase.PREFILL,
+            target="kernels.attention.portable.invariant:InvariantAttention",
+            dtypes=frozenset(DTYPES),
+            sm=TENSOR_CORES,
+            flash_attention=2,
+            head_dims=_HEAD_DIMS,
+            block_sizes=(1, 256),
+            batch_invariant=True,
+            quantized=_FP8_BY_TRITON,
+            launch=LaunchConfig(block_m=32, block_n=32, num_warps=8, num_stages=1),
+            note=_EQUAL_BITS,
+            arch_note=_NO_TENSOR_CORES,
+        )
+    ),
+)
+"""Kernels for batch-invariant problems, which no row of `REGISTRY` supports.
+
+Both phases of a problem always have the same kernel, since the rows of a kernel support the same problems."""

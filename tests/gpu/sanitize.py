@@ -60,6 +60,7 @@ PREFILL_CASES = [
     (("bfloat16", 6, 6, 64, None, {"causal": False}), [50, 30], [80, 0]),
     (("bfloat16", 8, 2, 64, 32, {"sliding_window": 150, "lse": True}), [230, 1, 3], [400, 0, 3]),
     (("float16", 8, 1, 256, 16, {"softcap": 15.0}), [65, 1, 20], [300, 0, 20]),
+    (("bfloat16", 4, 1, 256, 16, {"batch_invariant": True}), [70, 3], [2500, 1200]),
 ]
 DECODE_CASES = [
     (("bfloat16", 8, 2, 128, 16, {"lse": True}), [1, 1, 1, 1], [1500, 1, 0, 300]),

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+import kernels
 from kernels.attention.problem import Phase
 from kernels.attention.registry import INVARIANT_REGISTRY
 from tests.gpu.attention_cases import (
@@ -24,6 +25,8 @@ BOTH = pytest.mark.parametrize("row", INVARIANT)
 NEIGHBOURS = (2, 17, 256)
 LONG = 5000
 """Tokens of the sequence whose bits are compared: more than two splits of a fixed length."""
+EDGES = (0, 1, 63, 64, 127, 128, 511, 512, 513, 1023, 1024, 1025, 1500, 2047, 2048, 3000, LONG - 1)
+"""Tokens at the edges of tiles and parts."""
 COMBINATIONS = [
     ("bfloat16", 8, 2, 128, 16, {}),
     ("float16", 7, 1, 64, 48, {}),
@@ -31,7 +34,22 @@ COMBINATIONS = [
     ("bfloat16", 6, 2, 80, 16, {"sliding_window": 3000}),
     ("bfloat16", 8, 1, 256, 64, {"softcap": 15.0}),
     ("float32", 8, 2, 96, 16, {}),
+    ("bfloat16", 16, 8, 128, 16, {}),
+    ("bfloat16", 9, 3, 64, 16, {}),
+    ("float16", 14, 2, 64, 16, {}),
+    ("bfloat16", 32, 8, 128, 16, {"sliding_window": 700, "softcap": 30.0}),
+    ("float16", 4, 1, 256, 16, {"sliding_window": 1100}),
+    ("bfloat16", 4, 1, 256, 16, {}),
+    ("bfloat16", 6, 2, 64, 16, {"softcap": 15.0}),
+    ("bfloat16", 2, 2, 32, 16, {"sliding_window": 1}),
 ]
+PAIRS = [
+    pytest.param((prefill, decode), id=prefill.name.removesuffix("_prefill"))
+    for prefill in INVARIANT_REGISTRY
+    for decode in INVARIANT_REGISTRY
+    if prefill.phase is Phase.PREFILL and decode.tuned_as == prefill.name
+]
+"""The rows of both phases of each kernel."""
 
 
 def invariant_problem(phase, combination, **more):
@@ -164,19 +182,91 @@ def test_loose_bounds_of_the_lengths_change_no_bit(row):
     assert torch.equal(attend(problem, loose, case.q, case.kv, selection), tight)
 
 
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("combination", named(COMBINATIONS))
-def test_a_decoded_token_has_the_bits_that_the_whole_prompt_gives_it(combination):
+def test_a_decoded_token_has_the_bits_that_the_whole_prompt_gives_it(pair, combination):
     asked = invariant_problem(Phase.PREFILL, combination)
     decode = dataclasses.replace(asked, phase=Phase.DECODE)
-    prefill_row, decode_row = INVARIANT_REGISTRY
+    prefill_row, decode_row = pair
     case = make(asked, [LONG], [LONG])
     whole = attend(asked, case.batch, case.q, case.kv, selection_of(prefill_row, asked))
-    for at in (0, 1, 63, 64, 511, 512, 513, 1500, 3000, LONG - 1):
+    for at in EDGES:
         batch = part_of(case.batch, 1, at + 1)
         q = case.q[at : at + 1]
         alone = attend(decode, batch, q, case.kv, selection_of(decode_row, decode))
 
         assert torch.equal(alone, whole[at : at + 1]), at
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_many_decodes_in_one_step_have_the_bits_of_the_whole_prompt(pair, combination):
+    asked = invariant_problem(Phase.PREFILL, combination)
+    decode = dataclasses.replace(asked, phase=Phase.DECODE)
+    prefill_row, decode_row = pair
+    case = make(asked, [LONG], [LONG])
+    whole = attend(asked, case.batch, case.q, case.kv, selection_of(prefill_row, asked))
+    chosen = torch.tensor(
+        [*EDGES, *random.Random(5).sample(range(LONG), 200)], device=case.q.device
+    )
+    batch = dataclasses.replace(
+        case.batch,
+        cu_seqlens_q=torch.arange(len(chosen) + 1, dtype=torch.int32, device=case.q.device),
+        seq_lens=(chosen + 1).int(),
+        block_table=case.batch.block_table.expand(len(chosen), -1).contiguous(),
+        num_tokens=len(chosen),
+        max_seqlen_q=1,
+    )
+    together = attend(decode, batch, case.q[chosen], case.kv, selection_of(decode_row, decode))
+
+    assert torch.equal(together, whole[chosen])
+
+
+@pytest.mark.parametrize("row", PREFILL)
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_random_chunks_have_the_bits_of_the_whole_prompt(row, combination):
+    problem = invariant_problem(Phase.PREFILL, combination)
+    selection = selection_of(row, problem)
+    case = make(problem, [LONG], [LONG])
+    whole = attend(problem, case.batch, case.q, case.kv, selection)
+    rng, start = random.Random(11), 0
+    while start < LONG:
+        stop = min(LONG, start + rng.choice((1, 2, 7, 33, 64, 65, 130, 500, 1024, 1500)))
+        batch = part_of(case.batch, stop - start, stop)
+        chunk = attend(problem, batch, case.q[start:stop], case.kv, selection)
+
+        assert torch.equal(chunk, whole[start:stop]), f"tokens {start} to {stop}"
+        start = stop
+
+
+@BOTH
+@pytest.mark.parametrize("most", [0, 64, 1000])
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_the_parts_that_are_computed_side_by_side_change_no_bit(
+    row, combination, most, monkeypatch
+):
+    problem = invariant_problem(row.phase, combination)
+    queries = [1] * 6 if row.phase is Phase.DECODE else [3, 8, 1, 5, 200, 2]
+    case = make(problem, queries, [LONG, 2047, 1025, 3000, 1500, 9000])
+    selection = selection_of(row, problem)
+    with_all = attend(problem, case.batch, case.q, case.kv, selection)
+    monkeypatch.setattr("kernels.attention.gpu.part_list.MOST_PART_ROWS", most)
+
+    assert torch.equal(attend(problem, case.batch, case.q, case.kv, selection), with_all)
+
+
+@BOTH
+def test_a_plan_gives_the_same_bits_for_each_layer_that_it_runs(row):
+    problem = invariant_problem(row.phase, COMBINATIONS[0])
+    queries = [1] * 40 if row.phase is Phase.DECODE else [300, 1, 40, 7] * 10
+    case = make(problem, queries, [LONG, 700, 2049, 1024] * 10)
+    plan = kernels.plan_attention(problem, case.batch, selection=selection_of(row, problem))
+    call = kernels.decode_attention if row.phase is Phase.DECODE else kernels.prefill_attention
+    outputs = [torch.full_like(case.q, float("nan")) for _ in range(20)]
+    for out in outputs:
+        call(case.q, case.kv, plan, out)
+
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
 
 
 @BOTH

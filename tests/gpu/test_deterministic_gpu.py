@@ -31,6 +31,11 @@ MODELS = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 448,
         "intermediate_size": 1216, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 64,
     },
+    "window": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 512,
+        "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "sliding_window": 1100,
+    },
     "odd sizes": {
         "hidden_size": 360, "intermediate_size": 1000, "num_attention_heads": 6, "num_key_value_heads": 3,
         "head_dim": 80,
@@ -50,7 +55,7 @@ def make_engine(request, tmp_path):
     folder = resolve(BUNDLED)
     if name != "bundled":
         folder = write_tiny_checkpoint(
-            tmp_path, **SHAPES, **MODELS[name], max_position_embeddings=2048, num_hidden_layers=3
+            tmp_path, **SHAPES, **MODELS[name], max_position_embeddings=4096, num_hidden_layers=3
         )
 
     def make(**company):
@@ -94,12 +99,26 @@ def test_64_requests_have_the_same_bits_in_20_random_companies(make_engine):
     assert check_companies(make_engine, SHAPES["vocab_size"], 20, BLOCK_SIZE, longest=600) > 0
 
 
+@pytest.mark.parametrize(
+    "make_engine",
+    cases(
+        ("norms per head", {"max_model_len": 3200}),
+        ("bias", {"max_model_len": 3200}),
+        ("window", {"max_model_len": 3200}),
+    ),
+    indirect=True,
+)
+def test_64_requests_of_several_parts_have_the_same_bits_in_4_random_companies(make_engine):
+    assert check_companies(make_engine, SHAPES["vocab_size"], 4, BLOCK_SIZE, longest=2500) > 0
+
+
 @pytest.mark.parametrize("make_engine", cases(("norms per head", {})), indirect=True)
 def test_the_plan_names_the_kernels(make_engine):
     plan = make_engine().engine.info.plan.deterministic
 
     assert plan.requests == "on request"
-    assert "invariant_prefill, invariant_decode" in plan.why
+    ours = "hopper_" if kernels.detect("cuda").sm == 90 else ""
+    assert f"by {ours}invariant_prefill, {ours}invariant_decode" in plan.why
     assert make_engine(deterministic=True).engine.info.plan.deterministic.requests == "all"
 
 

@@ -28,6 +28,7 @@ _MODULES = (
     "kernels.attention.portable.write_kv",
     "kernels.attention.hopper.cached_rows",
     "kernels.attention.hopper.fp8_tiles",
+    "kernels.attention.gpu.part_list",
     "kernels.attention.hopper.work_items",
     "kernels.attention.hopper.backward_scratch",
     "kernels.sampling.gpu.best_token",

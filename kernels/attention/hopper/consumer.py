@@ -35,9 +35,9 @@ from kernels.attention.hopper.pipeline import (
     row_exists,
 )
 from kernels.attention.hopper.scores import (
+    add_sums,
     all_of,
     cap_scores,
-    fade_sums,
     mask_tile,
     row_sums,
     softmax_tile,
@@ -120,14 +120,14 @@ def attend_item(
         # Rows past the sequence's end use the causal limit of its last token, so that they need no extra mask.
         last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
         m, parts, p = start_item(
-            q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
-            MINE, NEXT, c,
+            q, pipe.q_empty.index(0), pipe, consumed, last, count, last_seen, num_keys, window, factor,
+            scale, softcap, MINE, NEXT, c,
         )  # fmt: skip
         state = (m, parts, acc, p)
         for i in range(1, count):
             state = consume_tile(
-                i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
-                factor, scale, softcap, MINE, NEXT, c,
+                i, state, q, pipe.q_empty.index(0), pipe, consumed, last, count, edge, inside,
+                last_seen, num_keys, window, factor, scale, softcap, MINE, NEXT, c,
             )  # fmt: skip
         m, parts, acc, p = state
         total = all_of(parts, c)
@@ -172,10 +172,13 @@ def pass_over(pipe, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
 
 @gluon.jit
 def start_item(
-    q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
+    q, q_empty, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
     MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Compute the exponentials of the tile that an item visits first, which holds its last keys."""
+    """Compute the exponentials of the tile that an item visits first, which holds its last keys.
+
+    `q_empty` is the mbarrier of the stage that holds the queries `q`.
+    """
     dtype: gl.constexpr = pipe.q.dtype
     buffer = consumed % c.STAGES
     phase = (consumed // c.STAGES) & 1
@@ -188,7 +191,7 @@ def start_item(
     barrier_arrive(NEXT)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
-    mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(count == 1) & c.OWN_OUTPUT)
+    mbarrier.arrive(q_empty, count=1, pred=(count == 1) & c.OWN_OUTPUT)
     s = cap_scores(s, scale, softcap, c)
     s = mask_tile(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, _, m = softmax_tile(s, m, factor, c)
@@ -202,7 +205,7 @@ def start_item(
 
 @gluon.jit
 def consume_tile(
-    i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
+    i, state, q, q_empty, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
     factor, scale, softcap, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
     """Issue the score WGMMA of tile i, then the output WGMMA of tile i - 1, and compute the exponentials of tile i."""
@@ -220,12 +223,12 @@ def consume_tile(
     barrier_arrive(NEXT)
     s = warpgroup_mma_wait(1, deps=(s_async,))
     mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
-    mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
+    mbarrier.arrive(q_empty, count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
     s = cap_scores(s, scale, softcap, c)
     if (i < edge) | (i >= inside):
         s = mask_tile(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, fade, m = softmax_tile(s, m, factor, c)
-    parts = fade_sums(parts, fade) + row_sums(e, c)
+    parts = add_sums(parts, fade, row_sums(e, c), c)
     acc = warpgroup_mma_wait(0, deps=(acc_async,))
     mbarrier.arrive(pipe.v_empty.index(v_buffer), count=1)
     out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)

@@ -67,9 +67,12 @@ class Constants:
         PAGE: keys of one TMA copy.
         OWN_OUTPUT: whether outputs have a staging buffer of their own; else they are staged in the queries' buffer.
         OPERAND_BYTES: bytes of an element of a WGMMA operand; 1 for FP8, whose values are transposed.
-        QUERY_STAGES: stages of the query ring; two stages in FP8 need the memory of one in half precision.
+        QUERY_STAGES: stages of the query ring. Two in FP8, which need the memory of one in half precision, and in the
+            batch-invariant kernel: an item of a decode has so few keys that it would wait for its queries.
         CONSUMERS: consumer warp groups.
         OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
+        PART_TILES: key tiles of a part in the batch-invariant kernel, 0 in others. The multiplications and additions
+            to fuse are then explicit, because the compiler's choice depends on the code around.
     """
 
     HEADS: gl.constexpr
@@ -93,6 +96,7 @@ class Constants:
     QUERY_STAGES: gl.constexpr
     OWN_RANGE: gl.constexpr
     CONSUMERS: gl.constexpr
+    PART_TILES: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     P_LAYOUT: gl.constexpr
@@ -100,7 +104,7 @@ class Constants:
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES,
+        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         D = padded_dim(HEAD_DIM)
@@ -122,7 +126,9 @@ class Constants:
         self.OWN_OUTPUT = gl.constexpr(OWN_OUTPUT)
         self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
         self.OPERAND_BYTES = gl.constexpr(OPERAND_BYTES)
-        self.QUERY_STAGES = gl.constexpr(2 if OPERAND_BYTES == 1 else 1)
+        two = OPERAND_BYTES == 1 or (PART_TILES > 0 and OWN_OUTPUT)
+        self.QUERY_STAGES = gl.constexpr(2 if two else 1)
+        self.PART_TILES = gl.constexpr(PART_TILES)
         self.OWN_RANGE = gl.constexpr(D <= _WIDEST_OWN_RANGE)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))
@@ -240,16 +246,29 @@ def post(pipe, done, fields):
 
 @gluon.jit
 def next_item(pipe, done, FIELDS: gl.constexpr):
-    """Wait for item number `done` of the producer, and read its fields."""
+    """Wait for item number `done` of the producer, read its fields, and release them."""
+    fields = peek_item(pipe, done, FIELDS)
+    release_item(pipe, done)
+    return fields
+
+
+@gluon.jit
+def peek_item(pipe, done, FIELDS: gl.constexpr):
+    """Wait for item number `done` of the producer, and read its fields; `release_item` must follow."""
     slot = done % 2
     mbarrier.wait(pipe.item_full.index(slot), (done // 2) & 1)
     fields = ()
     for i in gl.static_range(FIELDS):
         field = _read(pipe.items.index(slot * _ITEM_WORDS + i))
         fields = fields + (field,)  # type: ignore[assignment]  # Gluon cannot unpack
-    gl.thread_barrier()
-    mbarrier.arrive(pipe.item_empty.index(slot), count=1)
     return fields
+
+
+@gluon.jit
+def release_item(pipe, done):
+    """Let the producer overwrite the fields of item number `done`."""
+    gl.thread_barrier()
+    mbarrier.arrive(pipe.item_empty.index(done % 2), count=1)
 
 
 @gluon.jit

@@ -44,6 +44,7 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.attention.launch import LaunchConfig
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.select import Selection
 
@@ -127,35 +128,17 @@ class HopperPrefill:
     ) -> None:
         launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         group = heads_of_tile(problem.group_size)
-        box = rows_of_token(group)
         self._problem = problem
         self._work = plan_work(problem, batch, group, launch.block_m, selection.arch.num_sms)
         self._scale, self._softcap = exponents(problem)
-        dtype = getattr(gl, problem.dtype)
-        page = min(problem.block_size or launch.block_n, launch.block_n)
-        columns = padded_dim(problem.head_dim)
-        self._is_padded = columns > problem.head_dim
-        q_box = [ROWS.value // box, box, columns]
-        k_box = [page, 1, PART_COLUMNS.value] if self._is_padded else [page, columns]
-        self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
-        self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
-        self._constants: dict[str, Any] = {
-            "HEADS": problem.num_heads,
-            "GROUP": group,
-            "KEY_SHARES": problem.group_size // group,
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_SIZE": problem.block_size or 1,
-            "PAGE": page,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
-            "STAGES": launch.num_stages,
+        self._boxes = TileBoxes(problem, group, launch.block_n)
+        self._constants = {
+            **shape_constants(problem, group, launch),
             "PAGED": problem.block_size is not None,
             "CAUSAL": problem.causal,
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
-            # With a head dim of 256, shared memory cannot hold queries, output and two stages of keys and values.
-            "OWN_OUTPUT": columns <= 128,
             "num_warps": launch.num_warps,
         }
 
@@ -168,22 +151,10 @@ class HopperPrefill:
         """
         if attends_nothing(q, kv, out, lse):
             return
-        cache = describe_cache(kv)
-        head_stride = cache.head_stride
-        kv_shape, kv_strides = [cache.num_rows, cache.width], [cache.token_stride, 1]
-        if self._is_padded:
-            heads, head_dim = cache.keys.shape[-2:]
-            kv_shape = [cache.num_rows, heads, head_dim]
-            kv_strides = [cache.token_stride, head_stride, 1]
-            head_stride = 1
-        q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
-        out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
+        *descriptors, head_stride = self._boxes.describe(q, kv, out)
         work = self._work
         prefill[work.grid](
-            TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
-            TensorDescriptor(cache.keys, kv_shape, kv_strides, *self._k_box),
-            TensorDescriptor(cache.values, kv_shape, kv_strides, *self._k_box),
-            TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
+            *descriptors,
             out,
             out if lse is None else lse,
             work.items.tiles,
@@ -198,6 +169,67 @@ class HopperPrefill:
             window_argument(self._problem),
             self._softcap,
             **self._constants,
+        )
+
+
+def shape_constants(problem: AttentionProblem, group: int, launch: LaunchConfig) -> dict[str, Any]:
+    """Return the constants of a kernel that follow from its shapes; a tile has `group` heads of a key-value head."""
+    return {
+        "HEADS": problem.num_heads,
+        "GROUP": group,
+        "KEY_SHARES": problem.group_size // group,
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_SIZE": problem.block_size or 1,
+        "PAGE": _page(problem, launch.block_n),
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "STAGES": launch.num_stages,
+        # With a head dim of 256, shared memory cannot hold queries, output and two stages of keys and values.
+        "OWN_OUTPUT": padded_dim(problem.head_dim) <= 128,
+    }
+
+
+def _page(problem: AttentionProblem, block_n: int) -> int:
+    """Return the keys of one TMA copy."""
+    return min(problem.block_size or block_n, block_n)
+
+
+class TileBoxes:
+    """The boxes that TMA copies: 64 rows of queries or output, and the keys of a block of the cache or of a tile."""
+
+    def __init__(self, problem: AttentionProblem, group: int, block_n: int) -> None:
+        """Describe the boxes of a problem; `group` is as in `shape_constants`."""
+        box, columns = rows_of_token(group), padded_dim(problem.head_dim)
+        page = _page(problem, block_n)
+        self._is_padded = columns > problem.head_dim
+        dtype = getattr(gl, problem.dtype)
+        q_box = [ROWS.value // box, box, columns]
+        k_box = [page, 1, PART_COLUMNS.value] if self._is_padded else [page, columns]
+        self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
+        self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
+
+    def describe(self, q: Tensor, kv: Tensor, out: Tensor) -> tuple[Any, ...]:
+        """Return the descriptors of queries, keys, values and output, and the stride of key-value heads.
+
+        Raises:
+            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are too far apart.
+        """
+        cache = describe_cache(kv)
+        head_stride = cache.head_stride
+        kv_shape, kv_strides = [cache.num_rows, cache.width], [cache.token_stride, 1]
+        if self._is_padded:
+            heads, head_dim = cache.keys.shape[-2:]
+            kv_shape = [cache.num_rows, heads, head_dim]
+            kv_strides = [cache.token_stride, head_stride, 1]
+            head_stride = 1
+        q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
+        out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
+        return (
+            TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
+            TensorDescriptor(cache.keys, kv_shape, kv_strides, *self._k_box),
+            TensorDescriptor(cache.values, kv_shape, kv_strides, *self._k_box),
+            TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
+            head_stride,
         )
 
 

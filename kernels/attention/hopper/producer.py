@@ -47,23 +47,44 @@ def produce(
                 kept = 0
                 if c.WINDOW:
                     kept = first_kept(q_len, num_keys, window)
-                for i in range(count):
-                    start = (last - 1 - i) * c.BLOCK_N
-                    rows = rows_of_tile(table, k_start, start, kept, num_keys, c)
-                    buffer = loaded % c.STAGES
-                    phase = ((loaded // c.STAGES) & 1) ^ 1
-                    mbarrier.wait(pipe.k_empty.index(buffer), phase)
-                    copy_tile(
-                        k_desc, rows, column, pipe.k_full.index(buffer), pipe.k.index(buffer), c
-                    )
-                    mbarrier.wait(pipe.v_empty.index(buffer), phase)
-                    copy_tile(
-                        v_desc, rows, column, pipe.v_full.index(buffer), pipe.v.index(buffer), c
-                    )
-                    loaded += 1
+                loaded = copy_keys(
+                    pipe,
+                    k_desc,
+                    v_desc,
+                    table,
+                    column,
+                    k_start,
+                    last,
+                    count,
+                    kept,
+                    num_keys,
+                    loaded,
+                    c,
+                )
         item = following
     post(pipe, done, (-1,))
     finish(counter)
+
+
+@gluon.jit
+def copy_keys(
+    pipe, k_desc, v_desc, table, column, k_start, last, count, kept, num_keys, loaded, c
+):  # fmt: skip
+    """Issue the copies of an item's `count` key tiles, from tile `last - 1` down; return `loaded` plus their number.
+
+    `loaded` tiles were copied before, which gives the stage and the phase.
+    """
+    for i in range(count):
+        start = (last - 1 - i) * c.BLOCK_N
+        rows = rows_of_tile(table, k_start, start, kept, num_keys, c)
+        buffer = loaded % c.STAGES
+        phase = ((loaded // c.STAGES) & 1) ^ 1
+        mbarrier.wait(pipe.k_empty.index(buffer), phase)
+        copy_tile(k_desc, rows, column, pipe.k_full.index(buffer), pipe.k.index(buffer), c)
+        mbarrier.wait(pipe.v_empty.index(buffer), phase)
+        copy_tile(v_desc, rows, column, pipe.v_full.index(buffer), pipe.v.index(buffer), c)
+        loaded += 1
+    return loaded
 
 
 @gluon.jit

@@ -77,7 +77,11 @@ def softmax_tile(s, m, factor, c):
     largest = gl.convert_layout(x, gl.SliceLayout(1, c.S_LAYOUT), assert_trivial=True)
     new_m = gl.maximum(m, largest * factor)
     base = gl.where(new_m == float("-inf"), 0.0, new_m)
-    return gl.exp2(s * factor - base[:, None]), gl.exp2(m - base), new_m
+    if c.PART_TILES:
+        x = gl.fma(s, factor, -base[:, None])
+    else:
+        x = s * factor - base[:, None]
+    return gl.exp2(x), gl.exp2(m - base), new_m
 
 
 @gluon.jit
@@ -87,10 +91,15 @@ def row_sums(e, c):
 
 
 @gluon.jit
-def fade_sums(parts, fade):
-    """Rescale the partial sums of `row_sums` by a factor per row."""
+def add_sums(parts, fade, more, c):
+    """Rescale the partial sums of `row_sums` by a factor per row, and add those of another tile."""
     layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
-    return parts * gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
+    fade = gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
+    if c.PART_TILES:
+        sums = gl.fma(parts, fade, more)
+    else:
+        sums = parts * fade + more
+    return sums
 
 
 @gluon.jit

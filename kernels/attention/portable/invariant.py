@@ -22,9 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.gpu.tile_list import load_lengths
+from kernels.attention.gpu.part_list import RECORD_FIELDS, PartList
 from kernels.attention.portable.tile import (
-    FEWEST_SEQUENCES,
     attend,
     check_head_stride,
     load_rows,
@@ -43,65 +42,8 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 PART_TOKENS: Final = 512
-MOST_PART_ROWS: Final = 4096
-"""Rows, of all parts of a step that have programs of their own; bounds the memory for their results."""
-_FIELDS = tl.constexpr(8)
-"""Fields of a record: sequence (-1 for an unused entry), first row, query start, query tokens, keys, its part (-1 for
-all parts), index of the sequence's first part among those of the step, parts."""
 _UNROLLED = tl.constexpr(8)
 """Parts that a merge loads at once."""
-
-
-@triton.jit(do_not_specialize=["num_seqs", "most_parts"])
-def list_work(
-    records,
-    arrivals,
-    cu_seqlens_q,
-    seq_lens,
-    num_seqs,
-    most_parts,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """List the tiles and parts of a step; one program per entry of `records`, [entries, 8] int32.
-
-    The parts of a sequence have programs of their own if its queries are a single tile, until `most_parts` are used up.
-    The last tiles of a sequence come before its first ones, since they see the most keys. Resets `arrivals` to 0.
-    """
-    entry = tl.program_id(0)
-    b = tl.arange(0, BLOCK_B)
-    real = b < num_seqs
-    q_start, q_len, _, k_len = load_lengths(cu_seqlens_q, seq_lens, cu_seqlens_q, b, real, True)
-    tiles = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
-    parts = (k_len + PART - 1) // PART
-    parts = tl.where((tiles == 1) & (parts > 1), parts, 0)
-    splits = (parts > 0) & (tl.cumsum(parts, 0) <= most_parts)
-    count = tl.where(splits, parts, tiles)
-    seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
-    record = records + entry * _FIELDS
-    if seq >= num_seqs:
-        tl.store(record, -1)
-    else:
-        mine = b == seq
-        first = tl.sum(tl.where(b < seq, count, 0), 0)
-        my_count = tl.sum(tl.where(mine, count, 0), 0)
-        is_part = tl.sum(tl.where(mine & splits, 1, 0), 0) > 0
-        number = entry - first
-        tl.store(record, seq)
-        tl.store(record + 1, tl.where(is_part, 0, (my_count - 1 - number) * BLOCK_M))
-        tl.store(record + 2, tl.sum(tl.where(mine, q_start, 0), 0))
-        tl.store(record + 3, tl.sum(tl.where(mine, q_len, 0), 0))
-        tl.store(record + 4, tl.sum(tl.where(mine, k_len, 0), 0))
-        tl.store(record + 5, tl.where(is_part, number, -1))
-        tl.store(record + 6, tl.sum(tl.where((b < seq) & splits, parts, 0), 0))
-        tl.store(record + 7, my_count)
-        if number == 0:
-            head = tl.arange(0, BLOCK_H)
-            tl.store(arrivals + seq * KV_HEADS + head, 0, mask=head < KV_HEADS)
 
 
 @triton.jit
@@ -159,7 +101,7 @@ def invariant(
     """
     D: tl.constexpr = D1 + D2
     kv_head = tl.program_id(0)
-    record = records + tl.program_id(1) * _FIELDS
+    record = records + (tl.program_id(1) + 1) * RECORD_FIELDS
     seq = tl.load(record)
     if seq < 0:
         return
@@ -210,12 +152,13 @@ def invariant(
         # A single part was merged into nothing, which left it as it was: `acc` is its result and `m` its log-sum-exp.
         count = tl.load(record + 7)
         first = tl.load(record + 6).to(tl.int64)
-        lines = ((first + own_part) * KV_HEADS + kv_head) * part_rows + tl.arange(0, BLOCK_M)
+        number = tl.load(record + 9)
+        lines = ((first + number) * KV_HEADS + kv_head) * part_rows + tl.arange(0, BLOCK_M)
         store_rows(partial_out, lines * D, exists, acc1, acc2, D1, D2)
         tl.store(partial_lse + lines, m, mask=exists)
         # The stores of all threads of this program must precede its arrival.
         tl.debug_barrier()
-        counter = arrivals + seq * KV_HEADS + kv_head
+        counter = arrivals + first * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") != count - 1:
             return
         tl.store(counter, 0)  # for the next layer
@@ -262,37 +205,21 @@ class InvariantAttention:
         # The launch must not depend on the step, else neither would the order of the sums.
         launch = selection.launches[-1].launch
         assert PART_TOKENS % launch.block_n == 0
-        group, heads, num_seqs = problem.group_size, problem.num_kv_heads, batch.num_seqs
-        rows = min(launch.block_m, batch.max_seqlen_q * group)
-        most_parts = 0
-        if batch.max_seqlen_k > PART_TOKENS:
-            parts = num_seqs * -(-batch.max_seqlen_k // PART_TOKENS)
-            most_parts = min(MOST_PART_ROWS // rows, parts)
-        # Each sequence may end with a partial tile.
-        most = batch.num_tokens * group // launch.block_m + num_seqs + most_parts
+        heads = problem.num_kv_heads
+        self._list = PartList(
+            problem,
+            batch,
+            group=problem.group_size,
+            block_m=launch.block_m,
+            part_tokens=PART_TOKENS,
+            counters=heads,
+        )
         device = batch.seq_lens.device
-        self._records = torch.empty((most, _FIELDS.value), dtype=torch.int32, device=device)
-        self._arrivals = torch.empty((num_seqs, heads), dtype=torch.int32, device=device)
-        lines = (most_parts, heads, rows)
+        lines = (self._list.most_parts, heads, self._list.part_rows)
         self._partial_out = torch.empty((*lines, problem.head_dim), device=device)
         self._partial_lse = torch.empty(lines, device=device)
-        list_work[(most,)](
-            self._records,
-            self._arrivals,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            num_seqs,
-            most_parts,
-            GROUP=group,
-            KV_HEADS=heads,
-            BLOCK_M=launch.block_m,
-            PART=PART_TOKENS,
-            BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
-            BLOCK_H=triton.next_power_of_2(heads),
-            num_warps=1,
-        )
-        self._grid = (heads, most)
-        self._table, self._part_rows = batch.block_table, rows
+        self._grid = (heads, self._list.num_entries)
+        self._table = batch.block_table
         self._problem = problem
         self._constants = {
             **tile_constants(problem, launch),
@@ -321,13 +248,13 @@ class InvariantAttention:
             *kv.unbind(0),
             *scale_arguments(kv, kv_scale),
             out,
-            self._records,
-            self._arrivals,
+            self._list.records,
+            self._list.arrivals,
             self._partial_out,
             self._partial_lse,
             self._table,
             self._table.stride(0),
-            self._part_rows,
+            self._list.part_rows,
             q.stride(0),
             q.stride(1),
             problem.softmax_scale,

@@ -185,7 +185,8 @@ def test_the_plan_says_which_requests_are_deterministic(config, arch):
         assert "sm_75" in plan.why or "CPU" in plan.why
     else:
         assert plan.requests == "on request"
-        assert "invariant_prefill, invariant_decode" in plan.why
+        ours = "hopper_" if CATALOGUE[arch].sm == 90 else ""
+        assert f"by {ours}invariant_prefill, {ours}invariant_decode" in plan.why
 
 
 def test_with_all_requests_deterministic_the_plan_has_the_kernels_of_deterministic_steps(config):
@@ -194,5 +195,8 @@ def test_with_all_requests_deterministic_the_plan_has_the_kernels_of_determinist
     plan = explain_model(model, 16, CATALOGUE["h100"], deterministic=True)
 
     assert plan.deterministic.requests == "all"
-    assert [it.kernel for it in plan.phases] == ["invariant_prefill", "invariant_decode"]
+    assert [it.kernel for it in plan.phases] == [
+        "hopper_invariant_prefill",
+        "hopper_invariant_decode",
+    ]
     assert plan.one_sequence == "layer by layer: deterministic"

@@ -27,7 +27,16 @@ PATIENCE = 20.0
 
 
 class Array(torch.Tensor):
-    """A tensor with the methods of Gluon's."""
+    """A tensor with the methods of Gluon's, whose augmented assignments bind a new value."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self - other
+
+    def __iand__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self & other
 
     @property
     def type(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
 
@@ -15,10 +14,11 @@ from kernels.arch import CATALOGUE, CPU
 from kernels.attention import functional
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import DTYPES, AttentionProblem, PagedBatch, Phase
-from kernels.attention.registry import REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.attention.select import select
 from kernels.attention.spec import KernelSpec
 from kernels.errors import NoKernelError, ShapeError
+from kernels.fp8 import FP8
 
 HALF = frozenset({"float16", "bfloat16"})
 TILES = TunedLaunch(LaunchConfig(128, 64, 8, 3), None, "a test", measured=False)
@@ -243,18 +243,55 @@ def test_max_query_tokens_does_not_limit_a_prefill(arch):
         assert kernels.select(problem(max_query_tokens=most), arch).spec.phase is Phase.PREFILL
 
 
+INVARIANT_SHAPES = [
+    {"head_dim": 64, "num_heads": 9, "num_kv_heads": 3},
+    {"head_dim": 64, "num_heads": 14, "num_kv_heads": 2},
+    {"head_dim": 128, "num_heads": 16, "num_kv_heads": 8},
+    {"head_dim": 256, "num_heads": 4, "num_kv_heads": 1},
+    {"head_dim": 80, "sliding_window": 100, "softcap": 15.0},
+    {"head_dim": 128, "block_size": 48},
+    {"head_dim": 128, "kv_dtype": FP8},
+    {"head_dim": 112},
+]
+
+
 @pytest.mark.parametrize("arch", ["a100", "h100", "b200"])
-@pytest.mark.parametrize("phase", list(Phase))
-def test_a_batch_invariant_problem_has_one_kernel_and_launch_for_both_phases(arch, phase):
-    for head_dim, dtype in itertools.product((64, 80, 128, 256), ("bfloat16", "float32")):
-        asked = problem(phase, dtype=dtype, head_dim=head_dim, batch_invariant=True)
-        other = dataclasses.replace(asked, phase=Phase.PREFILL)
+@pytest.mark.parametrize("shape", INVARIANT_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_invariant_problem_has_one_kernel_and_launch_for_both_phases(arch, shape, dtype):
+    prefill, decode = (problem(it, dtype, **shape, batch_invariant=True) for it in Phase)
+    try:
+        first = kernels.select(prefill, CATALOGUE[arch])
+    except NoKernelError:
+        with pytest.raises(NoKernelError):
+            kernels.select(decode, CATALOGUE[arch])
+        return
+    second = kernels.select(decode, CATALOGUE[arch])
 
-        found = kernels.select(asked, CATALOGUE[arch])
+    assert first.spec.target == second.spec.target
+    assert len(first.launches) == 1
+    assert first.launches == second.launches
 
-        assert found.spec.name == f"invariant_{phase.value}"
-        assert len(found.launches) == 1
-        assert found.launches[0].launch == kernels.select(other, CATALOGUE[arch]).launches[0].launch
+
+def test_hopper_has_a_batch_invariant_kernel_of_its_own_for_half_precision():
+    def chosen(arch, dtype, **shape):
+        asked = problem(dtype=dtype, **shape, batch_invariant=True)
+        return kernels.select(asked, CATALOGUE[arch]).spec.name
+
+    for shape in INVARIANT_SHAPES[:5]:
+        assert chosen("h100", "bfloat16", **shape) == "hopper_invariant_prefill"
+    for shape in INVARIANT_SHAPES[5:7]:
+        assert chosen("h100", "bfloat16", **shape) == "invariant_prefill"
+    assert chosen("h100", "float32") == "invariant_prefill"
+    assert chosen("b200", "bfloat16") == "invariant_prefill"
+
+
+def test_both_phases_of_a_batch_invariant_kernel_support_the_same_problems():
+    prefills = [row for row in INVARIANT_REGISTRY if row.phase is Phase.PREFILL]
+    decodes = [row for row in INVARIANT_REGISTRY if row.phase is Phase.DECODE]
+    for one, other in zip(prefills, decodes, strict=True):
+        same = dataclasses.replace(other, name=one.name, phase=Phase.PREFILL, tuned_as=one.tuned_as)
+        assert same == one
 
 
 @pytest.mark.parametrize("phase", list(Phase))

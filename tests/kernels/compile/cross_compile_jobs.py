@@ -94,6 +94,14 @@ _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
 }  # fmt: skip
 """Compiled for every head dim: each has its own distribution of registers, so each may spill."""
+_INVARIANT_VARIANTS: dict[str, dict[str, Any]] = {
+    "window, softcap, 1 head a group": {"num_heads": 8, "sliding_window": 1000, "softcap": 30.0},
+    "window, 2 heads a group": {"num_heads": 16, "sliding_window": 1000},
+    "softcap, blocks of 64, 8 heads a group": {"num_heads": 64, "block_size": 64, "softcap": 30.0},
+    "3 heads a group": {"num_heads": 9, "num_kv_heads": 3},
+    "7 heads a group": {"num_heads": 14, "num_kv_heads": 2},
+    "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
+}
 _FUNCTIONS = {"hopper_fp8_prefill": "prefill", "hopper_unpacked_prefill": "unpack_rows"}
 """Of rows that launch several functions, the one that no other row launches, or the largest."""
 _FP8_VARIANTS: dict[str, dict[str, Any]] = {
@@ -169,7 +177,8 @@ def _is_uncommon(job: Job) -> bool:
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the registry rows that launch Triton or Gluon kernels on a compute capability."""
     # Both phases of a batch-invariant problem have the same kernel.
-    ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY, INVARIANT_REGISTRY[0]) if row.launch]
+    invariant = [row for row in INVARIANT_REGISTRY if row.phase is Phase.PREFILL]
+    ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY, *invariant) if row.launch]
     return [row for row in ours if row.sm and sm in row.sm]
 
 
@@ -220,10 +229,16 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
         (name, problem(spec.phase, **(fixed_fields(spec) | fields)))
         for name, fields in variants.items()
     ]
-    if spec.name in ("hopper_fp8_prefill", "hopper_prefill", "blackwell_prefill"):
+    every_dim = {
+        "hopper_fp8_prefill": _FP8_VARIANTS,
+        "hopper_prefill": _HOPPER_VARIANTS,
+        "hopper_invariant_prefill": _INVARIANT_VARIANTS,
+        "blackwell_prefill": _HOPPER_VARIANTS,
+    }
+    if spec.name in every_dim:
         asked += [
             (name, problem(spec.phase, head_dim=head_dim, **(fixed_fields(spec) | fields)))
-            for name, fields in (_FP8_VARIANTS if spec.quantized_only else _HOPPER_VARIANTS).items()
+            for name, fields in every_dim[spec.name].items()
             for head_dim in sorted(spec.head_dims or ())
         ]
     return [
@@ -258,6 +273,7 @@ def _quantized(spec: KernelSpec, sm: int) -> list[Job]:
 def _planning(sm: int) -> list[Job]:
     """List the functions that plan a step, and the merge of a cascade."""
     prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
+    windowed = problem(Phase.PREFILL, sliding_window=1000)
     packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
     launch = LaunchConfig(64, 64, 4, 2)
     ordered = {"hopper_prefill": 192, "blackwell_prefill": 256}
@@ -271,9 +287,8 @@ def _planning(sm: int) -> list[Job]:
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
         Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
         *(
-            Job(sm, row.name, "plan", prefill, launch, count, f"{count} sequences")
-            for row in INVARIANT_REGISTRY[:1]
-            for count in (1, 300)
+            Job(sm, "invariant_prefill", "plan", it, launch, count, f"{count} sequences")
+            for count, it in ((1, prefill), (300, windowed))
         ),
         Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
         Job(sm, "portable_decode", "plan", decode, launch, 300, "window, 300 sequences"),

@@ -1,0 +1,336 @@
+"""Runs the batch-invariant kernel of Hopper on a CPU: its own warp roles, on PyTorch's tensors instead of Gluon's.
+
+The three roles of a thread block are threads, which wait for each other at the kernel's barriers. Copies complete as
+they are issued; layouts have no meaning. Products are exact and their sums are in float32, as on the tensor cores.
+Shared memory begins as NaN, and thread blocks run one after the other in random order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from kernels.attention.hopper import (
+    consumer,
+    invariant,
+    invariant_roles,
+    part_results,
+    ping_pong,
+    pipeline,
+    producer,
+    scores,
+)
+from tests.kernels.attention.hopper_backward_on_cpu import PATIENCE, Array, Pointer, array
+from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KERNEL = invariant.invariant.fn
+_NAMES = tuple(inspect.signature(KERNEL).parameters)
+_MODULES = (
+    consumer,
+    invariant,
+    invariant_roles,
+    part_results,
+    ping_pong,
+    pipeline,
+    producer,
+    scores,
+)
+_FIRST_BARRIER = 9
+_BUFFERS = (
+    "q", "k", "v", "o", "items", "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full",
+    "item_empty",
+)  # fmt: skip
+
+
+class Halves(Array):
+    """A tensor whose `split` is Gluon's."""
+
+    def split(self) -> tuple[Any, Any]:  # type: ignore[override]
+        return self[..., 0], self[..., 1]
+
+
+class Barrier:
+    """An mbarrier: a phase completes when all arrivals and all expected bytes have come."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.pending = self.bytes = self.completed = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = int(count)
+
+    def expect(self, count: int) -> None:
+        with self.changed:
+            self.bytes += int(count)
+        self.arrive()
+
+    def arrive(self, count: int = 1, pred: Any = True) -> None:
+        if not pred:
+            return
+        with self.changed:
+            self.pending -= count
+            assert self.pending >= 0, "more arrivals than a phase has"
+            self._complete()
+
+    def receive(self, count: int) -> None:
+        with self.changed:
+            self.bytes -= count
+            assert self.bytes >= 0, "more bytes than expected"
+            self._complete()
+
+    def wait(self, phase: Any) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.completed & 1 != int(phase), PATIENCE)
+            assert done, "deadlock"
+
+    def _complete(self) -> None:
+        if not self.pending and not self.bytes:
+            self.completed += 1
+            self.pending = self.count
+            self.changed.notify_all()
+
+
+class Barriers:
+    """The mbarriers of a ring."""
+
+    def __init__(self, count: int) -> None:
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.barriers[int(i)]
+
+
+class Field:
+    """One integer of a posted item."""
+
+    def __init__(self) -> None:
+        self.value = array(0)
+
+    def store(self, value: Any) -> None:
+        self.value = value.clone()
+
+    def load(self, layout: Any) -> Any:
+        del layout
+        return self.value
+
+
+class Items:
+    """The ring of posted items."""
+
+    def __init__(self, count: int) -> None:
+        self.fields = [Field() for _ in range(count)]
+
+    def index(self, i: Any) -> Field:
+        return self.fields[int(i)]
+
+
+class InvariantDevice(DecodeDevice):
+    """What the roles use of Gluon."""
+
+    def __init__(self, num_programs: int, consumers: int) -> None:
+        super().__init__()
+        self.programs = num_programs
+        self.lock = threading.Lock()
+        self.signals = [threading.Semaphore(0) for _ in range(consumers)]
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype is self.int64:
+            return Barriers(shape[0])
+        if dtype is self.int32:
+            return Items(shape[0])
+        return super().allocate_shared_memory(dtype, shape, layout)
+
+    def num_programs(self, axis: int) -> int:
+        assert axis == 0
+        return self.programs
+
+    def max(self, x: Any, axis: int) -> Any:
+        return x if x.ndim == 0 else x.amax(axis)
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Any:
+        if list(shape) == [1]:
+            return array(torch.zeros((), dtype=dtype))
+        return super().zeros(shape, dtype, layout)
+
+    def sum(self, x: Any, axis: int) -> Any:
+        return array(torch.sum(x, axis))
+
+    def where(self, condition: Any, yes: Any, no: Any) -> Any:
+        return array(torch.where(array(condition), array(yes), array(no)))
+
+    def exp2(self, x: Any) -> Any:
+        """Compute in float64, because PyTorch's float32 result depends on the number of elements."""
+        return array(torch.exp2(array(x).double()).float())
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        exact = array(x).double() * array(y).double() + array(z).double()
+        return array(exact.float())
+
+    def join(self, one: Any, other: Any) -> Any:
+        return array(torch.stack((one, other), -1))
+
+    def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        del layout, assert_trivial
+        return value.as_subclass(Halves)
+
+    def warpgroup_mma(self, *arguments: Any, **named: Any) -> Any:
+        return super().warpgroup_mma(*arguments, **named).as_subclass(Halves)
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel") -> Any:
+        with self.lock:
+            return super().atomic_add(pointer, value, sem)
+
+    def inline_asm_elementwise(self, code: str, *_: Any, **__: Any) -> Any:
+        if "%ctaid.x" in code:
+            return self.program[0]
+        instruction, number, threads = code.partition(";")[0].split()
+        assert threads == "256"
+        signal = self.signals[int(number.rstrip(",")) - _FIRST_BARRIER]
+        if instruction == "bar.arrive":
+            assert not signal.acquire(blocking=False), "two arrivals at once"
+            signal.release()
+        else:
+            assert signal.acquire(timeout=PATIENCE), "deadlock"
+        return None
+
+    def copy_in(self, desc: Any, where: list[Any], full: Barrier, target: Any) -> None:
+        """Copy a box to shared memory; what lies outside of the tensor is 0."""
+        box = _box(desc, where)
+        target.memory.zero_()
+        target.memory[tuple(map(slice, box.shape))] = box
+        full.receive(target.memory.numel() * target.memory.element_size())
+
+    def copy_out(self, desc: Any, where: list[Any], source: Any) -> None:
+        """Copy a box from shared memory; what lies outside of the tensor is not copied."""
+        box = _box(desc, where)
+        box.copy_(source.memory[tuple(map(slice, box.shape))])
+
+
+def _box(desc: Any, where: list[Any]) -> torch.Tensor:
+    starts = [int(it) for it in where]
+    ends = map(sum, zip(starts, desc.box, strict=True))
+    found: torch.Tensor = desc.memory[tuple(map(slice, starts, ends))]
+    return found
+
+
+class InvariantOnCPU:
+    """Takes the place of the kernel `invariant`."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        """Return a function that runs the programs of a grid."""
+        programs = list(range(*grid))
+        random.Random(0).shuffle(programs)
+
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            assert num_warps == 4
+            given = dict(zip(_NAMES, map(_argument, arguments), strict=False))
+            c = _plain(constants)
+            device = InvariantDevice(len(programs), c.CONSUMERS)
+            with _in_place_of_gluon(device):
+                for number in programs:
+                    device.program = (number, 0, 0)
+                    _run(device, given, c)
+            assert not any(it.acquire(blocking=False) for it in device.signals), "arrivals are left"
+            assert not given["counter"].memory.any()
+
+        return launch
+
+
+def _plain(constants: dict[str, Any]) -> SimpleNamespace:
+    made = pipeline.Constants(
+        *(constants[name] for name in _NAMES[_NAMES.index("HEADS") : _NAMES.index("PART")]),
+        True, True, constants["WINDOW"], constants["SOFTCAP"], False, constants["OWN_OUTPUT"], 2,
+        constants["PART"] // constants["BLOCK_N"],
+    )  # fmt: skip
+    return SimpleNamespace(**{name: it.value for name, it in vars(made).items()})
+
+
+def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> None:
+    pipe = pipeline.make_pipeline(given["q_desc"].dtype, given["o_desc"].dtype, c)
+    results = tuple(
+        given[name] for name in ("running", "partial_out", "partial_sums", "records", "arrivals")
+    )
+    supply = [
+        given[name]
+        for name in (
+            "q_desc", "k_desc", "v_desc", "records", "block_table", "table_stride", "counter",
+            "k_head_stride", "window",
+        )
+    ]  # fmt: skip
+    scale = [given[name] for name in ("scale", "window", "softcap")]
+    errors: list[BaseException] = []
+
+    def role(function: Any, *arguments: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                function(pipe, *arguments, c)
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    threads = [role(invariant_roles.produce_parts, *supply, False)]
+    threads += [
+        role(invariant_roles.consume_parts, given["o_desc"], given["out"], results, *scale, index)
+        for index in range(c.CONSUMERS)
+    ]
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _argument(x: Any) -> Any:
+    """Return what stands for an argument of a launch in the kernel."""
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    if hasattr(x, "block_shape"):
+        return SimpleNamespace(
+            memory=x.base.view(x.shape), box=x.block_shape, dtype=x.base.dtype, layout=None
+        )
+    return array(x) if isinstance(x, int) else x
+
+
+@contextlib.contextmanager
+def _in_place_of_gluon(device: InvariantDevice) -> Iterator[None]:
+    """Replace what the modules import, and let their functions call each other as Python's."""
+    replaced = {
+        "Pipeline": lambda *fields: SimpleNamespace(
+            **dict(zip(_BUFFERS, fields, strict=True))
+        ),
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: None, init=Barrier.init, expect=Barrier.expect, wait=Barrier.wait,
+            arrive=Barrier.arrive,
+        ),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=device.copy_in, async_copy_shared_to_global=device.copy_out,
+            store_wait=lambda _: None,
+        ),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": device.warpgroup_mma,
+        "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for module in _MODULES:
+            names = vars(module)
+            functions = {name: it.fn for name, it in names.items() if hasattr(it, "fn")}
+            plain = {
+                name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"
+            }
+            own = {name: it for name, it in replaced.items() if name in names}
+            stack.enter_context(
+                mock.patch.multiple(module, **({"gl": device} | functions | plain | own))
+            )
+        yield
