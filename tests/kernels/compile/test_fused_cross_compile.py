@@ -45,7 +45,8 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if "fp8 weights" not in around and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
+    if not {"fp8 weights", "gemma"}.intersection(around)
+    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
