@@ -69,8 +69,8 @@ _GELU_CUBE = gl.constexpr(0.044715)
 
 @gluon.jit
 def consume(
-    ring, table, embedding, norm, ids, positions, slots, ropes, buffers, counter, logits, tokens, logprobs, sampled, eps,
-    scale, c,
+    ring, table, embedding, norm, ids, positions, slots, ropes, buffers, counter, logits, tokens, logprobs, sampled,
+    eps, scale, c,
 ):  # fmt: skip
     """Compute a step; `ropes` and `buffers` are the arguments of `whole_step` from `cos` and from `hidden` on.
 
@@ -169,10 +169,9 @@ def consume(
 def rotation(table, layer, ropes, position, c):
     """Load the cosine and the sine by which a layer rotates the token's heads, of the tables of all positions."""
     cos, sin, local_cos, local_sin = ropes
-    if c.LOCAL_ROPE:
-        if window_of(table, layer) > 0:
-            cos = local_cos
-            sin = local_sin
+    if c.LOCAL_ROPE and window_of(table, layer) > 0:
+        cos = local_cos
+        sin = local_sin
     cosine = load_head_vector(cos + position * c.D, c)
     return cosine, load_head_vector(sin + position * c.D, c)
 

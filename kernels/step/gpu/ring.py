@@ -38,9 +38,9 @@ FIELDS = (
 )  # fmt: skip
 """Fields of a layer in the table of addresses, in order; `window` is not an address but a number of tokens.
 
-Layers with more tensors have a second row behind the rows of all layers, so that the rows of other layers stay as short:
-the scales of FP8 weights are in the fields of their matrices, the norms after attention and MLP in those of the norms
-before.
+Layers with more tensors have a second row behind the rows of all layers, so that the rows of others stay as short: the
+scales of FP8 weights are in the fields of their matrices, the norms after attention and MLP in the fields of the norms
+before them.
 """
 (
     QKV,

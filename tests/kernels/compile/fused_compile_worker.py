@@ -77,8 +77,8 @@ STEPS |= {
     for around, shape in {**STEPS, ("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}.items()
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices. "gemma" has norms after attention and MLP, weights of norms in float32, and a rotation
-of its own for layers with a window."""
+"fp8 weights" the layers' matrices. "gemma" has norms after attention and MLP, weights of norms in float32, and a
+rotation of its own for layers with a window."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -343,7 +343,10 @@ class FusedCompiler(Compiler):
             arch = dataclasses.replace(arch, num_sms=78)
         rows = job.tokens
         ids, slots = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        table, rope = torch.empty((rows, 9), dtype=torch.int32), (empty(99, 1, dim),) * (4 if gemma else 2)
+        table, rope = (
+            torch.empty((rows, 9), dtype=torch.int32),
+            (empty(99, 1, dim),) * (4 if gemma else 2),
+        )
         logits = empty(rows, vocabulary)
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []

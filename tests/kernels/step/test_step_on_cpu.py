@@ -90,9 +90,10 @@ FP8_WEIGHTS = (
     Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
 )
 GEMMAS = (
-    Case(1, parts=GEMMA, window=40, layers=3),
-    Case(1, parts=GEMMA, hidden=1152, inner=2176, kv_heads=1, dim=256, window=40, num_sms=20),
-    Case(1, parts=GEMMA, hidden=2112, inner=4160, window=40, num_sms=20, fp8=True),
+    Case(1, parts=GEMMA, window=40),
+    Case(1, parts=GEMMA, kv_heads=1, dim=256, window=40, layers=3),
+    Case(1, parts=GEMMA, hidden=1152, kv_heads=1, dim=256, window=40, layers=3),
+    Case(1, parts=GEMMA, hidden=2112, inner=640, window=40, num_sms=20, fp8=True),
     Case(1, parts=GEMMA, window=40, fp8_weights=True, fp8=True),
     Case(1, parts=GEMMA, window=40, early=False, num_sms=23, around=False),
     *(Case(1, parts=(part,), window=40, around=False) for part in GEMMA),
@@ -291,11 +292,13 @@ def model(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model", slow_except((*CASES[:2], *FP8_WEIGHTS[:1]), CASES), indirect=True, ids=str
+    "model", slow_except((*CASES[:2], *FP8_WEIGHTS[:1], *GEMMAS[:3]), CASES), indirect=True, ids=str
 )
 def test_several_steps_agree_with_float64(model):
     bound = model.bind()
     allowed = 0.06 if model.case.fp8 else 0.03
+    # A part of Gemma changes less than what errors may add up to in other models.
+    allowed = 0.012 if model.case.parts else allowed
     for shift in (0, 20):
         model.positions = (torch.tensor(POSITIONS)[: model.case.rows] + shift).clamp(min=0)
         truth, _ = model.truth()
