@@ -132,7 +132,7 @@ GEMMAS = {
     "gemma-3-1b": gemma(1152, 6912, 4, 1, num_layers=6, layer_types=WINDOW_IN_TWO * 2),
     "gemma-3-270m": gemma(640, 2048, 4, 1, sliding_window=100),
     "gemma-3-4b": gemma(2560, 10240, 8, 4, rope=RopeConfig("linear", 1e6, 8.0)),
-    "gemma-2b": gemma(
+    "gemma without norms after": gemma(
         2048, 16384, 8, 1, post_norms=False, local_rope=None, qk_norm=False, sliding_window=None,
         layer_types=(),
     ),
