@@ -448,9 +448,13 @@ def parts_sent(inputs, stage, batch, fp8=False):
 def flying_of(inputs, flying, fp8):
     """Return how many stages of ROWS rows of weights a program copies at once.
 
-    `flying` stages of the model's dtype; twice as many where FP8 weights fill each only up to the half.
+    `flying` stages of the model's dtype; twice as many where FP8 weights fill each only up to the half, one more where
+    every second stage holds a single part, so that two full stages are under way as with other sizes.
     """
-    return 2 * flying if fp8 and inputs <= PARTS.value * COLUMNS.value else flying
+    if fp8 and inputs <= PARTS.value * COLUMNS.value:
+        return 2 * flying
+    small = stages_of(inputs, fp8) == 2 and parts_in(inputs, 1, fp8) == 1
+    return flying + 1 if small and flying > 1 else flying
 
 
 @gluon.jit
