@@ -127,12 +127,16 @@ def consume(
         arrivals += programs
 
         post_gains = load_post_gains(table, layer, INPUT_NORM, norm_dtype, c)
+        gate_gains = mlp_gains
+        if c.POST_NORMS:
+            # Attention has no registers for them beside the residual stream.
+            gate_gains = load_gains(address(table, layer, MLP_NORM, norm_dtype), c)
         wait_grid(counter, arrivals, c.EARLY)
         stream = receive_hidden(ring, stream, between + parity * c.HIDDEN, post_gains, eps, c)
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         own = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
         before = held_rows(ring, own, c)
-        xs, factor = normed(ring, mlp_gains, eps, c)
+        xs, factor = normed(ring, gate_gains, eps, c)
         used = gate_all(ring, xs, factor, inner, parity, first, used, c)
         arrive_published(counter, c)
         arrivals += programs
@@ -148,7 +152,8 @@ def consume(
         arrivals += programs
 
         next_layer = gl.minimum(layer + 1, c.LAYERS - 1)
-        mlp_gains = load_gains(address(table, next_layer, MLP_NORM, norm_dtype), c)
+        if not c.POST_NORMS:
+            mlp_gains = load_gains(address(table, next_layer, MLP_NORM, norm_dtype), c)
         q_gain, k_gain = head_gains(table, next_layer, cosine, norm_dtype, c)
         if c.LOCAL_ROPE:
             cosine, sine = rotation(table, next_layer, ropes, position, c)
