@@ -338,12 +338,13 @@ class _RowProjection:
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        return tuple(
-            rows
-            for spec in REGISTRY
-            for rows in spec.row_counts
-            if self._choose(rows)[0].spec is spec
-        )
+        counts = sorted({rows for spec in REGISTRY for rows in spec.row_counts})
+        chosen = {rows: self._choose(rows)[0].spec for rows in counts}
+        own = {rows for rows, spec in chosen.items() if rows in spec.row_counts}
+        # A kernel for any number of rows may have launches of its own around it, although another one has most rows.
+        most = chosen[counts[-1]].name
+        others = {it.name: rows for rows, it in reversed(chosen.items()) if not it.row_counts}
+        return tuple(sorted(own.union(rows for name, rows in others.items() if name != most)))
 
     def _choose(self, rows: int) -> tuple[LinearChoice, Callable[..., Tensor]]:
         """Choose the product for `rows` rows; cached for each number."""

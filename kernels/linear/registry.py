@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
-from kernels.linear import cpu
+from kernels.linear import cpu, persistent_tiles
 from kernels.linear.matrix_tiles import FEWEST_ROWS, ROW_COUNTS, most_rows
+from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,10 +89,10 @@ def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     )
 
 
-def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+def _hopper_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    """List the reasons that apply to the kernels for Hopper's tensor cores."""
     sizes = (problem.matrices * problem.outputs, problem.inputs)
     odd = next((size for size in sizes if size % _MATRIX_MULTIPLE), None)
-    most = most_rows(problem.layer_weights)
     return arch.unsupported(HOPPER) + _reasons(
         (problem.trainable, "not differentiable"),
         (
@@ -102,6 +103,26 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
         (problem.dtype not in _HALF_DTYPES, f"no {problem.dtype}"),
         (problem.bias and (problem.gated or problem.residual), "no bias with a gate or a residual"),
         (odd is not None, f"a size of {odd} is not a multiple of {_MATRIX_MULTIPLE}"),
+    )
+
+
+def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    kind, rows, least = persistent_tiles.kind_of(problem), problem.rows, INVARIANT_FEWEST_ROWS
+    return _hopper_unsupported(problem, arch) + _reasons(
+        (
+            problem.batch_invariant and rows < least,
+            f"{rows} rows: batch-invariant layers have it from {least} on",
+        ),
+        (
+            not problem.batch_invariant and not persistent_tiles.gains(problem),
+            f"{rows} rows of a {kind} layer: not measured to be faster",
+        ),
+    )
+
+
+def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    most = most_rows(problem.layer_weights)
+    return _hopper_unsupported(problem, arch) + _reasons(
         (
             not problem.batch_invariant and not FEWEST_ROWS <= problem.rows <= most,
             f"{problem.rows} rows: others are faster outside {FEWEST_ROWS} to {most}",
@@ -158,6 +179,16 @@ VECTOR: Final = LinearSpec(
     row_counts=(1, 2, 4),
 )
 """1 to 4 rows, without tensor cores."""
+PERSISTENT: Final = LinearSpec(
+    name="persistent",
+    target="kernels.linear.gpu.persistent:PersistentLinear",
+    unsupported=_persistent_unsupported,
+    absorbs_gate=True,
+    leaves_partials=True,
+    prefetches=True,
+    row_counts=persistent_tiles.ROW_COUNTS,
+)
+"""Many rows, on Hopper's tensor cores, where it is faster than others; batch invariant."""
 MATRIX: Final = LinearSpec(
     name="matrix",
     target="kernels.linear.gpu.matrix:MatrixLinear",
@@ -167,7 +198,7 @@ MATRIX: Final = LinearSpec(
     prefetches=True,
     row_counts=ROW_COUNTS,
 )
-"""5 to 256 rows, on Hopper's tensor cores; any number where the result must be batch invariant."""
+"""5 to 256 rows, on Hopper's tensor cores; batch invariant for any number of rows."""
 INVARIANT: Final = LinearSpec(
     name="invariant",
     target="kernels.linear.gpu.invariant:InvariantLinear",
@@ -206,4 +237,4 @@ PYTORCH: Final = LinearSpec(
 )
 """Differentiable, on every device."""
 
-REGISTRY: Final = (VECTOR, MATRIX, INVARIANT, LIBRARY_FP8, LIBRARY, PACKED, PYTORCH)
+REGISTRY: Final = (VECTOR, PERSISTENT, MATRIX, INVARIANT, LIBRARY_FP8, LIBRARY, PACKED, PYTORCH)

@@ -28,6 +28,10 @@ MOST_TILES: Final = 4
 """Tiles of 8 rows of weights that a program multiplies before its warps add their sums."""
 SUMS: Final = 64
 """Of a tile: 8 for each of 8 sequences."""
+MOST_TENSOR_TILES: Final = 6
+"""The same with one sequence on tensor cores."""
+WARP_SUMS: Final = 32
+"""Of a row of weights: 4 of each warp, one for each part of a stage in the model's dtype."""
 MOST_SPLITS: Final = 8
 """Splits of a sequence, at most: to merge them, a thread holds its elements of all splits in registers."""
 MOST_HEADS: Final = 4
@@ -38,6 +42,8 @@ MERGED: Final = 2048
 """Elements of all heads that are merged at once."""
 HEAD_BYTES: Final = 8192
 """Of the partial results of a query head that the threads of a program have before they merge them."""
+ORDINARY_CORES: Final = {False: 3072, True: 1024}
+"""Largest hidden size at which ordinary cores compute the products of one sequence, without and with FP8 weights."""
 _SCRATCH_BYTES: Final = 6 * 1024
 """For barriers, the scales of FP8 weights, and what the compiler exchanges between warps."""
 
@@ -67,7 +73,20 @@ class StepSizes(NamedTuple):
     stages: int
 
 
-def step_sizes(shape: StepShape, arch: GPUArch, rows: int = 1) -> StepSizes:
+def on_tensor_cores(hidden_size: int, *, fp8_weights: bool, unmeasured: bool) -> bool:
+    """Return whether the products of one sequence are computed on tensor cores: where ordinary cores were slower.
+
+    Args:
+        hidden_size: of the model.
+        fp8_weights: whether the layers' matrices are in float8_e4m3fn.
+        unmeasured: whether tensor cores are used at all sizes.
+    """
+    return unmeasured or hidden_size > ORDINARY_CORES[fp8_weights]
+
+
+def step_sizes(
+    shape: StepShape, arch: GPUArch, rows: int = 1, *, tensor_cores: bool = False
+) -> StepSizes:
     """Divide the step of a model on a GPU.
 
     Query heads are divided until all SMs have some; the keys that several programs read come from the second-level
@@ -77,6 +96,7 @@ def step_sizes(shape: StepShape, arch: GPUArch, rows: int = 1) -> StepSizes:
         shape: sizes of the model.
         arch: the GPU.
         rows: sequences, 1 or one of `ROW_COUNTS`.
+        tensor_cores: whether they multiply one sequence; they do multiply several.
     """
     group = shape.num_heads // shape.num_kv_heads
     kv_heads = rows * shape.num_kv_heads
@@ -94,6 +114,8 @@ def step_sizes(shape: StepShape, arch: GPUArch, rows: int = 1) -> StepSizes:
     else:
         inputs = max(-(-largest * ROWS // MULTIPLIED) * MULTIPLIED, partials)
         used += MOST_TILES * ROWS * SUMS * 4
+    if rows == 1 and tensor_cores:
+        used += MOST_TENSOR_TILES * ROWS * WARP_SUMS * 4
     used += inputs * 2
     stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // STAGE_BYTES
     return StepSizes(

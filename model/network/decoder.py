@@ -478,6 +478,7 @@ class DecoderLM(nn.Module):
             self.norm,
             kv_cache,
             rows,
+            unmeasured=self.unmeasured_kernels,
         )
 
     def _kernels(self, *, deterministic: bool) -> BoundNetwork:

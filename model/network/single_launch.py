@@ -138,6 +138,8 @@ def bind_single_launch(
     norm: Tensor,
     kv_cache: KVCache,
     rows: int = 1,
+    *,
+    unmeasured: bool = False,
 ) -> StepKernel:
     """Bind the parameters and the cache. Neither may be reallocated afterwards.
 
@@ -149,6 +151,7 @@ def bind_single_launch(
         norm: [C], the final norm.
         kv_cache: on the model's device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
+        unmeasured: as for `unsupported`.
     """
     weights = [
         LayerWeights(
@@ -169,7 +172,8 @@ def bind_single_launch(
         for index, layer in enumerate(layers)
     ]
     step = StepWeights(step_shape(config), weights, embedding, head, norm)
-    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
+    arch = detect(head.device)
+    return bind_step(step, kv_cache.layers, kv_cache.scales, arch, rows, unmeasured=unmeasured)
 
 
 def matrix_scales(layer: DecoderLayer) -> MatrixScales | None:
@@ -211,7 +215,8 @@ def unsupported(
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether weights in FP8 may be multiplied at sizes at which that was not measured, or was slower.
+        unmeasured: whether a step of one sequence may have a size at which it was not measured, and multiply on tensor
+            cores.
     """
     features = {
         "a bias of the output projection": config.attention_output_bias,

@@ -15,7 +15,7 @@ memcheck detects it. The parts, by default all:
 - sampling: rows of all filters, of lists of candidates that hold all, some and hardly any of them;
 - step: single-launch steps with and without early arrival, also over an FP8 cache.
 
-The results are compared with a reference or with a second run too. About 60 compilations; run it once
+The results are compared with a reference or with a second run too. About 80 compilations; run it once
 without the sanitizer to fill the compiler's cache.
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
 
@@ -31,6 +32,8 @@ import torch
 import kernels
 from kernels.attention.problem import Phase
 from kernels.attention.registry import INVARIANT_REGISTRY
+from kernels.linear.gpu.matrix import MatrixLinear
+from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY_FP8, MATRIX, VECTOR
 from kernels.linear.select import select_linear
@@ -140,10 +143,10 @@ def multiply_all() -> int:
     for outputs, inputs, kind in MATRIX_CASES:
         weight = random(outputs, inputs, scale=inputs**-0.5, seed=1)
         bias = random(outputs, seed=2) if kind == "bias" else None
-        product = Product(weight, bias, gated=kind == "gated", in_parts=kind == "parts")
-        for count in MATRIX_ROWS:
+        named = {"gated": kind == "gated", "in_parts": kind == "parts"}
+        for kernel, count in itertools.product((MatrixLinear, PersistentLinear), MATRIX_ROWS):
             x = random(count, inputs)
-            out = product(x, pdl=True)
+            out = Product(weight, bias, **named, kernel=kernel)(x, pdl=True)
             out = (out.sum(0).to(weight.dtype) if kind == "parts" else out).cpu()
             judge_product(out, x, weight, bias, gated=kind == "gated")
             runs += 1

@@ -41,12 +41,12 @@ def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
 class Product:
     """A projection bound to its weights."""
 
-    def __init__(self, weight, bias=None, *, gated=False, in_parts=False):
+    def __init__(self, weight, bias=None, *, gated=False, in_parts=False, kernel=MatrixLinear):
         outputs, inputs = weight.shape
         problem = LinearProblem(
             1, outputs // (1 + gated), inputs, gated=gated, residual=in_parts, layer_weights=1
         )
-        self.linear = MatrixLinear(LinearWeights(weight, bias), problem)
+        self.linear = kernel(LinearWeights(weight, bias), problem)
 
     def __call__(self, x, *, pdl):
         return self.linear(x, None, None, LinearArguments(pdl=pdl))
@@ -177,7 +177,7 @@ def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
     again = decode(model, rows, torch.bfloat16)
     monkeypatch.setattr(registry, "most_rows", lambda _: 0)
     model.optimize()
-    assert model.row_counts == (1, 2, 4)
+    assert model.row_counts == (1, 2, 4, 16, 1024, 2048, 4096)
     library, truth = decode(model, rows, torch.bfloat16), decode(wide, rows, torch.float32)
 
     assert torch.equal(found, again)

@@ -146,7 +146,8 @@ SHAPES |= GEMMAS
 MODELS |= SHAPES
 FP8_WEIGHTS = torch.float8_e4m3fn
 FP8_MODELS = MODELS | {"Llama-3.1-8B": llama(4096, 14336, 32, 8, 128, num_layers=2)}
-"""Models of the tests with weights in FP8; the last one is a single launch only with these."""
+"""Models of the tests with weights in FP8 and of those on tensor cores; the last one needs them."""
+MOST = [name for name in FP8_MODELS if not name.startswith("only")]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CONTEXTS = (1, 2, 31, 33, 64, 65, 129, 511, 1024, 4000)
 
@@ -186,11 +187,13 @@ def in_float32(model):
     return wide
 
 
-def bind(model, cache, rows=1):
+def bind(model, cache, rows=1, *, tensor_cores=False):
+    """Bind a model's steps; products are on tensor cores if that is wanted or the only way."""
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     return bind_single_launch(
-        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
-    )
+        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows,
+        unmeasured=tensor_cores,
+    )  # fmt: skip
 
 
 def new_cache(model, kv_dtype=None):
@@ -591,22 +594,11 @@ def test_a_sequence_has_the_same_bits_beside_any_others():
     assert torch.equal(step.single_launch(bound)[2], first)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("qwen", torch.float16),
-        *((name, torch.bfloat16) for name in FP8_MODELS if not name.startswith("only")),
-    ],
-    ids=str,
-)
-def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache(
-    name, dtype, kv_dtype
-):
-    model = build(name, dtype, FP8_WEIGHTS)
+def require_accuracy(model, kv_dtype, *, tensor_cores):
+    """Require a single launch to be as accurate as separate layers, and to write the same cache."""
     wide = in_float32(model)
     one_cache = new_cache(model, kv_dtype)
-    one = bind(model, one_cache)
+    one = bind(model, one_cache, tensor_cores=tensor_cores)
     for context in CONTEXTS:
         cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
         step = Step(model, context)
@@ -622,6 +614,89 @@ def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache
         fill(one_cache)
         assert step.tokens.item() == step.sampled[0].item() == found.float().argmax().item()
         torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen", torch.float16), *((name, torch.bfloat16) for name in MOST)],
+    ids=str,
+)
+def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache(
+    name, dtype, kv_dtype
+):
+    require_accuracy(build(name, dtype, FP8_WEIGHTS), kv_dtype, tensor_cores=False)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    ("name", "dtype", "weight_dtype"),
+    [
+        *((name, torch.bfloat16, None) for name in MOST),
+        *(
+            (name, torch.bfloat16, FP8_WEIGHTS)
+            for name, config in MODELS.items()
+            if config.hidden_size <= 1024
+        ),
+        ("qwen", torch.float16, None),
+        ("qwen", torch.float16, FP8_WEIGHTS),
+    ],
+    ids=str,
+)
+def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cache(
+    name, dtype, weight_dtype, kv_dtype
+):
+    require_accuracy(build(name, dtype, weight_dtype), kv_dtype, tensor_cores=True)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize(
+    ("name", "num_sms"),
+    [*itertools.product(("qwen", "groups of 7"), (16, 78, 114)), ("Llama-3.1-8B", 78)],
+)
+def test_tensor_cores_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms, weight_dtype):
+    arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
+    model = build(name, torch.bfloat16, weight_dtype)
+    wide = in_float32(model)
+    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    cache = new_cache(model)
+    one = bind(model, cache, tensor_cores=True)
+    for context in (1, 65, 511, 4000):
+        fill(cache)
+        step = Step(model, context)
+        plain = step.by_layers(new_cache(model))
+        truth = Step(wide, context).by_layers(new_cache(wide))
+
+        assert_no_worse_than(step.single_launch(one).float(), truth, plain.float(), factor=3.0)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("name", ["qwen", "groups of 3", "Llama-3.1-8B"])
+def test_tensor_cores_give_the_same_bits_in_repeats_and_graph_replays(name, weight_dtype):
+    model = build(name, torch.bfloat16, weight_dtype)
+    one = bind(model, new_cache(model), tensor_cores=True)
+    steps = [Step(model, context, write=False) for context in (700, 40)]
+    expected = [step.single_launch(one) for step in steps]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps[0].single_launch(one)
+
+    for number in [0, 1, 1, 0, 0, 0, 1] * 20:
+        assert torch.equal(steps[number].single_launch(one), expected[number])
+        graph.replay()
+        assert torch.equal(steps[0].logits, expected[0])
+
+
+@pytest.mark.parametrize("exponent", [-8, 8])
+def test_vectors_of_fp8_weights_on_tensor_cores_may_be_small_or_large(exponent):
+    model = build("Llama-3.1-8B", torch.bfloat16, FP8_WEIGHTS)
+    for layer in model.decoder_layers:
+        # The attended values and the gated product are smaller or larger by as much, their projections the reverse.
+        layer.mlp_norm.mul_(2.0 ** (exponent / 2))
+        layer.down_scale.mul_(2.0**-exponent)
+        layer.qkv_scale[-1024:] *= 2.0**exponent
+        layer.output_scale.mul_(2.0**-exponent)
+    require_accuracy(model, None, tensor_cores=True)
 
 
 @pytest.mark.parametrize(
@@ -704,7 +779,7 @@ def test_fp8_weights_reach_the_single_launch_in_an_engine(monkeypatch):
 def test_the_shapes_of_these_models_are_supported():
     for name in MODELS:
         assert build(name, torch.bfloat16).single_launch_unsupported(detect("cuda")) == ()
-    for config in FP8_MODELS.values():
+    for config, weight_dtype in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
         assert not single_launch.unsupported(
-            config, torch.bfloat16, FP8_WEIGHTS, detect("cuda"), unmeasured=True
+            config, torch.bfloat16, weight_dtype, detect("cuda"), unmeasured=True
         )

@@ -37,6 +37,7 @@ from kernels.step.gpu.ring import (
     release,
     wait_full,
 )
+from kernels.step.gpu.tensor_products import store_vector
 
 _SCALE_ROUNDING = gl.constexpr(SCALE_ROUNDING)
 _SCALE_EXPONENT = gl.constexpr(SCALE_EXPONENT)
@@ -411,5 +412,8 @@ def combine(ring, parts, logs, parity, seen, position, c):
         weight = gl.exp2(log - gl.max(log, 0)[None, :])
         acc = gl.sum(part.to(gl.float32) * gl.expand_dims(weight, 2), 0)
         mixed = acc * rows_of(1.0 / gl.sum(weight, 0), acc)[:, None]
-        target.index(i).store(mixed.to(ring.x.dtype))
+        if c.TENSOR_CORES:
+            store_vector(ring, i, mixed, c.FP8_WEIGHTS, c)
+        else:
+            target.index(i).store(mixed.to(ring.x.dtype))
     gl.thread_barrier()

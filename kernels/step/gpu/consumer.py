@@ -62,6 +62,7 @@ from kernels.step.gpu.score import (
     choose,
     score_all,
 )
+from kernels.step.gpu.tensor_products import multiply
 
 _GELU_SLOPE = gl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 _GELU_CUBE = gl.constexpr(0.044715)
@@ -106,7 +107,7 @@ def consume(
         first = first_tile(layer, gl.constexpr(0), c)
         before = held_rows(ring, first, c)
         seen = first_key(table, layer, position, c)
-        xs, factor = normed(ring, gains, eps, c)
+        xs, factor = normed(ring, gains, eps, c.FP8_WEIGHTS, c)
         bias = address(table, layer, QKV_BIAS, dtype)
         used = project_all(ring, xs, factor, qkv, parity, bias, used, c)
         arrive_published(ready, c)
@@ -136,7 +137,7 @@ def consume(
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         own = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
         before = held_rows(ring, own, c)
-        xs, factor = normed(ring, gate_gains, eps, c)
+        xs, factor = normed(ring, gate_gains, eps, c.FP8_WEIGHTS, c)
         used = gate_all(ring, xs, factor, inner, parity, first, used, c)
         arrive_published(counter, c)
         arrivals += programs
@@ -146,7 +147,7 @@ def consume(
             following = address(table, layer + 1, INPUT_NORM, norm_dtype)
         gains = load_gains(following, c)
         wait_grid(counter, arrivals, gl.constexpr(False))
-        share(ring, inner + parity * c.INNER, c.INNER, gl.constexpr(True), c)
+        share(ring, inner + parity * c.INNER, c.INNER, gl.constexpr(True), gl.constexpr(True), c)
         used = add_rows(ring, before, hidden, parity, own, used, c.INNER, c)
         arrive_published(counter, c)
         arrivals += programs
@@ -161,7 +162,7 @@ def consume(
         wait_grid(counter, arrivals, gl.constexpr(False))
         stream = receive_hidden(ring, stream, hidden + parity * c.HIDDEN, post_gains, eps, c)
 
-    xs, factor = normed(ring, gains, eps, c)
+    xs, factor = normed(ring, gains, eps, gl.constexpr(False), c)
     score_all(ring, xs, factor, logits, best, totals, used, c)
     arrive_grid(counter)
     if gl.program_id(0) == 0:
@@ -194,7 +195,7 @@ def head_gains(table, layer, ones, dtype: gl.constexpr, c):
 @gluon.jit
 def project_all(ring, xs, factor, out, parity, bias, used, c):
     """Compute this program's queries, keys and values."""
-    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4)
+    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4, c.FP8_WEIGHTS, c.TENSOR_CORES)
     count = projected_tiles(c)
     for i in range(count // EACH):
         used = project(ring, xs, factor, out, parity, bias, i * EACH, used, EACH, c)
@@ -207,7 +208,7 @@ def project_all(ring, xs, factor, out, parity, bias, used, c):
 @gluon.jit
 def gate_all(ring, xs, factor, out, parity, first, used, c):
     """Compute this program's part of the gated product."""
-    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES // 2, 3)
+    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES // 2, 3, c.FP8_WEIGHTS, c.TENSOR_CORES)
     count = tiles_of_program(first, c.INNER // ROWS)
     for i in range(count // EACH):
         used = gate(ring, xs, factor, out, parity, first, i * EACH, used, EACH, c)
@@ -265,7 +266,11 @@ def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
     for i in gl.static_range(len(before)):
         tile = first + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
-            y, used = dot_shared(ring, used, INPUTS, c.FP8_WEIGHTS, c)
+            if c.TENSOR_CORES:
+                sums, used = multiply(ring, used, INPUTS, gl.constexpr(1), c.FP8_WEIGHTS, c)
+                y = sums[0]
+            else:
+                y, used = dot_shared(ring, used, INPUTS, c.FP8_WEIGHTS, c)
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
             if not c.POST_NORMS:
                 y += before[i].to(gl.float32)

@@ -40,7 +40,8 @@ def whole_step(
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
-    POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr, EMBEDDING_FACTOR: gl.constexpr,
+    TENSOR_CORES: gl.constexpr, POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr,
+    EMBEDDING_FACTOR: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
@@ -68,7 +69,8 @@ def whole_step(
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
         STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
-        POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE, EMBEDDING_FACTOR=EMBEDDING_FACTOR,
+        TENSOR_CORES=TENSOR_CORES, POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE,
+        EMBEDDING_FACTOR=EMBEDDING_FACTOR,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
     ropes = (cos, sin, local_cos, local_sin)
@@ -79,7 +81,7 @@ def whole_step(
             sampled, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
-    ], [4], [48])  # fmt: skip
+    ], [4], [64 if TENSOR_CORES else 48])  # fmt: skip
 
 
 class BoundStep:
@@ -91,6 +93,7 @@ class BoundStep:
         scales: as in `bind_step`.
         arch: of their device.
         rows: sequences of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
+        tensor_cores: whether the products of one sequence are computed on tensor cores.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class BoundStep:
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
         rows: int = 1,
+        *,
+        tensor_cores: bool = False,
     ) -> None:
         self._weights = weights
         self._rows = rows
@@ -107,7 +112,9 @@ class BoundStep:
         self._grid = (arch.num_sms,)
         self._table = address_table(weights, caches, scales)
         self._buffers = exchange_buffers(weights, arch, rows)
-        self._constants = step_constants(weights, caches, scales, arch, rows)
+        self._constants = step_constants(
+            weights, caches, scales, arch, rows, tensor_cores=tensor_cores
+        )
 
 
 class StepKernel(BoundStep):
@@ -119,11 +126,14 @@ class StepKernel(BoundStep):
         caches: tuple[Tensor, ...],
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
+        *,
+        tensor_cores: bool = False,
     ) -> None:
-        super().__init__(weights, caches, scales, arch)
+        super().__init__(weights, caches, scales, arch, tensor_cores=tensor_cores)
         first, factor = weights.layers[0], weights.shape.embedding_factor
         self._constants |= {
             "FP8_WEIGHTS": first.scales is not None,
+            "TENSOR_CORES": tensor_cores,
             "POST_NORMS": first.output_norm is not None,
             "GELU_TANH": weights.shape.activation == "gelu_tanh",
             # Rounded to the dtype, as in training.
@@ -221,10 +231,12 @@ def step_constants(
     scales: tuple[Tensor | None, ...],
     arch: GPUArch,
     rows: int = 1,
+    *,
+    tensor_cores: bool = False,
 ) -> dict[str, Any]:
-    """Return the constants and options of a launch; arguments as for `StepKernel` and `exchange_buffers`."""
+    """Return the constants and options of a launch; arguments as for `BoundStep` and `exchange_buffers`."""
     shape, first = weights.shape, weights.layers[0]
-    sizes = step_sizes(shape, arch, rows)
+    sizes = step_sizes(shape, arch, rows, tensor_cores=tensor_cores)
     little = shape.hidden_size <= _LITTLE_HIDDEN
     return {
         "LAYERS": len(weights.layers),

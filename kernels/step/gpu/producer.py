@@ -60,6 +60,8 @@ def produce_step(ring, table, head, past, block_table, c):
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     used = 0
+    if c.TENSOR_CORES:
+        table = computed_again(table)
     for layer in range(c.LAYERS):
         weight, scales = matrix_of(table, layer, QKV, dtype, c)
         for number in range(projected_tiles(c)):
@@ -153,7 +155,10 @@ def send_parts(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [WIDE // 8, 256 // WIDE], [PRODUCER_WARPS, 1], [1, 0]
     )
-    row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), last)[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    if c.TENSOR_CORES:
+        row = computed_again(row)
+    row = gl.minimum(row, last)[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
     parts = parts_of(ring, stage, FP8, c)
     for j in gl.static_range(COUNT):
@@ -165,6 +170,25 @@ def send_parts(
             async_copy.async_copy_global_to_shared(parts.index(j), place, mask=exists)
         else:
             async_copy.async_copy_global_to_shared(parts.index(j), place)
+
+
+@gluon.jit
+def computed_again(numbers):
+    """Return int32 numbers or a pointer as a result that the compiler does not compute before this call.
+
+    The producer's threads wait for their work with 24 registers. What depends on constants and the thread's number only
+    would be computed before, and spilled.
+    """
+    POINTER: gl.constexpr = numbers.dtype.is_ptr()
+    found = gl.inline_asm_elementwise(
+        "mov.b64 $0, $1;" if POINTER else "mov.b32 $0, $1;",
+        "=l,l" if POINTER else "=r,r",
+        [numbers.to(gl.int64 if POINTER else gl.int32)],
+        dtype=gl.int64 if POINTER else gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return found.to(numbers.dtype)
 
 
 @gluon.jit

@@ -21,9 +21,11 @@ from kernels.step.gpu.ring import (
     parts_of,
     parts_per_stage,
     release,
+    row_scales,
     stages_of,
     wait_full,
 )
+from kernels.step.gpu.tensor_products import multiply, store_vector, tensor_tiles_at_once
 
 
 @gluon.jit
@@ -55,7 +57,7 @@ def vectors_of(inputs):
 def load_gains(vector, c):
     """Load the gains of a norm, in the layout in which `normed` needs them."""
     parts = ()
-    if c.HIDDEN > MOST_HELD:
+    if c.HIDDEN > MOST_HELD or c.TENSOR_CORES:
         element = gl.arange(0, 4 * COLUMNS, layout=lane_layout())
         for i in gl.static_range(vectors_of(c.HIDDEN)):
             number = i * 4 * COLUMNS + element
@@ -87,8 +89,13 @@ def held_rows(ring, first, c):
 
 
 @gluon.jit
-def share(ring, vector, INPUTS: gl.constexpr, PUBLISHED: gl.constexpr, c):
-    """Copy a vector to shared memory, zeros behind it; PUBLISHED if programs publish it during this launch."""
+def share(
+    ring, vector, INPUTS: gl.constexpr, PUBLISHED: gl.constexpr, MULTIPLIED: gl.constexpr, c
+):  # fmt: skip
+    """Copy a vector to shared memory, zeros behind it.
+
+    PUBLISHED if programs publish it during this launch, MULTIPLIED if it is the input of a product as it is.
+    """
     WIDTH: gl.constexpr = 4 * COLUMNS
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = ring.x._reinterpret(ring.x.dtype, [ring.x.shape[0] // 4, WIDTH], flat)
@@ -103,20 +110,23 @@ def share(ring, vector, INPUTS: gl.constexpr, PUBLISHED: gl.constexpr, c):
             numbers = gl.load(vector + number, cache_modifier=".cg")
         loaded = loaded + (numbers,)  # type: ignore[assignment]
     for i in gl.static_range(vectors_of(INPUTS)):
+        numbers = loaded[i]
         if PUBLISHED:
-            x.index(i).store(received(loaded[i], vector + i * WIDTH + element, 4, c))
+            numbers = received(numbers, vector + i * WIDTH + element, 4, c)
+        if MULTIPLIED and c.TENSOR_CORES:
+            store_vector(ring, i, numbers, c.FP8_WEIGHTS, c)
         else:
-            x.index(i).store(loaded[i])
+            x.index(i).store(numbers)
     gl.thread_barrier()
 
 
 @gluon.jit
-def normed(ring, gains, eps, c):
+def normed(ring, gains, eps, FP8: gl.constexpr, c):
     """Normalize the hidden state in shared memory.
 
     Every warp gets all of it in registers, in float32 and without the factor of the norm: the sums are multiplied by it
-    instead (`dot_normed`), which need not wait for it. A hidden state of more than MOST_HELD elements is normalized in
-    shared memory.
+    instead (`dot_normed`), which need not wait for it. A hidden state of more than MOST_HELD elements, or for tensor
+    cores, is normalized in shared memory; then the weights by which it is multiplied are in FP8 or not.
 
     Returns:
         (the hidden state times the gains, as tensors of COLUMNS elements, and the factor).
@@ -124,20 +134,30 @@ def normed(ring, gains, eps, c):
     raw = ()
     xs = ()
     factor = 1.0
-    if c.HIDDEN > MOST_HELD:
+    if c.HIDDEN > MOST_HELD or c.TENSOR_CORES:
         WIDTH: gl.constexpr = 4 * COLUMNS
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         x = ring.x._reinterpret(ring.x.dtype, [ring.x.shape[0] // 4, WIDTH], flat)
         squares = gl.zeros([WIDTH], gl.float32, layout=lane_layout())
         for i in gl.static_range(vectors_of(c.HIDDEN)):
             part = x.index(i).load(lane_layout()).to(gl.float32)
-            squares += part * part
+            if c.HIDDEN > MOST_HELD:
+                squares += part * part
             raw = raw + (part,)  # type: ignore[assignment]
+        if c.HIDDEN <= MOST_HELD:
+            # Each warp adds all squares, so that no warp waits for others.
+            squares = gl.zeros([COLUMNS], gl.float32, layout=gl.SliceLayout(0, c.W))
+            for j in gl.static_range((c.HIDDEN + COLUMNS - 1) // COLUMNS):
+                part = ring.x.index(j).load(gl.SliceLayout(0, c.W)).to(gl.float32)
+                squares += part * part
         inverse = 1.0 / gl.sqrt(gl.sum(squares, 0) / c.HIDDEN + eps)
         gl.thread_barrier()
         for i in gl.static_range(vectors_of(c.HIDDEN)):
             normal = raw[i] * inverse * gains[i].to(gl.float32)
-            x.index(i).store(normal.to(ring.x.dtype))
+            if c.TENSOR_CORES:
+                store_vector(ring, i, normal, FP8, c)
+            else:
+                x.index(i).store(normal.to(ring.x.dtype))
         gl.thread_barrier()
     else:
         squares = gl.zeros([COLUMNS], gl.float32, layout=gl.SliceLayout(0, c.W))
@@ -150,11 +170,13 @@ def normed(ring, gains, eps, c):
 
 
 @gluon.constexpr_function
-def tiles_at_once(hidden, stages, wanted):
+def tiles_at_once(hidden, stages, wanted, fp8, on_tensor_cores):
     """Return how many tiles of ROWS rows the next call of `dot_normed` multiplies.
 
-    `wanted` stages at most, and half of the ring, so that the producer can copy the others.
+    `wanted` stages at most, of tensor cores tiles, and half of the ring, so that the producer can copy the others.
     """
+    if on_tensor_cores:
+        return tensor_tiles_at_once(hidden, fp8, stages, wanted)
     if hidden > MOST_HELD.value:
         return 1
     return max(1, min(wanted, stages // 2) // stages_of(hidden))
@@ -167,8 +189,8 @@ def dot_normed(ring, xs, factor, used, TILES: gl.constexpr, FP8: gl.constexpr, c
     `xs` and `factor` are the result of `normed`; the weights are in FP8 or not.
     """
     totals = ()
-    if c.HIDDEN > MOST_HELD and FP8 and TILES == 2 and stages_of(c.HIDDEN, FP8) <= c.STAGES // 4:
-        totals, used = dot_two(ring, used, c.HIDDEN, c)
+    if c.TENSOR_CORES:
+        totals, used = multiply(ring, used, c.HIDDEN, TILES, FP8, c)
     elif c.HIDDEN > MOST_HELD:
         for _ in gl.static_range(TILES):
             total, used = dot_shared(ring, used, c.HIDDEN, FP8, c)
@@ -214,15 +236,6 @@ def dot_held(ring, xs, used, TILES: gl.constexpr, FP8: gl.constexpr, c):
 
 
 @gluon.jit
-def row_scales(ring, used, FP8: gl.constexpr, c):
-    """Return the scales of the rows in use number `used` of the ring, which has arrived, [ROWS]; 1 without FP8."""
-    scales = 1.0
-    if FP8:
-        scales = ring.scales.index(used % c.STAGES).load(gl.SliceLayout(1, c.W))
-    return scales
-
-
-@gluon.jit
 def dot_shared(ring, used, INPUTS: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next ROWS rows of weights by the vector in shared memory; returns [ROWS] float32."""
     BATCH: gl.constexpr = min(4, c.STAGES // 2)
@@ -244,33 +257,6 @@ def dot_shared(ring, used, INPUTS: gl.constexpr, FP8: gl.constexpr, c):
     if FP8:
         total *= scales
     return total, used
-
-
-@gluon.jit
-def dot_two(ring, used, INPUTS: gl.constexpr, c):
-    """Multiply the next two tiles of FP8 weights by the vector in shared memory; returns two tensors of [ROWS] float32.
-
-    Each part of the vector is loaded and converted once, so that a product takes 3 instructions in place of 3.5.
-    """
-    FP8: gl.constexpr = True
-    PARTS: gl.constexpr = parts_per_stage(FP8)
-    EACH: gl.constexpr = stages_of(INPUTS, FP8)
-    for b in gl.static_range(2 * EACH):
-        wait_full(ring, used + b, c)
-    scales = row_scales(ring, used, FP8, c)
-    other_scales = row_scales(ring, used + EACH, FP8, c)
-    sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
-    other_sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
-    for b in gl.static_range(EACH):
-        parts = parts_of(ring, (used + b) % c.STAGES, FP8, c)
-        other_parts = parts_of(ring, (used + EACH + b) % c.STAGES, FP8, c)
-        for j in gl.static_range(parts_in(INPUTS, b, FP8)):
-            x = widened(ring.x.index(b * PARTS + j).load(gl.SliceLayout(0, c.W)))[None, :]
-            sums += parts.index(j).load(c.W).to(gl.float32) * x
-            other_sums += other_parts.index(j).load(c.W).to(gl.float32) * x
-    release(ring, used, 2 * EACH, c)
-    totals = (gl.sum(sums, 1) * scales, gl.sum(other_sums, 1) * other_scales)
-    return totals, used + 2 * EACH
 
 
 @gluon.jit

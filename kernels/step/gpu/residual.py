@@ -25,7 +25,7 @@ def start_stream(ring, embedding, c):
     """
     stream = ()
     if c.EMBEDDING_FACTOR == 1.0 and not c.POST_NORMS:
-        share(ring, embedding, c.HIDDEN, gl.constexpr(False), c)
+        share(ring, embedding, c.HIDDEN, gl.constexpr(False), gl.constexpr(False), c)
     else:
         element = gl.arange(0, 4 * COLUMNS, layout=lane_layout())
         x = vectors_in(ring)
@@ -68,7 +68,7 @@ def receive_hidden(ring, stream, vector, gains, eps, c):
     """
     after = ()
     if not c.POST_NORMS:
-        share(ring, vector, c.HIDDEN, gl.constexpr(True), c)
+        share(ring, vector, c.HIDDEN, gl.constexpr(True), gl.constexpr(False), c)
     else:
         WIDTH: gl.constexpr = 4 * COLUMNS
         element = gl.arange(0, WIDTH, layout=lane_layout())

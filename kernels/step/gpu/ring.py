@@ -28,6 +28,8 @@ MERGED = gl.constexpr(sizes.MERGED)
 MULTIPLIED = gl.constexpr(sizes.MULTIPLIED)
 MOST_TILES = gl.constexpr(sizes.MOST_TILES)
 SUMS = gl.constexpr(sizes.SUMS)
+MOST_TENSOR_TILES = gl.constexpr(sizes.MOST_TENSOR_TILES)
+WARP_SUMS = gl.constexpr(sizes.WARP_SUMS)
 MOST_PROGRAMS = gl.constexpr(256)
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
@@ -83,6 +85,7 @@ class StepConstants:
         WINDOWS: whether a layer has a sliding window.
         FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
         FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row.
+        TENSOR_CORES: whether they multiply one sequence (`kernels.step.gpu.tensor_products`).
         OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
         POST_NORMS: whether the outputs of attention and MLP are normalized before they are added to the residual stream
             (`kernels.step.gpu.residual`).
@@ -124,6 +127,7 @@ class StepConstants:
     WINDOWS: gl.constexpr
     FP8: gl.constexpr
     FP8_WEIGHTS: gl.constexpr
+    TENSOR_CORES: gl.constexpr
     OWN: gl.constexpr
     POST_NORMS: gl.constexpr
     GELU_TANH: gl.constexpr
@@ -144,7 +148,8 @@ class StepConstants:
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
         BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
-        FP8_WEIGHTS=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False, EMBEDDING_FACTOR=1.0,
+        FP8_WEIGHTS=False, TENSOR_CORES=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False,
+        EMBEDDING_FACTOR=1.0,
     ) -> None:  # fmt: skip
         self.BATCH = gl.constexpr(BATCH)
         self.LAYERS = gl.constexpr(LAYERS)
@@ -172,6 +177,7 @@ class StepConstants:
         self.WINDOWS = gl.constexpr(WINDOWS)
         self.FP8 = gl.constexpr(FP8)
         self.FP8_WEIGHTS = gl.constexpr(FP8_WEIGHTS)
+        self.TENSOR_CORES = gl.constexpr(TENSOR_CORES)
         self.OWN = gl.constexpr(OWN)
         self.POST_NORMS = gl.constexpr(POST_NORMS)
         self.GELU_TANH = gl.constexpr(GELU_TANH)
@@ -202,7 +208,8 @@ class Ring:
         data: [STAGES, PARTS * ROWS * COLUMNS].
         full: [STAGES, 1], as is `empty`.
         x: [INPUTS / 256, 256], the input of a linear layer.
-        sums: [MOST_TILES, ROWS, SUMS] float32, each consumer warp's sums of a tile; of several sequences only.
+        sums: float32, each consumer warp's sums of a tile; on tensor cores only. Of several sequences
+            [MOST_TILES, ROWS, SUMS], of one [MOST_TENSOR_TILES, ROWS, WARP_SUMS].
         scales: [STAGES, ROWS] float32, of the rows of weights in a stage; of FP8 weights only.
         heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
@@ -246,6 +253,9 @@ def make_ring(dtype: gl.constexpr, c):
         # Warps write a row each and read a column each, both without bank conflicts.
         apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, ROWS, [1, 0])
         sums = gl.allocate_shared_memory(gl.float32, [MOST_TILES, ROWS, SUMS], apart)
+    elif c.TENSOR_CORES:
+        in_fours: gl.constexpr = gl.SwizzledSharedLayout(4, 1, ROWS, [1, 0])
+        sums = gl.allocate_shared_memory(gl.float32, [MOST_TENSOR_TILES, ROWS, WARP_SUMS], in_fours)
     scales = totals
     if c.FP8_WEIGHTS:
         scales = gl.allocate_shared_memory(gl.float32, [c.STAGES, ROWS], flat)
@@ -261,11 +271,17 @@ def make_ring(dtype: gl.constexpr, c):
 
 
 @gluon.constexpr_function
-def part_layout(batch):
+def part_layout(on_tensor_cores, fp8):
     """Return the layout of a part; for tensor cores, the same columns of its rows are in different banks."""
-    if batch == 1:
+    if not on_tensor_cores:
         return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.SwizzledSharedLayout(8, 1, ROWS.value, [1, 0])
+    return gl.SwizzledSharedLayout(1 << part_columns_log2(fp8), 1, ROWS.value, [1, 0])
+
+
+@gluon.constexpr_function
+def part_columns_log2(fp8):
+    """Return the binary logarithm of the weights in 16 bytes."""
+    return 4 if fp8 else 3
 
 
 @gluon.jit
@@ -273,7 +289,7 @@ def parts_of(ring, stage, FP8: gl.constexpr, c):
     """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]; of FP8 weights, twice as many parts."""
     dtype: gl.constexpr = stored_dtype(ring.data.dtype, FP8)
     shape: gl.constexpr = [parts_per_stage(FP8), ROWS, COLUMNS]
-    layout: gl.constexpr = part_layout(c.BATCH)
+    layout: gl.constexpr = part_layout(c.BATCH > 1 or c.TENSOR_CORES, FP8)
     return ring.data.index(stage)._reinterpret(dtype, shape, layout)
 
 
@@ -316,6 +332,15 @@ def lines_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
         plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         line = scales_of(ring, stage, OF_VALUES, c)
         scales = line._reinterpret(gl.float32, [c.LINES, 2], plane).load(layout)
+    return scales
+
+
+@gluon.jit
+def row_scales(ring, used, FP8: gl.constexpr, c):
+    """Return the scales of the rows in use number `used` of the ring, which has arrived, [ROWS]; 1 without FP8."""
+    scales = 1.0
+    if FP8:
+        scales = ring.scales.index(used % c.STAGES).load(gl.SliceLayout(1, c.W))
     return scales
 
 

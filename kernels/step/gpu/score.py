@@ -27,7 +27,7 @@ _MINUS_INFINITY = gl.constexpr(-0x7F800001)
 @gluon.jit
 def score_all(ring, xs, factor, logits, best, totals, used, c):
     """Compute and store this program's logits, their largest key and the sum of their exponentials."""
-    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4)
+    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4, False, c.TENSOR_CORES)
     key = gl.full([ROWS], LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
     count = tiles_of_program(gl.program_id(0), (c.VOCAB + ROWS - 1) // ROWS)

@@ -85,21 +85,23 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
 def few_rows(
     counts: Iterable[int], limits: SchedulerConfig, block_size: int
 ) -> Iterator[SchedulerOutput]:
-    """Yield steps with these numbers of tokens: decode rows if the limits allow as many, else one prompt.
+    """Yield steps with these numbers of tokens: decode rows if the limits allow as many, else the fewest prompts.
 
     Args:
         counts: numbers of tokens for which linear layers have special kernels; larger ones are cut to the limits.
         limits: of a step.
         block_size: tokens per block.
     """
-    longest = max(limits.max_num_seqs, limits.max_model_len)
-    most = min(limits.max_num_batched_tokens, longest)
+    longest = limits.max_model_len
+    most = min(limits.prefill_budget, limits.max_num_seqs * longest)
     for count in sorted({min(count, most) for count in counts}):
         if count <= limits.max_num_seqs:
             members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
             yield _output(tuple(_chunk(s, 1) for s in members), ())
         else:
-            yield _output((), (_chunk(_sequence(count, block_size, _GREEDY), count),))
+            whole, rest = divmod(count, longest)
+            lengths = [longest] * whole + [rest] * bool(rest)
+            yield _output((), tuple(_chunk(_sequence(n, block_size, _GREEDY), n) for n in lengths))
 
 
 def prompts(

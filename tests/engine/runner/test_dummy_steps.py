@@ -71,12 +71,13 @@ def test_an_unsampled_token_is_the_last_of_its_sequence(length):
         (48, 64, 256, [2, 4], [64]),
         (64, 64, 256, [2, 4, 64], []),
         (2, 8, 256, [2], [4, 8]),
-        (2, 64, 32, [2], [4, 32]),
-        (16, 64, 8, [2, 4, 16], []),
+        (2, 64, 32, [2], [4, 64]),
+        (2, 64, 31, [2], [4, 62]),
+        (16, 64, 8, [2, 4], [64]),
         (1, 1, 256, [1], []),
     ],
 )
-def test_steps_of_few_tokens_are_decode_steps_or_one_prompt(
+def test_steps_of_some_tokens_are_decode_steps_or_few_prompts(
     seqs, tokens, model_len, decoded, prompts
 ):
     config = limits(seqs, tokens, model_len)
@@ -87,7 +88,16 @@ def test_steps_of_few_tokens_are_decode_steps_or_one_prompt(
     assert [len(output.decode) for output in outputs if output.decode] == decoded
     assert [output.num_tokens for output in outputs if output.prefill] == prompts
     assert all(len(members(output)) == output.num_tokens for output in outputs if output.decode)
-    assert all(len(output.prefill) == 1 for output in outputs if not output.decode)
+    for output in outputs:
+        assert output.decode or len(output.prefill) == -(-output.num_tokens // model_len)
+
+
+def test_steps_of_prompts_alone_have_as_many_tokens_as_their_own_limit_allows():
+    config = dataclasses.replace(limits(2, 64, 256), max_prefill_tokens=512)
+    outputs = list(few_rows((128, 1024), config, S))
+
+    assert [output.num_tokens for output in outputs] == [128, 512]
+    assert [len(output.prefill) for output in outputs] == [1, 2]
 
 
 def test_prompts_have_the_numbers_of_tokens_that_the_limits_allow():

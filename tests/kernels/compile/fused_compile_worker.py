@@ -22,6 +22,7 @@ from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.fp8 import FP8
 from kernels.linear.gpu.invariant import InvariantLinear
 from kernels.linear.gpu.matrix import MatrixLinear
+from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
@@ -36,6 +37,7 @@ from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, MatrixScales, StepShape, StepWeights
+from kernels.step.sizes import on_tensor_cores
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
@@ -72,13 +74,19 @@ STEPS = {
 }
 LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
+STEPS |= {("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}
+STEPS |= {(*around, "fp8 weights"): shape for around, shape in STEPS.items()}
 STEPS |= {
-    (*around, "fp8 weights"): shape
-    for around, shape in {**STEPS, ("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}.items()
+    (*around, "tensor cores"): shape
+    for around, shape in STEPS.items()
+    if "fp8" not in around
+    and not on_tensor_cores(
+        shape.hidden_size, fp8_weights="fp8 weights" in around, unmeasured=False
+    )
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices. "gemma" has norms after attention and MLP, weights of norms in float32, and a
-rotation of its own for layers with a window."""
+"fp8 weights" the layers' matrices. "tensor cores" multiply where that is not the rule for one sequence. "gemma" has
+norms after attention and MLP, weights of norms in float32, and a rotation of its own for layers with a window."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -88,7 +96,7 @@ MATRICES = {
     ("gated", "wide"): (16384, 2048),
     ("parts", "long"): (2048, 8192),
 }
-"""Shapes of weights for 5 to 256 rows, by the features of the projection."""
+"""Shapes of weights for 5 to 256 rows, and for many, by the features of the projection."""
 _LOOP_INSTRUCTIONS = (
     "HGMMA",
     "REDG.E.ADD.F32x4",
@@ -107,14 +115,15 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
-        operation: "linear", "matrix", "invariant", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
-            "chosen", "sample", "step", "sum_ranks" or "training".
+        operation: "linear", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed", "rope",
+            "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
-            "parts", "fp8", "float32"; of "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window",
-            "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
+            "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`, of
+            the latter also "invariant"; of "invariant" some of "parts", "fp8", "float32"; of "sum_ranks" "norm" and
+            with it "parts"; of "training" some of "all", "window", "softcap", "alibi", "dropout", "mask", "float32",
+            "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
@@ -223,16 +232,22 @@ class FusedCompiler(Compiler):
         )
 
     def _matrix(self, job: FusedJob, pdl: bool) -> None:
-        outputs, inputs = MATRICES[job.around]
+        self._many_rows(job, MatrixLinear, pdl, batch_invariant=job.tokens > ROW_COUNTS[-1])
+
+    def _persistent(self, job: FusedJob, pdl: bool) -> None:
+        self._many_rows(job, PersistentLinear, pdl, batch_invariant="invariant" in job.around)
+
+    def _many_rows(self, job: FusedJob, layer: Any, pdl: bool, *, batch_invariant: bool) -> None:
+        outputs, inputs = MATRICES[tuple(it for it in job.around if it != "invariant")]
         weight = torch.empty((outputs, inputs), dtype=torch.bfloat16)
         gated = "gated" in job.around
         problem = LinearProblem(
             job.tokens, outputs // (1 + gated), inputs, gated=gated, residual="parts" in job.around
         )
-        problem = dataclasses.replace(problem, batch_invariant=job.tokens > ROW_COUNTS[-1])
+        problem = dataclasses.replace(problem, batch_invariant=batch_invariant)
         weights = LinearWeights(weight, weight[:, 0] if "bias" in job.around else None)
         x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
-        MatrixLinear(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
+        layer(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
 
     def _invariant(self, job: FusedJob, pdl: bool) -> None:
         dtype = torch.float32 if "float32" in job.around else torch.bfloat16
@@ -351,7 +366,12 @@ class FusedCompiler(Compiler):
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
         if rows == 1:
-            StepKernel(weights, (cache,), (scales,), arch)(*inputs)
+            tensor_cores = on_tensor_cores(
+                c,
+                fp8_weights=matrix_scales is not None,
+                unmeasured="tensor cores" in job.around,
+            )
+            StepKernel(weights, (cache,), (scales,), arch, tensor_cores=tensor_cores)(*inputs)
         else:
             RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)
 

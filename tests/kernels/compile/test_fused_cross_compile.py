@@ -45,7 +45,7 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if not {"fp8 weights", "gemma"}.intersection(around)
+    if not {"fp8 weights", "tensor cores", "gemma"} & {*around}
     and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""
@@ -121,6 +121,13 @@ def jobs_for(sm: int) -> list[FusedJob]:
             if sm == HOPPER
         ),
         *(
+            FusedJob(sm, "persistent", around=(*around, *invariant), tokens=rows)
+            for around in MATRICES
+            for invariant in ((), ("invariant",))
+            for rows in (128, 256, 1024, 4096)
+            if sm == HOPPER
+        ),
+        *(
             FusedJob(sm, "invariant", around=around, tokens=64)
             for around in ((), ("parts",), ("fp8", "parts"), ("float32",))
         ),
@@ -163,7 +170,11 @@ def representative_jobs() -> list[FusedJob]:
     for job in JOBS:
         if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
             weight_dtype = job.choice and job.choice.problem.weight_dtype
-            step = job.operation == "step" and (job.tokens > 1, "fp8 weights" in job.around)
+            step = job.operation == "step" and (
+                job.tokens > 1,
+                "fp8 weights" in job.around,
+                "tensor cores" in job.around,
+            )
             found.setdefault((job.sm, job.operation, job.function, weight_dtype, step), job)
     return list(found.values())
 
@@ -237,6 +248,8 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
             expected["LDGSTS.64"] = copies.get("LDGSTS.64", 0)
         if copies != expected | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:
             found.append(f"copies {copies}")
+        if facts["ptx"].get("mul.f16x2", 0):
+            found.append("scales a vector after its conversion to float16, whose range is smaller")
     if job.choice is None:
         return found
     if job.choice.problem.weight_dtype is not None:

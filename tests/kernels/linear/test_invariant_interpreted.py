@@ -9,6 +9,7 @@ from kernels.arch import CATALOGUE, CPU
 from kernels.errors import NoKernelError
 from kernels.fp8 import FP8, quantize_rows
 from kernels.linear.gpu.invariant import InvariantLinear, num_splits
+from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.select import select_linear
 from kernels.linear.weights import LinearArguments, LinearWeights
@@ -121,11 +122,15 @@ def test_layers_with_few_outputs_are_split_into_parts_that_are_worth_a_program(o
         ({}, "rtx5090", "invariant"),
     ],
 )
-def test_the_kernel_of_a_batch_invariant_layer_does_not_depend_on_the_rows(more, arch, chosen):
+def test_the_kernel_of_a_batch_invariant_layer_depends_on_the_rows_only_where_two_have_the_same_bits(
+    more, arch, chosen
+):
     for rows in (1, 2, 4, 5, 16, 255, 256, 257, 10_000):
         problem = LinearProblem(rows, 1024, 512, batch_invariant=True, **more)
 
-        assert select_linear(problem, CATALOGUE[arch]).spec.name == chosen
+        many = rows >= INVARIANT_FEWEST_ROWS and chosen == "matrix"
+        expected = "persistent" if many else chosen
+        assert select_linear(problem, CATALOGUE[arch]).spec.name == expected
 
 
 @pytest.mark.parametrize("arch", [CPU, CATALOGUE["t4"]], ids=str)

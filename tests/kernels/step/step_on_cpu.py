@@ -32,6 +32,7 @@ from kernels.step.gpu import (
     ring,
     score,
     score_rows,
+    tensor_products,
 )
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 PATIENCE = 60.0
 """Seconds at a barrier that mean a deadlock."""
 _MODULES = (
-    attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual,
-    ring, score, score_rows,
+    attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
+    score, score_rows, tensor_products,
 )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ class Device:
     """What the kernel uses of Gluon, for all programs of a launch; a thread has its own program and copies."""
 
     float32, int16, int32, int64 = torch.float32, torch.int16, torch.int32, torch.int64
-    float8e4nv = torch.float8_e4m3fn
+    float8e4nv, float16, bfloat16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
     static_range = range
 
     def __init__(self, programs: int) -> None:
@@ -461,7 +462,15 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         maxima=shared(torch.float32, c.HELD_P, c.LINES),
         totals=shared(torch.float32, c.HELD_P, c.LINES),
         scales=shared(torch.float32, c.STAGES, rows),
-        sums=shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
+        sums=shared(
+            torch.float32,
+            ring.MOST_TENSOR_TILES.value,
+            rows,
+            ring.WARP_SUMS.value,
+            swizzle=(4, 1, 8),
+        )
+        if c.TENSOR_CORES
+        else shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
         full=Barriers(c.STAGES),
         empty=Barriers(c.STAGES),
     )
@@ -482,6 +491,7 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
         ),
         "mma_v2": device.mma,
         "widened": lambda x: x.to(torch.float32),
+        "computed_again": lambda x: x,
         "publish": device.publish,
         "clear": device.clear,
         "received": device.received,

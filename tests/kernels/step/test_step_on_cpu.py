@@ -58,6 +58,7 @@ class Case:
     early: bool = True
     fp8_weights: bool = False
     parts: tuple[str, ...] = ()
+    tensor_cores: bool = False
 
     @property
     def shape(self):
@@ -86,8 +87,19 @@ FP8_WEIGHTS = (
         window=40,
     ),
     Case(1, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
-    Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
-    Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
+)
+TENSOR_CORES = tuple(
+    dataclasses.replace(case, tensor_cores=True)
+    for case in (
+        *FP8_WEIGHTS,
+        Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
+        Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
+        Case(1),
+        Case(1, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
+        Case(1, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
+        Case(1, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+        Case(1, hidden=4096, inner=4160, layers=1, num_sms=20),
+    )
 )
 GEMMAS = (
     Case(1, parts=GEMMA, window=40),
@@ -95,6 +107,8 @@ GEMMAS = (
     Case(1, parts=GEMMA, hidden=1152, kv_heads=1, dim=256, window=40, layers=3),
     Case(1, parts=GEMMA, hidden=2112, inner=640, window=40, num_sms=20, fp8=True),
     Case(1, parts=GEMMA, window=40, fp8_weights=True, fp8=True),
+    Case(1, parts=GEMMA, window=40, tensor_cores=True),
+    Case(1, parts=GEMMA, window=40, tensor_cores=True, fp8_weights=True, hidden=1152),
     Case(1, parts=GEMMA, window=40, early=False, num_sms=23, around=False),
     *(Case(1, parts=(part,), window=40, around=False) for part in GEMMA),
 )
@@ -110,6 +124,7 @@ CASES = (
     Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
     *FP8_WEIGHTS,
     *GEMMAS,
+    *TENSOR_CORES,
 )
 
 
@@ -194,7 +209,9 @@ class Model:
     def bind(self):
         given = (self.weights, self.caches, self.scales, self.case.arch)
         return (
-            kernel.StepKernel(*given) if self.case.rows == 1 else RowsKernel(*given, self.case.rows)
+            kernel.StepKernel(*given, tensor_cores=self.case.tensor_cores)
+            if self.case.rows == 1
+            else RowsKernel(*given, self.case.rows)
         )
 
     def step(self, bound):
@@ -292,7 +309,10 @@ def model(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model", slow_except((*CASES[:2], *FP8_WEIGHTS[:1], *GEMMAS[:3]), CASES), indirect=True, ids=str
+    "model",
+    slow_except((*CASES[:2], *FP8_WEIGHTS[:1], *TENSOR_CORES[:1], *GEMMAS[:3]), CASES),
+    indirect=True,
+    ids=str,
 )
 def test_several_steps_agree_with_float64(model):
     bound = model.bind()

@@ -7,7 +7,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
-from kernels.step.sizes import MULTIPLIED, step_sizes
+from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
@@ -108,7 +108,7 @@ def test_steps_of_several_sequences_are_only_for_hopper():
     [
         ({"head_dim": 72}, "head_dim 72 is not a multiple of 16 from 32 to 256"),
         ({"head_dim": 272}, "head_dim 272 is not a multiple of 16 from 32 to 256"),
-        ({"hidden_size": 5120}, "a hidden size of 5120, at most 3072"),
+        ({"hidden_size": 5120}, "a hidden size of 5120, at most 4096"),
         ({"inner_size": 131072}, "hold 0 stages beside vectors of 131072 elements, at least 4"),
         ({"hidden_size": 1000}, "a hidden size of 1000, not a multiple of 64"),
         ({"inner_size": 4000}, "an intermediate size of 4000, not a multiple of 64"),
@@ -130,13 +130,22 @@ WEIGHTS_IN_FP8 = torch.float8_e4m3fn
 
 @pytest.mark.parametrize("name", [*KNOWN, "Llama-3.1-8B"])
 @pytest.mark.parametrize("num_sms", [78, 132])
-def test_weights_in_fp8_are_supported_up_to_a_hidden_size_of_4096(name, num_sms):
+def test_models_are_supported_up_to_a_hidden_size_of_4096_on_tensor_cores(name, num_sms):
     sizes = {**KNOWN, "Llama-3.1-8B": (4096, 14336, 32, 8, 128, 128256)}[name]
     shape = StepShape(*sizes, eps=1e-6, softmax_scale=0.1)
     arch = dataclasses.replace(HOPPER, num_sms=num_sms)
 
     assert unsupported(shape, torch.bfloat16, arch, 1, WEIGHTS_IN_FP8, unmeasured=True) == ()
-    assert step_sizes(shape, arch).stages >= 8
+    assert step_sizes(shape, arch, tensor_cores=True).stages >= 8
+    assert unsupported(shape, torch.bfloat16, arch, unmeasured=True) == ()
+
+
+def test_tensor_cores_multiply_beyond_the_sizes_of_ordinary_cores_or_where_unmeasured_kernels_may():
+    assert not on_tensor_cores(3072, fp8_weights=False, unmeasured=False)
+    assert on_tensor_cores(3136, fp8_weights=False, unmeasured=False)
+    assert not on_tensor_cores(1024, fp8_weights=True, unmeasured=False)
+    assert on_tensor_cores(2048, fp8_weights=True, unmeasured=False)
+    assert on_tensor_cores(512, fp8_weights=False, unmeasured=True)
 
 
 def test_weights_in_fp8_are_used_up_to_the_measured_size_and_only_for_one_sequence():
@@ -150,7 +159,13 @@ def test_weights_in_fp8_are_used_up_to_the_measured_size_and_only_for_one_sequen
     assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8, unmeasured=True) == (
         "no weights in FP8 for several sequences",
     )
-    assert unsupported(wide, torch.bfloat16, HOPPER) == ("a hidden size of 4096, at most 3072",)
+    assert unsupported(wide, torch.bfloat16, HOPPER) == (
+        "a hidden size of 4096, measured up to 3072, and unmeasured kernels are not allowed",
+    )
+    assert unsupported(wide, torch.bfloat16, HOPPER, unmeasured=True) == ()
+    assert "a hidden size of 4096, at most 3072" in unsupported(
+        wide, torch.bfloat16, HOPPER, 2, unmeasured=True
+    )
     assert unsupported(wider, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8, unmeasured=True) == (
         "a hidden size of 5120, at most 4096",
     )

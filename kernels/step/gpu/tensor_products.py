@@ -1,0 +1,296 @@
+"""Products of the whole-step kernel for one sequence on tensor cores: rows of weights by a vector in shared memory.
+
+A product of 16 rows by 16 columns (m16n8k16) would be half empty: a tile has 8 rows. So each row is two rows of the
+product, with half of the columns each, and the vector is two columns. A warp multiplies 32 of the 256 columns of a
+part by one such product, its second operand has those columns of 4 parts, and each part has sums of its own:
+
+    first halves of 8 rows     x    part 0: first half | second half | part 1: ...        used     | not used
+    second halves                                                                         not used | used
+
+The sums of part p are in columns 2 p and 2 p + 1 of its products.
+
+Columns are numbered so that a thread reads 8 adjacent ones of a row, by one load without bank conflicts. Warps add
+their sums through shared memory in a fixed order.
+
+The vector has the model's dtype, and float16 for FP8 weights, which are converted to it exactly, two by an
+instruction. From bfloat16 it is multiplied by 2^-4 first. Numbers from 2^-13 to 2^20 keep all bits of
+bfloat16 then; smaller ones have an absolute error of up to 2^-21. Larger ones become infinite, as do the logits: the
+step reports no token.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernels.step.gpu.ring import (
+    COLUMNS,
+    CONSUMER_WARPS,
+    PARTS,
+    ROWS,
+    WARP_SUMS,
+    part_columns_log2,
+    parts_in,
+    parts_per_stage,
+    release,
+    row_scales,
+    stages_of,
+    stored_dtype,
+    wait_full,
+)
+
+VECTOR_EXPONENT = gl.constexpr(4)
+"""A vector of a model in bfloat16 is divided by 2 to this power to become float16."""
+WIDTH = gl.constexpr(PARTS.value * COLUMNS.value)
+"""Columns of a second operand."""
+
+
+@gluon.constexpr_function
+def vector_dtype(dtype, fp8):
+    """Return the dtype of a vector that is multiplied by weights in FP8 or not, of a model in `dtype`."""
+    return gl.float16 if fp8 else dtype
+
+
+@gluon.constexpr_function
+def vector_factor(dtype, fp8):
+    """Return the factor of a vector that is multiplied by weights in FP8 or not, of a model in `dtype`."""
+    return 2.0**-VECTOR_EXPONENT.value if fp8 and dtype == gl.bfloat16 else 1.0
+
+
+@gluon.jit
+def as_vector(x, dtype: gl.constexpr, FP8: gl.constexpr):
+    """Convert numbers to those of a vector that is multiplied by weights in FP8 or not, of a model in `dtype`.
+
+    Numbers in bfloat16 are multiplied in bfloat16, which is exact: LLVM would exchange a product in float32 with the
+    conversion to float16, whose range is smaller.
+    """
+    FACTOR: gl.constexpr = vector_factor(dtype, FP8)
+    if FACTOR != 1.0:
+        x = x * FACTOR
+    return x.to(vector_dtype(dtype, FP8))
+
+
+@gluon.constexpr_function
+def column_places(fp8):
+    """Return what each bit of a column's number in a part selects: (warp, half, inner index of the product)."""
+    inner, warp = [(0, 0, 1 << i) for i in range(4)], [(1 << i, 0, 0) for i in range(3)]
+    half = (0, 1, 0)
+    # A thread has inner indices 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of both halves; bits 4 and 5 of bfloat16's columns,
+    # and 3 and 6 of FP8's, select t: 16 threads of FP8 or 8 of bfloat16, with 4 or 2 rows, read different banks.
+    if fp8:
+        return [inner[0], inner[3], half, inner[1], warp[0], warp[1], inner[2], warp[2]]
+    return [inner[0], inner[3], half, warp[0], inner[1], inner[2], warp[1], warp[2]]
+
+
+@gluon.constexpr_function
+def weights_operand(fp8):
+    """Return the layout in which a part [ROWS, COLUMNS] in shared memory is the first operand [warp, 16, 16]."""
+    columns = [[warp, ROWS.value * half, inner] for warp, half, inner in column_places(fp8)]
+    first = part_columns_log2(fp8)
+    rows = []
+    for i in range(3):
+        warp, row, inner = columns[first + i]
+        rows.append([warp, row + (1 << i), inner])
+    return gl.SharedLinearLayout([*columns, *rows])
+
+
+@gluon.constexpr_function
+def vector_numbers(size, fp8):
+    """Return the elements of a vector that lie at places 1, 2, 4 and so on of shared memory, up to `size` elements.
+
+    Two bits are added to others, so that reading the second operand takes no more cycles than its size does.
+    """
+    numbers = []
+    place = 1
+    while place < size:
+        numbers.append(place)
+        place *= 2
+    added = {6: 1 << 4, 8: 1 << 5} if fp8 else {8: 1 << 3}
+    return [number ^ added.get(i, 0) for i, number in enumerate(numbers)]
+
+
+@gluon.constexpr_function
+def elements(shape):
+    """Return how many elements a tensor of one or two dimensions has."""
+    return shape[0] * shape[1] if len(shape) == 2 else shape[0]
+
+
+@gluon.constexpr_function
+def vector_layout(shape, fp8):
+    """Return the layout in shared memory of a vector that is seen in one or two dimensions."""
+    numbers = vector_numbers(elements(shape), fp8)
+    if len(shape) == 2:
+        return gl.SharedLinearLayout([[it // shape[1], it % shape[1]] for it in numbers])
+    return gl.SharedLinearLayout([[it] for it in numbers])
+
+
+@gluon.constexpr_function
+def vector_operand(fp8):
+    """Return the layout in which WIDTH elements of a vector are the second operand [warp, 16, 8]."""
+    places = [*column_places(fp8), (0, 2, 0), (0, 4, 0)]
+    bases = []
+    for number in vector_numbers(WIDTH.value, fp8):
+        basis = [0, 0, 0]
+        for i in range(len(places)):
+            if number >> i & 1:
+                warp, column, inner = places[i]
+                basis = [basis[0] + warp, basis[1] + inner, basis[2] + column]
+        bases.append(basis)
+    return gl.SharedLinearLayout(bases)
+
+
+@gluon.constexpr_function
+def accumulators():
+    """Return the register layout of products [warp, 16, 8]."""
+    return gl.NVMMADistributedLayout([2, 0], [CONSUMER_WARPS.value, 1, 1], [1, 16, 8])
+
+
+@gluon.jit
+def part_of_vector(ring, number, SIZE: gl.constexpr, FP8: gl.constexpr, c):
+    """View SIZE elements of the vector in shared memory, from `number` * SIZE on, in any layout."""
+    dtype: gl.constexpr = vector_dtype(ring.x.dtype, FP8)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return ring.x._reinterpret(dtype, [c.INPUTS // SIZE, SIZE], flat).index(number)
+
+
+@gluon.jit
+def store_vector(ring, number, values, FP8: gl.constexpr, c):
+    """Store elements of the vector that is multiplied next by weights in FP8 or not.
+
+    `values` are [WIDTH] or [blocks, size], a power of two in all, of the model's dtype or float32; `number` of the
+    same shape are before them.
+    """
+    dtype: gl.constexpr = ring.x.dtype
+    layout: gl.constexpr = vector_layout(values.shape, FP8)
+    view = part_of_vector(ring, number, elements(values.shape), FP8, c)
+    target = view._reinterpret(vector_dtype(dtype, FP8), values.shape, layout)
+    target.store(as_vector(values, dtype, FP8))
+
+
+@gluon.jit
+def no_products():
+    """Return zeros for the products of a tile: for each of PARTS parts [warp, 16, 8] float32."""
+    layout: gl.constexpr = accumulators()
+    products = ()
+    for _ in gl.static_range(PARTS):
+        zeros = gl.zeros([CONSUMER_WARPS, 2 * ROWS, 8], gl.float32, layout=layout)
+        products = products + (zeros,)  # type: ignore[assignment]
+    return products
+
+
+@gluon.jit
+def add_stage(ring, products, number, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
+    """Add the products of a tile's stage `number`, which has COUNT parts."""
+    dtype: gl.constexpr = vector_dtype(ring.x.dtype, FP8)
+    stored: gl.constexpr = stored_dtype(ring.data.dtype, FP8)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    first: gl.constexpr = gl.DotOperandLayout(0, accumulators(), 2)
+    second: gl.constexpr = gl.DotOperandLayout(1, accumulators(), 2)
+    AT_ONCE: gl.constexpr = parts_per_stage(FP8) // PARTS
+    parts = ring.data.index(used % c.STAGES)._reinterpret(
+        stored, [parts_per_stage(FP8), ROWS * COLUMNS], flat
+    )
+    sums = products
+    for i in gl.static_range((COUNT + PARTS - 1) // PARTS):
+        x = part_of_vector(ring, number * AT_ONCE + i, WIDTH, FP8, c)
+        x = x._reinterpret(dtype, [CONSUMER_WARPS, 16, 8], vector_operand(FP8)).load(second)
+        added = ()
+        for j in gl.static_range(PARTS):
+            if i * PARTS + j < COUNT:
+                part = parts.index(i * PARTS + j)
+                weights = part._reinterpret(
+                    stored, [CONSUMER_WARPS, 2 * ROWS, 16], weights_operand(FP8)
+                ).load(first)
+                added = added + (mma_v2(weights.to(dtype), x, sums[j]),)  # type: ignore[assignment]
+            else:
+                added = added + (sums[j],)  # type: ignore[assignment]
+        sums = added
+    return sums
+
+
+@gluon.jit
+def multiply(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, c):
+    """Multiply the next tiles of weights by the vector in shared memory; returns TILES tensors of [ROWS] float32."""
+    EACH: gl.constexpr = stages_of(INPUTS, FP8)
+    ALL: gl.constexpr = TILES * EACH
+    scales = ()
+    tiles = ()
+    if c.STAGES // 2 >= ALL:
+        # All are released at once.
+        for i in gl.static_range(ALL):
+            if i % 2 == 0:
+                for k in gl.static_range(min(2, ALL - i)):
+                    wait_full(ring, used + i + k, c)
+            if i % EACH == 0:
+                scales = scales + (row_scales(ring, used + i, FP8, c),)  # type: ignore[assignment]
+                products = no_products()
+            products = add_stage(
+                ring, products, i % EACH, used + i, parts_in(INPUTS, i % EACH, FP8), FP8, c
+            )
+            if i % EACH == EACH - 1:
+                tiles = tiles + (products,)  # type: ignore[assignment]
+        totals = sums_of_warps(ring, tiles, scales, used, ALL, FP8, c)
+        used += ALL
+    else:
+        TIMES: gl.constexpr = (EACH - 1) // 2
+        REST: gl.constexpr = EACH - 2 * TIMES
+        for t in gl.static_range(TILES):
+            products = no_products()
+            for n in range(TIMES):
+                for i in gl.static_range(2):
+                    wait_full(ring, used + i, c)
+                for i in gl.static_range(2):
+                    products = add_stage(
+                        ring, products, 2 * n + i, used + i, parts_per_stage(FP8), FP8, c
+                    )
+                release(ring, used, gl.constexpr(2), c)
+                used += 2
+            for i in gl.static_range(REST):
+                wait_full(ring, used + i, c)
+            scales = scales + (row_scales(ring, used, FP8, c),)  # type: ignore[assignment]
+            for i in gl.static_range(REST):
+                products = add_stage(
+                    ring, products, 2 * TIMES + i, used + i, parts_in(INPUTS, 2 * TIMES + i, FP8), FP8, c
+                )  # fmt: skip
+            tiles = tiles + (products,)  # type: ignore[assignment]
+            if t + 1 < TILES:
+                release(ring, used, REST, c)
+                used += REST
+        totals = sums_of_warps(ring, tiles, scales, used, REST, FP8, c)
+        used += REST
+    return totals, used
+
+
+@gluon.jit
+def sums_of_warps(ring, tiles, scales, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
+    """Add the warps' products of each tile, [ROWS] each, and release COUNT stages from use number `used` on."""
+    layout: gl.constexpr = accumulators()
+    FACTOR: gl.constexpr = 1.0 / vector_factor(ring.x.dtype, FP8)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    # All have read the sums before.
+    gl.thread_barrier()
+    for t in gl.static_range(len(tiles)):
+        # The sums of part p are in columns 2 p and 2 p + 1.
+        own = tiles[t][0]
+        for p in gl.static_range(1, PARTS):
+            own = gl.where(column // 2 == p, tiles[t][p], own)
+        halves = gl.reshape(own, [CONSUMER_WARPS, 2, ROWS, PARTS, 2])
+        left, right = gl.split(gl.permute(halves, [2, 0, 3, 1, 4]))
+        first, _ = gl.split(left)
+        _, second = gl.split(right)
+        ring.sums.index(t).store(gl.reshape(first + second, [ROWS, WARP_SUMS]))
+    release(ring, used, COUNT, c)
+    totals = ()
+    for t in gl.static_range(len(tiles)):
+        total = gl.sum(ring.sums.index(t).load(c.W), 1)
+        if FP8:
+            total *= scales[t] * FACTOR
+        totals = totals + (total,)  # type: ignore[assignment]
+    return totals
+
+
+@gluon.constexpr_function
+def tensor_tiles_at_once(inputs, fp8, stages, wanted):
+    """Return how many tiles the next call of `multiply` multiplies: `wanted` at most, and half of the ring."""
+    return max(1, min(wanted, stages // 2 // stages_of(inputs, fp8)))

@@ -1,0 +1,304 @@
+"""Runs the persistent product on a CPU: its own code, on PyTorch's tensors instead of Gluon's.
+
+The three roles of a program are threads, which wait for each other at the kernel's barriers; programs run one after the
+other. A copy to shared memory arrives at once, a product reads its operands only when it is waited for, and a store
+reads shared memory only when it is waited for: a stage that is released or overwritten too early changes the result.
+Products are exact and their sums are in float32; layouts have no meaning. Shared memory begins as NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from kernels.linear.gpu import persistent
+from tests.kernels.attention.hopper_backward_on_cpu import Array, Pointer, Shared, array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE = 20.0
+"""Seconds at a barrier that mean a deadlock."""
+KERNEL = persistent.persistent_linear.fn
+_NAMES = tuple(inspect.signature(KERNEL).parameters)
+
+
+class MBarrier:
+    """An mbarrier: a phase completes with its arrivals and its bytes."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.completed = self.count = self.pending = self.bytes = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = int(count)
+
+    def expect(self, size: int) -> None:
+        with self.changed:
+            self.bytes += int(size)
+            self._arrive()
+
+    def arrive(self, count: int = 1, pred: Any = True) -> None:
+        assert count == 1
+        if pred:
+            with self.changed:
+                self._arrive()
+
+    def receive(self, size: int) -> None:
+        with self.changed:
+            self.bytes -= size
+            assert self.bytes >= 0, "more bytes than expected"
+            self._complete()
+
+    def wait(self, phase: Any) -> None:
+        with self.changed:
+            reached = self.changed.wait_for(lambda: self.completed & 1 != int(phase), PATIENCE)
+            assert reached, "deadlock"
+
+    def _arrive(self) -> None:
+        assert self.pending > 0, "more arrivals than expected"
+        self.pending -= 1
+        self._complete()
+
+    def _complete(self) -> None:
+        if not self.pending and not self.bytes:
+            self.completed, self.pending = self.completed + 1, self.count
+            self.changed.notify_all()
+
+
+class Tiles(Shared):
+    """Shared memory for operands of products."""
+
+    layout = None
+
+    def index(self, i: Any) -> Tiles:
+        return Tiles(self.memory[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> Tiles:
+        return Tiles(self.memory.permute(order))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Tiles:
+        del dtype, layout
+        return Tiles(self.memory.view([int(size) for size in shape]))
+
+
+class Barriers:
+    """The mbarriers of a ring."""
+
+    def __init__(self, count: int) -> None:
+        self.barriers = [MBarrier() for _ in range(count)]
+
+    def index(self, i: Any) -> MBarrier:
+        return self.barriers[int(i)]
+
+
+class Device:
+    """What the kernel uses of Gluon, for one program at a time; a thread has its own products and stores."""
+
+    float32, int64 = torch.float32, torch.int64
+    static_range = range
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
+
+    def __init__(self, programs: int) -> None:
+        self.program, self.programs = 0, programs
+        self.own = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *_: None
+        return lambda *given, **_: array(getattr(torch, name)(*given))
+
+    def constexpr(self, x: Any) -> Any:
+        return x
+
+    def program_id(self, _axis: int) -> int:
+        return self.program
+
+    def num_programs(self, _axis: int) -> int:
+        return self.programs
+
+    def thread_barrier(self) -> None:
+        """All warps of a role are one thread here."""
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+        del layout
+        if dtype is self.int64:
+            return MBarrier() if len(shape) == 1 else Barriers(int(shape[0]))
+        return Tiles(torch.full([int(size) for size in shape], torch.nan, dtype=dtype.of_torch))
+
+    def minimum(self, a: Any, b: Any) -> Array:
+        return array(torch.minimum(array(a), array(b)))
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        return (
+            (a if condition else b)
+            if isinstance(condition, bool)
+            else array(torch.where(condition, a, b))
+        )
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Array:
+        del layout
+        return array(torch.zeros([int(size) for size in shape], dtype=dtype))
+
+    def split(self, x: Array) -> tuple[Array, Array]:
+        first, second = x.unbind(-1)
+        return array(first), array(second)
+
+    def convert_layout(self, value: Array, layout: Any, assert_trivial: bool) -> Array:
+        del layout, assert_trivial
+        return value
+
+    def load(self, pointer: Pointer, mask: Array, other: float) -> Array:
+        place = torch.where(mask, pointer.offset, 0)
+        return array(torch.where(mask, pointer.memory.view(-1)[place], other))
+
+    def store(self, pointer: Pointer, value: Array, mask: Array) -> None:
+        mask = mask.expand(value.shape)
+        pointer.memory.view(-1)[pointer.offset[mask]] = value[mask]
+
+    def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Tiles) -> None:
+        """Copy a box; what lies outside of the tensor is 0."""
+        found = desc.memory[_box(desc, where)]
+        target.memory.zero_()
+        target.memory[tuple(map(slice, found.shape))] = found
+        full.receive(target.memory.numel() * target.memory.element_size())
+
+    def store_box(self, desc: Any, where: list[Any], source: Tiles) -> None:
+        """Start to store a box; what lies outside of the tensor is dropped."""
+        assert tuple(source.memory.shape) == tuple(desc.block_type.shape)
+
+        def run() -> None:
+            target = desc.memory[_box(desc, where)]
+            target.copy_(source.memory[tuple(map(slice, target.shape))])
+
+        self._own("stores").append(run)
+
+    def store_wait(self, left: int) -> None:
+        _run_all_but(self._own("stores"), left)
+
+    def warpgroup_mma(self, a: Tiles, b: Tiles, acc: Array, is_async: bool) -> Array:
+        assert is_async
+
+        def run() -> None:
+            acc.add_(a.memory.float() @ b.memory.float())
+
+        self._own("products").append(run)
+        return acc
+
+    def warpgroup_mma_wait(self, left: int, deps: tuple[Array]) -> Array:
+        _run_all_but(self._own("products"), left)
+        return deps[0]
+
+    def warp_specialize(
+        self, roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]
+    ) -> None:
+        assert len(warps) == len(registers) == len(roles) - 1
+        errors: list[BaseException] = []
+
+        def role(function: Callable[..., None], arguments: tuple[Any, ...]) -> threading.Thread:
+            def run() -> None:
+                try:
+                    function(*arguments)
+                    assert not self._own("products"), "products are not waited for"
+                    assert not self._own("stores"), "stores are not waited for"
+                except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
+                    errors.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        for thread in [role(*it) for it in roles]:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _own(self, kind: str) -> list[Callable[[], None]]:
+        if not hasattr(self.own, kind):
+            setattr(self.own, kind, [])
+        found: list[Callable[[], None]] = getattr(self.own, kind)
+        return found
+
+
+def _run_all_but(pending: list[Callable[[], None]], left: int) -> None:
+    while len(pending) > left:
+        pending.pop(0)()
+
+
+def _box(desc: Any, where: list[Any]) -> tuple[slice, ...]:
+    corner = [int(it) for it in where]
+    return tuple(map(slice, corner, map(sum, zip(corner, desc.block_type.shape, strict=True))))
+
+
+class PersistentOnCPU:
+    """Takes the place of the kernel `persistent_linear`."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        """Return a function that runs the programs of a grid."""
+
+        def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **named: Any) -> None:
+            assert num_warps == 4
+            assert launch_pdl is named["PDL"]
+            names = _NAMES[_NAMES.index("N") :]
+            fields = vars(persistent.Constants(**named))
+            plain = SimpleNamespace(**{name: it.value for name, it in fields.items()})
+            device = Device(*grid)
+            given = [_argument(it) for it in arguments]
+            with _in_place_of_gluon(device, plain):
+                for device.program in range(*grid):
+                    KERNEL(*given, **{name: named[name] for name in names})
+
+        return launch
+
+
+def _argument(x: Any) -> Any:
+    """Return what stands for an argument of a launch in the kernel."""
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    if hasattr(x, "block_shape"):
+        dtype = SimpleNamespace(primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype)
+        return SimpleNamespace(
+            memory=x.base.as_strided(x.shape, x.strides),
+            block_type=SimpleNamespace(shape=x.block_shape),
+            dtype=dtype,
+            layout=None,
+        )
+    return array(x)
+
+
+@contextlib.contextmanager
+def _in_place_of_gluon(device: Device, constants: SimpleNamespace) -> Iterator[None]:
+    """Replace what the module imports, and let its functions call each other as Python's."""
+    names = vars(persistent)
+    replaced = {
+        "gl": device,
+        "Constants": lambda *_: constants,
+        "Pipeline": lambda *fields: SimpleNamespace(
+            **dict(zip(("x", "w", "o", "full", "empty", "started"), fields, strict=True))
+        ),
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait,
+            arrive=MBarrier.arrive,
+        ),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=device.copy, async_copy_shared_to_global=device.store_box,
+            store_wait=device.store_wait,
+        ),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": device.warpgroup_mma,
+        "warpgroup_mma_wait": device.warpgroup_mma_wait,
+        "gdc_wait": lambda: None,
+        "gdc_launch_dependents": lambda: None,
+    }  # fmt: skip
+    functions = {
+        name: it.fn for name, it in names.items() if hasattr(it, "fn") and name not in replaced
+    }
+    plain = {name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"}
+    with mock.patch.multiple(persistent, **(functions | plain | replaced)):
+        yield
