@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 class StepShape(NamedTuple):
-    """Sizes of a model."""
+    """Sizes of a model.
+
+    Attributes:
+        activation: of the MLP's gate, "silu" or "gelu_tanh".
+        embedding_factor: factor on the embedding, which is rounded to the model's dtype.
+    """
 
     hidden_size: int
     inner_size: int
@@ -22,6 +27,8 @@ class StepShape(NamedTuple):
     vocab_size: int
     eps: float
     softmax_scale: float
+    activation: str = "silu"
+    embedding_factor: float = 1.0
 
 
 class MatrixScales(NamedTuple):
@@ -41,12 +48,15 @@ class LayerWeights(NamedTuple):
         output: [C, H * D].
         gate_up: [2 * inner size, C].
         down: [C, inner size].
-        input_norm: [C].
+        input_norm: [C], in the model's dtype or float32, as are all norms of the model.
         mlp_norm: [C].
         q_norm: [D], as is `k_norm`; None where the family has none.
         qkv_bias: [(H + 2 * K) * D] or None.
         window: tokens that the layer attends, the current one included; None if all.
         scales: of matrices in float8_e4m3fn; None if they have the model's dtype.
+        output_norm: [C], of the norm of attention's output before it is added to the residual stream; None where the
+            family has none.
+        down_norm: [C], the same of the MLP's output.
     """
 
     qkv: Tensor
@@ -60,6 +70,8 @@ class LayerWeights(NamedTuple):
     qkv_bias: Tensor | None
     window: int | None = None
     scales: MatrixScales | None = None
+    output_norm: Tensor | None = None
+    down_norm: Tensor | None = None
 
 
 class StepWeights(NamedTuple):

@@ -143,7 +143,7 @@ class NetworkConfig:
     def beyond_llama(self) -> tuple[str, ...]:
         """The parts of the model, in words, that the layers of Llama, Mistral and Qwen do not have.
 
-        The single-launch step and the C library for CPUs compute none of them.
+        The C library for CPUs computes none of them, the single-launch step only those of Gemma 3 for one sequence.
         """
         parts = {
             "layer norms": self.norm == "layer",

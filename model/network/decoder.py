@@ -170,7 +170,7 @@ class DecoderLM(nn.Module):
         if rows == num_logits and not (prompt_seqs or shared_blocks or deterministic):
             kernel = self._single_launches.kernel(kv_cache, rows, self._bind_single_launch)
             if kernel is not None:
-                table, rope = self.embed_tokens, self.rope.tables
+                table, rope = self.embed_tokens, self.rope_tables
                 try:
                     return single_launch.launch_once(kernel, step, table, rope, sampled, out)
                 except RuntimeError as error:
@@ -377,6 +377,12 @@ class DecoderLM(nn.Module):
         except NoKernelError as error:
             return (*reasons, str(error))
         return reasons
+
+    @property
+    def rope_tables(self) -> tuple[Tensor, ...]:
+        """Cos and sin of all reserved positions; then those of layers with a sliding window if they have their own."""
+        ropes = dict.fromkeys((self.rope, self.local_rope))
+        return tuple(table for rope in ropes for table in rope.tables)
 
     @property
     def attention(self) -> AttentionPlanner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from model.network.step import StepInput
 
 _logger = logging.getLogger(__name__)
+
+_OF_ONE_SEQUENCE: Final = {
+    "norms after attention and MLP",
+    "gelu_tanh activation",
+    "rotary embedding of its own for layers with a sliding window",
+    "factor on embeddings",
+}
+"""Of `ModelConfig.beyond_llama`: what the kernel of one sequence computes, and that of several does not."""
 
 
 class SingleLaunches:
@@ -81,7 +89,7 @@ def launch_once(
     kernel: StepKernel,
     step: StepInput,
     embedding: Tensor,
-    rope: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, ...],
     sampled: Tensor | None,
     out: StepOutput | None,
 ) -> StepOutput:
@@ -91,7 +99,7 @@ def launch_once(
         kernel: bound to the model and the cache.
         step: as for `DecoderLM.step`, as are `sampled` and `out`.
         embedding: [V, C].
-        rope: cos and sin of all positions.
+        rope: cos and sin of all positions; then those of layers with a sliding window if they have their own.
         sampled: [capacity] int64, or None.
         out: where to write the results; None for new tensors.
 
@@ -158,6 +166,8 @@ def bind_single_launch(
             layer.qkv_bias,
             config.layer_window(index),
             matrix_scales(layer),
+            layer.output_norm,
+            layer.down_norm,
         )
         for index, layer in enumerate(layers)
     ]
@@ -183,6 +193,8 @@ def step_shape(config: ModelConfig) -> StepShape:
         vocab_size=config.vocab_size,
         eps=config.norm_eps,
         softmax_scale=config.softmax_scale,
+        activation=config.activation,
+        embedding_factor=config.hidden_size**0.5 if config.scale_embeddings else 1.0,
     )
 
 
@@ -209,8 +221,10 @@ def unsupported(
     features = {
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
+        "float32 weights of norms for several sequences": config.norms_add_one and rows > 1,
     }
-    missing = (*(name for name, has in features.items() if has), *config.beyond_llama)
+    beyond = (part for part in config.beyond_llama if rows > 1 or part not in _OF_ONE_SEQUENCE)
+    missing = (*(name for name, has in features.items() if has), *beyond)
     reasons = shape_unsupported(
         step_shape(config), dtype, arch, rows, weight_dtype, unmeasured=unmeasured
     )

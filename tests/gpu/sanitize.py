@@ -212,6 +212,8 @@ STEP_MODELS = (
     ("llama", None),
     ("groups of 3", None),
     ("windows", None),
+    ("gemma-3-1b", None),
+    ("gemma-3-270m", None),
     ("qwen", FP8_WEIGHTS),
     ("llama", FP8_WEIGHTS),
 )

@@ -98,10 +98,56 @@ SHAPES = {
     "a key-value head each": llama(384, 1024, 12, 12, 32, vocab_size=1001),
 }
 """Sizes that real models have, and odd ones."""
+WINDOW_IN_TWO = ("sliding_attention", "full_attention", "sliding_attention")
+SHAPES["windows in two of three layers"] = dataclasses.replace(
+    llama(1152, 2048, 8, 2, 128, sliding_window=100), layer_types=WINDOW_IN_TWO
+)
+GEMMA = {
+    "architecture": "Gemma3ForCausalLM",
+    "qk_norm": True,
+    "norms_add_one": True,
+    "post_norms": True,
+    "activation": "gelu_tanh",
+    "scale_embeddings": True,
+    "tie_word_embeddings": True,
+    "rope": RopeConfig(theta=1e6),
+    "local_rope": RopeConfig(theta=1e4),
+    "query_pre_attn_scalar": 200,
+    "sliding_window": 512,
+}
+
+
+def gemma(hidden, inner, heads, kv_heads, **changes):
+    """Return a model like Gemma 3 with other sizes."""
+    changes = GEMMA | {"layer_types": WINDOW_IN_TWO} | changes
+    return dataclasses.replace(llama(hidden, inner, heads, kv_heads, 256), **changes)
+
+
+PLAIN = {
+    "post_norms": False, "norms_add_one": False, "activation": "silu", "scale_embeddings": False, "local_rope": None,
+}  # fmt: skip
+ALONE = ("post_norms", "local_rope")
+"""Parts of Gemma 3 without the others."""
+GEMMAS = {
+    "gemma-3-1b": gemma(1152, 6912, 4, 1, num_layers=6, layer_types=WINDOW_IN_TWO * 2),
+    "gemma-3-270m": gemma(640, 2048, 4, 1, sliding_window=100),
+    "gemma-3-4b": gemma(2560, 10240, 8, 4, rope=RopeConfig("linear", 1e6, 8.0)),
+    "gemma without norms after": gemma(
+        2048, 16384, 8, 1, post_norms=False, local_rope=None, qk_norm=False, sliding_window=None,
+        layer_types=(),
+    ),
+    **{
+        f"only {name}": gemma(640, 2048, 4, 1, sliding_window=100, **PLAIN | {name: GEMMA[name]})
+        for name in ALONE
+    },
+}  # fmt: skip
+"""Models that are a single launch for one sequence only."""
+SHAPES |= GEMMAS
 MODELS |= SHAPES
 FP8_WEIGHTS = torch.float8_e4m3fn
 FP8_MODELS = MODELS | {"Llama-3.1-8B": llama(4096, 14336, 32, 8, 128, num_layers=2)}
 """Models of the tests with weights in FP8 and of those on tensor cores; the last one needs them."""
+MOST = [name for name in FP8_MODELS if not name.startswith("only")]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CONTEXTS = (1, 2, 31, 33, 64, 65, 129, 511, 1024, 4000)
 
@@ -117,7 +163,8 @@ def build(name, dtype, weight_dtype=None):
     model.init_weights(std=0.02, seed=0)
     model.requires_grad_(requires_grad=False)
     for layer in model.decoder_layers:
-        for vector in (layer.qkv_bias, layer.q_norm, layer.k_norm, layer.input_norm):
+        norms = (layer.q_norm, layer.k_norm, layer.input_norm, layer.output_norm, layer.down_norm)
+        for vector in (layer.qkv_bias, *norms):
             if vector is not None:
                 vector.add_(torch.linspace(-0.5, 0.5, len(vector), device="cuda").to(dtype))
     if weight_dtype is not None:
@@ -214,7 +261,7 @@ class Step:
     @torch.inference_mode()
     def single_launch(self, one):
         one(
-            self.ids, self.positions, self.slots, self.table, self.model.rope.tables,
+            self.ids, self.positions, self.slots, self.table, self.model.rope_tables,
             self.logits, self.tokens, self.logprobs, self.sampled,
         )  # fmt: skip
         return self.logits.clone()
@@ -265,7 +312,7 @@ class RowsStep:
     @torch.inference_mode()
     def single_launch(self, bound):
         bound(
-            self.ids, self.positions, self.slots, self.table, self.model.rope.tables, self.logits, self.tokens,
+            self.ids, self.positions, self.slots, self.table, self.model.rope_tables, self.logits, self.tokens,
             self.logprobs, self.sampled, self.sampled_rows,
         )  # fmt: skip
         return self.logits.clone()
@@ -313,7 +360,13 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
 
 
 @pytest.mark.parametrize("num_sms", [16, 78, 114])
-@pytest.mark.parametrize("name", ["qwen", "llama", "groups of 7", "groups of 8", "wide"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen", "llama", "groups of 7", "groups of 8", "wide", "windows in two of three layers", "gemma-3-1b",
+        "gemma-3-270m",
+    ],
+)  # fmt: skip
 def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
     monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
@@ -331,8 +384,11 @@ def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
         assert_no_worse_than(step.single_launch(one).float(), truth, plain.float(), factor=3.0)
 
 
-def test_sequences_of_other_lengths_may_alternate():
-    model = build("groups of 3", torch.bfloat16)
+@pytest.mark.parametrize(
+    "name", ["groups of 3", "windows in two of three layers", "gemma-3-270m", "gemma-3-1b"]
+)
+def test_sequences_of_other_lengths_may_alternate(name):
+    model = build(name, torch.bfloat16)
     one = bind(model, new_cache(model))
     steps = [Step(model, context, write=False) for context in (1500, 40, 700, 1, 3000, 129)]
     expected = [step.single_launch(one) for step in steps]
@@ -342,7 +398,9 @@ def test_sequences_of_other_lengths_may_alternate():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "wide"])
+@pytest.mark.parametrize(
+    "name", ["qwen", "biased", "groups of 3", "wide", "gemma-3-1b", "gemma-3-270m"]
+)
 def test_repeats_and_graph_replays_give_the_same_bits(name, kv_dtype):
     model = build(name, torch.bfloat16)
     one = bind(model, new_cache(model, kv_dtype))
@@ -442,6 +500,8 @@ def test_logits_of_minus_infinity_do_not_change_the_log_probability():
 
 SEVERAL = (64, 1, 511, 1500, 2, 65, 31, 1024)
 """Contexts of a step of several sequences."""
+ONE_ROW = {"wide", "long", *GEMMAS}
+"""Models that are no single launch for several sequences."""
 
 
 def rows_supported(name, rows, arch):
@@ -453,14 +513,14 @@ def rows_supported(name, rows, arch):
 def test_the_models_of_the_tests_of_several_sequences_are_supported():
     unsupported = {name for name in MODELS if not rows_supported(name, 8, detect("cuda"))}
 
-    assert unsupported == {"wide", "long"}
+    assert unsupported == ONE_ROW
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        *((name, 8) for name in sorted(set(MODELS) - {"wide", "long"})),
+        *((name, 8) for name in sorted(set(MODELS) - ONE_ROW)),
         *itertools.product(("qwen", "groups of 3"), (2, 4)),
     ],
 )
@@ -559,7 +619,7 @@ def require_accuracy(model, kv_dtype, *, tensor_cores):
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("qwen", torch.float16), *((name, torch.bfloat16) for name in FP8_MODELS)],
+    [("qwen", torch.float16), *((name, torch.bfloat16) for name in MOST)],
     ids=str,
 )
 def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache(
@@ -572,7 +632,7 @@ def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache
 @pytest.mark.parametrize(
     ("name", "dtype", "weight_dtype"),
     [
-        *((name, torch.bfloat16, None) for name in FP8_MODELS),
+        *((name, torch.bfloat16, None) for name in MOST),
         *(
             (name, torch.bfloat16, FP8_WEIGHTS)
             for name, config in MODELS.items()

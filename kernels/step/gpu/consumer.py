@@ -1,6 +1,6 @@
 """The consumer warps of the whole-step kernel: compute the decoder for one token, from its embedding to the next token.
 
-    norm, qkv | norms per head, rotation, cache write, attention | output, residual | norm, gate, up, SiLU |
+    norm, qkv | norms per head, rotation, cache write, attention | output, residual | norm, gate, up, activation |
     down, residual
 
 A bar is the grid barrier. Data crosses it through global memory, a few KB each time. Sums are added in a fixed order.
@@ -8,6 +8,8 @@ Weights arrive in the ring, filled by `kernels.step.gpu.producer`.
 """
 
 from __future__ import annotations
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,6 +41,7 @@ from kernels.step.gpu.products import (
     tiles_at_once,
     tiles_of_program,
 )
+from kernels.step.gpu.residual import load_post_gains, receive_hidden, start_stream
 from kernels.step.gpu.ring import (
     INPUT_NORM,
     K_NORM,
@@ -53,6 +56,7 @@ from kernels.step.gpu.ring import (
     members_of_head,
     projected_row,
     projected_tiles,
+    window_of,
 )
 from kernels.step.gpu.score import (
     choose,
@@ -60,18 +64,22 @@ from kernels.step.gpu.score import (
 )
 from kernels.step.gpu.tensor_products import multiply
 
+_GELU_SLOPE = gl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
+_GELU_CUBE = gl.constexpr(0.044715)
+
 
 @gluon.jit
 def consume(
-    ring, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counter, logits, tokens, logprobs, sampled,
+    ring, table, embedding, norm, ids, positions, slots, ropes, buffers, counter, logits, tokens, logprobs, sampled,
     eps, scale, c,
 ):  # fmt: skip
-    """Compute a step; `buffers` are the arguments of `whole_step` from `hidden` to `totals`.
+    """Compute a step; `ropes` and `buffers` are the arguments of `whole_step` from `cos` and from `hidden` on.
 
     Loads that depend on no other program are issued before each wait, so that the wait hides their latency.
     """
     hidden, between, qkv, inner, parts, logs, best, totals = buffers
     dtype: gl.constexpr = ring.data.dtype
+    norm_dtype: gl.constexpr = norm.dtype.element_ty
     QUERIES: gl.constexpr = c.HEADS * c.D
     programs = gl.num_programs(0)
     position = gl.load(positions).to(gl.int32)
@@ -82,16 +90,16 @@ def consume(
     x = embedding + token * c.HIDDEN
     used = 0
     arrivals = 0
+    results = 0
     base = gl.load(counter + PARITY)
     ready = counter + HEAD_READY + gl.program_id(0) % c.KV_HEADS * COUNTER_LINE
     members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
-    cosine = load_head_vector(cos + position * c.D, c)
-    sine = load_head_vector(sin + position * c.D, c)
-    share(ring, x, c.HIDDEN, gl.constexpr(False), gl.constexpr(False), c)
-    gains = load_gains(address(table, 0, INPUT_NORM, dtype), c)
-    mlp_gains = load_gains(address(table, 0, MLP_NORM, dtype), c)
-    q_gain, k_gain = head_gains(table, 0, cosine, dtype, c)
+    cosine, sine = rotation(table, 0, ropes, position, c)
+    stream = start_stream(ring, x, c)
+    gains = load_gains(address(table, 0, INPUT_NORM, norm_dtype), c)
+    mlp_gains = load_gains(address(table, 0, MLP_NORM, norm_dtype), c)
+    q_gain, k_gain = head_gains(table, 0, cosine, norm_dtype, c)
     for layer in range(c.LAYERS):
         parity = (base + layer) & 1
         vectors = (cosine, sine, q_gain, k_gain)
@@ -108,27 +116,35 @@ def consume(
             ring, qkv + parity * PROJECTED, vectors, cache, seen, position, slot, parts, logs, parity,
             counter, (layer + 1) * members, used, eps, scale, c,
         )  # fmt: skip
-        wait_grid(counter + HEADS_DONE, (layer + 1) * items, gl.constexpr(False))
+        given = (layer + 1) * items
+        if c.WINDOWS:
+            # A layer with a window may have fewer splits than one without.
+            results += items
+            given = results
+        wait_grid(counter + HEADS_DONE, given, gl.constexpr(False))
         combine(ring, parts, logs, parity, seen, position, c)
         used = add_rows(ring, before, between, parity, first, used, QUERIES, c)
         arrive_published(counter, c)
         arrivals += programs
 
+        post_gains = load_post_gains(table, layer, INPUT_NORM, norm_dtype, c)
+        gate_gains = mlp_gains
+        if c.POST_NORMS:
+            # Attention has no registers for them beside the residual stream.
+            gate_gains = load_gains(address(table, layer, MLP_NORM, norm_dtype), c)
         wait_grid(counter, arrivals, c.EARLY)
-        share(
-            ring, between + parity * c.HIDDEN, c.HIDDEN, gl.constexpr(True), gl.constexpr(False), c
-        )
+        stream = receive_hidden(ring, stream, between + parity * c.HIDDEN, post_gains, eps, c)
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         own = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
         before = held_rows(ring, own, c)
-        xs, factor = normed(ring, mlp_gains, eps, c.FP8_WEIGHTS, c)
+        xs, factor = normed(ring, gate_gains, eps, c.FP8_WEIGHTS, c)
         used = gate_all(ring, xs, factor, inner, parity, first, used, c)
         arrive_published(counter, c)
         arrivals += programs
 
         following = norm
         if layer + 1 < c.LAYERS:
-            following = address(table, layer + 1, INPUT_NORM, dtype)
+            following = address(table, layer + 1, INPUT_NORM, norm_dtype)
         gains = load_gains(following, c)
         wait_grid(counter, arrivals, gl.constexpr(False))
         share(ring, inner + parity * c.INNER, c.INNER, gl.constexpr(True), gl.constexpr(True), c)
@@ -137,12 +153,14 @@ def consume(
         arrivals += programs
 
         next_layer = gl.minimum(layer + 1, c.LAYERS - 1)
-        mlp_gains = load_gains(address(table, next_layer, MLP_NORM, dtype), c)
-        q_gain, k_gain = head_gains(table, next_layer, cosine, dtype, c)
+        if not c.POST_NORMS:
+            mlp_gains = load_gains(address(table, next_layer, MLP_NORM, norm_dtype), c)
+        q_gain, k_gain = head_gains(table, next_layer, cosine, norm_dtype, c)
+        if c.LOCAL_ROPE:
+            cosine, sine = rotation(table, next_layer, ropes, position, c)
+        post_gains = load_post_gains(table, layer, MLP_NORM, norm_dtype, c)
         wait_grid(counter, arrivals, gl.constexpr(False))
-        share(
-            ring, hidden + parity * c.HIDDEN, c.HIDDEN, gl.constexpr(True), gl.constexpr(False), c
-        )
+        stream = receive_hidden(ring, stream, hidden + parity * c.HIDDEN, post_gains, eps, c)
 
     xs, factor = normed(ring, gains, eps, gl.constexpr(False), c)
     score_all(ring, xs, factor, logits, best, totals, used, c)
@@ -151,6 +169,17 @@ def consume(
         wait_grid(counter, arrivals + programs, gl.constexpr(False))
         choose(best, totals, tokens, logprobs, sampled)
         reset_counters(counter, base, c)
+
+
+@gluon.jit
+def rotation(table, layer, ropes, position, c):
+    """Load the cosine and the sine by which a layer rotates the token's heads, of the tables of all positions."""
+    cos, sin, local_cos, local_sin = ropes
+    if c.LOCAL_ROPE and window_of(table, layer) > 0:
+        cos = local_cos
+        sin = local_sin
+    cosine = load_head_vector(cos + position * c.D, c)
+    return cosine, load_head_vector(sin + position * c.D, c)
 
 
 @gluon.jit
@@ -210,15 +239,30 @@ def gate(ring, xs, factor, out, parity, first, number, used, PAIRS: gl.constexpr
     sums, used = dot_normed(ring, xs, factor, used, PAIR, c.FP8_WEIGHTS, c)
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
-        value = x / (1.0 + gl.exp(-x)) * sums[2 * t + 1]
+        value = x / (1.0 + gl.exp(-logit(x, c))) * sums[2 * t + 1]
         row = rows_of_tile(first, number + t, c)
         publish(out, c.INNER, parity, row, value, gl.constexpr(True), c)
     return used
 
 
 @gluon.jit
+def logit(x, c):
+    """Return y such that the activation of x is x * sigmoid(y).
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016; 0.5 (1 + tanh(z)) = sigmoid(2 z).
+    """
+    y = x
+    if c.GELU_TANH:
+        y = _GELU_SLOPE * (x + _GELU_CUBE * x * x * x)
+    return y
+
+
+@gluon.jit
 def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
-    """Multiply this program's rows of weights by the vector in shared memory and add the residual."""
+    """Multiply this program's rows of weights by the vector in shared memory and add the residual.
+
+    With POST_NORMS, all programs add the products to the residual stream when they receive them.
+    """
     for i in gl.static_range(len(before)):
         tile = first + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
@@ -228,6 +272,7 @@ def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
             else:
                 y, used = dot_shared(ring, used, INPUTS, c.FP8_WEIGHTS, c)
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
-            y += before[i].to(gl.float32)
+            if not c.POST_NORMS:
+                y += before[i].to(gl.float32)
             publish(out, c.HIDDEN, parity, row, y, gl.constexpr(True), c)
     return used

@@ -33,14 +33,15 @@ _LITTLE_HIDDEN: Final = 1024
 
 @gluon.jit
 def whole_step(
-    table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, between, qkv, inner, parts,
-    logs, best, totals, counters, logits, tokens, logprobs, sampled, eps, scale,
+    table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, local_cos, local_sin, hidden, between,
+    qkv, inner, parts, logs, best, totals, counters, logits, tokens, logprobs, sampled, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP_SPLITS: gl.constexpr, HELD: gl.constexpr, HELD_P: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
-    TENSOR_CORES: gl.constexpr,
+    TENSOR_CORES: gl.constexpr, POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr,
+    EMBEDDING_FACTOR: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
@@ -48,12 +49,13 @@ def whole_step(
     halves of all buffers up to `logs`, which hold the bits of `MISSING` before the first launch.
 
     Args:
-        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names; with FP8_WEIGHTS followed
-            by as many rows that have the addresses of the matrices' scales in the fields of the matrices.
+        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names; with FP8_WEIGHTS or
+            POST_NORMS followed by as many second rows.
         ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
             `logprobs` and `sampled`.
-        hidden: [2, HIDDEN], the hidden state after a layer.
-        between: [2, HIDDEN], the hidden state between attention and MLP.
+        local_cos: of layers with a sliding window, as is `local_sin`; None without LOCAL_ROPE.
+        hidden: [2, HIDDEN], the hidden state after a layer; with POST_NORMS the output of its MLP.
+        between: [2, HIDDEN], the hidden state between attention and MLP; with POST_NORMS the output of attention.
         qkv: [2, (HEADS + 2 * KV_HEADS) * D].
         inner: [2, INNER].
         parts: [2, SPLITS, HEADS, D] in the model's dtype.
@@ -67,13 +69,15 @@ def whole_step(
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
         STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
-        TENSOR_CORES=TENSOR_CORES,
+        TENSOR_CORES=TENSOR_CORES, POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE,
+        EMBEDDING_FACTOR=EMBEDDING_FACTOR,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
+    ropes = (cos, sin, local_cos, local_sin)
     buffers = (hidden, between, qkv, inner, parts, logs, best, totals)
     gl.warp_specialize([
         (consume, (
-            ring, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counters, logits, tokens, logprobs,
+            ring, table, embedding, norm, ids, positions, slots, ropes, buffers, counters, logits, tokens, logprobs,
             sampled, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
@@ -103,7 +107,6 @@ class BoundStep:
         tensor_cores: bool = False,
     ) -> None:
         self._weights = weights
-        self._tensor_cores = tensor_cores
         self._rows = rows
         self._in_table = caches, scales
         self._grid = (arch.num_sms,)
@@ -115,7 +118,27 @@ class BoundStep:
 
 
 class StepKernel(BoundStep):
-    """The decode steps of one sequence."""
+    """The decode steps of one sequence; arguments as for `BoundStep`."""
+
+    def __init__(
+        self,
+        weights: StepWeights,
+        caches: tuple[Tensor, ...],
+        scales: tuple[Tensor | None, ...],
+        arch: GPUArch,
+        *,
+        tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(weights, caches, scales, arch, tensor_cores=tensor_cores)
+        first, factor = weights.layers[0], weights.shape.embedding_factor
+        self._constants |= {
+            "FP8_WEIGHTS": first.scales is not None,
+            "TENSOR_CORES": tensor_cores,
+            "POST_NORMS": first.output_norm is not None,
+            "GELU_TANH": weights.shape.activation == "gelu_tanh",
+            # Rounded to the dtype, as in training.
+            "EMBEDDING_FACTOR": torch.tensor(factor, dtype=weights.embedding.dtype).item(),
+        }
 
     def __call__(
         self,
@@ -123,7 +146,7 @@ class StepKernel(BoundStep):
         positions: Tensor,
         slots: Tensor,
         block_table: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, ...],
         logits: Tensor,
         tokens: Tensor,
         logprobs: Tensor,
@@ -136,7 +159,8 @@ class StepKernel(BoundStep):
             positions: [1] int64, its position; all before it are in the cache.
             slots: [1] int32, the cache slot of its key and value; -1 writes none.
             block_table: [1, columns] int32, blocks of the positions before it.
-            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them.
+            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them; then
+                those of layers with a sliding window, if they have a rotation of their own.
             logits: [1, V] contiguous; written.
             tokens: [1] int64; written, the argmax of the logits, -1 where the largest logit is not finite.
             logprobs: [1] float32; written, its natural log-probability, undefined where `tokens` is -1.
@@ -153,6 +177,7 @@ class StepKernel(BoundStep):
             slots,
             block_table,
             *rope,
+            *(None,) * (4 - len(rope)),
             *self._buffers,
             logits,
             tokens,
@@ -160,8 +185,7 @@ class StepKernel(BoundStep):
             sampled,
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
-            FP8_WEIGHTS=weights.layers[0].scales is not None,
-            TENSOR_CORES=self._tensor_cores,
+            LOCAL_ROPE=len(rope) > 2,
             **self._constants,
         )
 
@@ -271,5 +295,9 @@ def table_rows(
         tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
         tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
         rows.append(tensors)
-    rows += [layer.scales._asdict() for layer in weights.layers if layer.scales is not None]
+    for layer in weights.layers:
+        second = {} if layer.scales is None else layer.scales._asdict()
+        if layer.output_norm is not None:
+            second |= {"input_norm": layer.output_norm, "mlp_norm": layer.down_norm}
+        rows += [second] if second else []
     return [tuple(row.get(name) for name in FIELDS) for row in rows]

@@ -38,7 +38,12 @@ FIELDS = (
     "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
     "key_scales", "value_scales", "window",
 )  # fmt: skip
-"""Fields of a layer in the table of addresses, in order; `window` is not an address but a number of tokens."""
+"""Fields of a layer in the table of addresses, in order; `window` is not an address but a number of tokens.
+
+Layers with more tensors have a second row behind the rows of all layers, so that the rows of others stay as short: the
+scales of FP8 weights are in the fields of their matrices, the norms after attention and MLP in the fields of the norms
+before them.
+"""
 (
     QKV,
     OUTPUT,
@@ -82,6 +87,11 @@ class StepConstants:
         FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row.
         TENSOR_CORES: whether they multiply one sequence (`kernels.step.gpu.tensor_products`).
         OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
+        POST_NORMS: whether the outputs of attention and MLP are normalized before they are added to the residual stream
+            (`kernels.step.gpu.residual`).
+        GELU_TANH: whether the MLP's activation is GELU, approximated by a hyperbolic tangent, instead of SiLU.
+        LOCAL_ROPE: whether layers with a sliding window have a rotation of their own.
+        EMBEDDING_FACTOR: factor on the embedding.
         KEYS: keys per stage; values likewise.
         HELD_P: `HELD` rounded up to a power of two.
         HEAD_ROWS: rows of the buffer of query heads, a key and a value.
@@ -119,6 +129,10 @@ class StepConstants:
     FP8_WEIGHTS: gl.constexpr
     TENSOR_CORES: gl.constexpr
     OWN: gl.constexpr
+    POST_NORMS: gl.constexpr
+    GELU_TANH: gl.constexpr
+    LOCAL_ROPE: gl.constexpr
+    EMBEDDING_FACTOR: gl.constexpr
     KEYS: gl.constexpr
     HEAD_ROWS: gl.constexpr
     HELD_P: gl.constexpr
@@ -134,7 +148,8 @@ class StepConstants:
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
         BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
-        FP8_WEIGHTS=False, TENSOR_CORES=False,
+        FP8_WEIGHTS=False, TENSOR_CORES=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False,
+        EMBEDDING_FACTOR=1.0,
     ) -> None:  # fmt: skip
         self.BATCH = gl.constexpr(BATCH)
         self.LAYERS = gl.constexpr(LAYERS)
@@ -164,6 +179,10 @@ class StepConstants:
         self.FP8_WEIGHTS = gl.constexpr(FP8_WEIGHTS)
         self.TENSOR_CORES = gl.constexpr(TENSOR_CORES)
         self.OWN = gl.constexpr(OWN)
+        self.POST_NORMS = gl.constexpr(POST_NORMS)
+        self.GELU_TANH = gl.constexpr(GELU_TANH)
+        self.LOCAL_ROPE = gl.constexpr(LOCAL_ROPE)
+        self.EMBEDDING_FACTOR = gl.constexpr(EMBEDDING_FACTOR)
         self.KEYS = gl.constexpr(PARTS.value * ROWS.value * COLUMNS.value // 2 // DP)
         self.HEAD_ROWS = gl.constexpr(max(4, 2 * HELD_P))
         self.W = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
@@ -370,7 +389,6 @@ def matrix_of(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr, c):
     weight = address(table, layer, FIELD, stored_dtype(dtype, c.FP8_WEIGHTS))
     scales = weight
     if c.FP8_WEIGHTS:
-        # The table has the scales' addresses in further rows, so that others need no fields for them.
         scales = address(table, c.LAYERS + layer, FIELD, gl.float32)
     return weight, scales
 
@@ -385,11 +403,17 @@ def cache_of(table, layer, dtype: gl.constexpr, c):
 
 
 @gluon.jit
+def window_of(table, layer):
+    """Return how many tokens a layer attends, its own included; 0 if all."""
+    return gl.load(table + layer * _NUM_FIELDS + WINDOW).to(gl.int32)
+
+
+@gluon.jit
 def first_key(table, layer, past, c):
     """Return the first key that a layer's window shows to the step's token, which follows `past` others."""
     first = past * 0
     if c.WINDOWS:
-        window = gl.load(table + layer * _NUM_FIELDS + WINDOW).to(gl.int32)
+        window = window_of(table, layer)
         first = gl.where(window > 0, gl.maximum(past - window + 1, 0), 0)
     return first
 
@@ -449,9 +473,13 @@ def parts_sent(inputs, stage, batch, fp8=False):
 def flying_of(inputs, flying, fp8):
     """Return how many stages of ROWS rows of weights a program copies at once.
 
-    `flying` stages of the model's dtype; twice as many where FP8 weights fill each only up to the half.
+    `flying` stages of the model's dtype; twice as many where FP8 weights fill each only up to the half, one more where
+    every second stage holds a single part, so that two full stages are under way as with other sizes.
     """
-    return 2 * flying if fp8 and inputs <= PARTS.value * COLUMNS.value else flying
+    if fp8 and inputs <= PARTS.value * COLUMNS.value:
+        return 2 * flying
+    small = stages_of(inputs, fp8) == 2 and parts_in(inputs, 1, fp8) == 1
+    return flying + 1 if small and flying > 1 else flying
 
 
 @gluon.jit

@@ -60,6 +60,15 @@ STEPS = {
     ("heads of 256", "window"): StepShape(1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1),
     ("bundled",): StepShape(384, 1024, 6, 2, 64, 4096, 1e-6, 0.1),
     ("heads of 32",): StepShape(384, 1024, 12, 12, 32, 32003, 1e-6, 0.1),
+    ("norm", "window", "gemma"): StepShape(
+        1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1, "gelu_tanh", 1152**0.5
+    ),
+    ("norm", "window", "gemma", "270M"): StepShape(
+        640, 2048, 4, 1, 256, 262144, 1e-6, 0.1, "gelu_tanh", 640**0.5
+    ),
+    ("norm", "window", "gemma", "4B"): StepShape(
+        2560, 10240, 8, 4, 256, 262144, 1e-6, 0.1, "gelu_tanh", 2560**0.5
+    ),
     ("norm", "78 SMs"): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     ("78 SMs",): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
 }
@@ -76,7 +85,8 @@ STEPS |= {
     )
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices. "tensor cores" multiply where that is not the rule for one sequence."""
+"fp8 weights" the layers' matrices. "tensor cores" multiply where that is not the rule for one sequence. "gemma" has
+norms after attention and MLP, weights of norms in float32, and a rotation of its own for layers with a window."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -319,7 +329,12 @@ class FusedCompiler(Compiler):
         shape = STEPS[job.around]
         c, inner, heads, kv_heads, dim, vocabulary = shape[:6]
         stacked = (heads + 2 * kv_heads) * dim
-        norm = empty(dim) if "norm" in job.around else None
+        gemma = "gemma" in job.around
+
+        def gain(size: int) -> torch.Tensor:
+            return empty(size).to(torch.float32 if gemma else torch.bfloat16)
+
+        norm = gain(dim) if "norm" in job.around else None
         bias = empty(stacked) if "bias" in job.around else None
         matrices = (empty(stacked, c), empty(c, heads * dim), empty(2 * inner, c), empty(c, inner))
         matrix_scales = None
@@ -328,11 +343,13 @@ class FusedCompiler(Compiler):
             matrices = tuple(matrix.to(torch.float8_e4m3fn) for matrix in matrices)
         layer = LayerWeights(
             *matrices,
-            *(empty(c), empty(c), norm, norm, bias),
+            *(gain(c), gain(c), norm, norm, bias),
             window=512 if "window" in job.around else None,
             scales=matrix_scales,
+            output_norm=gain(c) if gemma else None,
+            down_norm=gain(c) if gemma else None,
         )
-        weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), empty(c))
+        weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), gain(c))
         cache, scales = empty(2, 3, 16, kv_heads, dim), None
         if "fp8" in job.around:
             cache, scales = cache.to(torch.float8_e4m3fn), torch.empty(2, 3, kv_heads, 16)
@@ -341,7 +358,10 @@ class FusedCompiler(Compiler):
             arch = dataclasses.replace(arch, num_sms=78)
         rows = job.tokens
         ids, slots = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        table, rope = torch.empty((rows, 9), dtype=torch.int32), (empty(99, 1, dim),) * 2
+        table, rope = (
+            torch.empty((rows, 9), dtype=torch.int32),
+            (empty(99, 1, dim),) * (4 if gemma else 2),
+        )
         logits = empty(rows, vocabulary)
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []

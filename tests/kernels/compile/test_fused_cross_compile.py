@@ -45,7 +45,7 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if not {"fp8 weights", "tensor cores"} & {*around}
+    if not {"fp8 weights", "tensor cores", "gemma"} & {*around}
     and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""

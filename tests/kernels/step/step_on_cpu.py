@@ -28,6 +28,7 @@ from kernels.step.gpu import (
     producer,
     products,
     products_of_rows,
+    residual,
     ring,
     score,
     score_rows,
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 PATIENCE = 60.0
 """Seconds at a barrier that mean a deadlock."""
 _MODULES = (
-    attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, ring, score,
-    score_rows, tensor_products,
+    attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
+    score, score_rows, tensor_products,
 )  # fmt: skip
 
 
@@ -396,7 +397,7 @@ def _launch(
     given = [Pointer(it.view(-1)) if isinstance(it, torch.Tensor) else it for it in arguments]
     table, embedding, norm, head, ids, positions, slots, block_table, *rest = given
     columns = (rest.pop(0),) if c.BATCH > 1 else ()
-    cos, sin, *rest = rest
+    ropes, rest = rest[: 2 if c.BATCH > 1 else 4], rest[2 if c.BATCH > 1 else 4 :]
     buffers, (counter, logits, tokens, logprobs, sampled, *rest) = tuple(rest[:8]), rest[8:]
     *rows, eps, scale = rest
     consume, produce = (
@@ -404,6 +405,7 @@ def _launch(
         if c.BATCH > 1
         else (consumer.consume, producer.produce)
     )
+    rotations = ropes if c.BATCH > 1 else (ropes,)
     device = Device(programs)
     errors: list[BaseException] = []
     dtype = embedding.memory.dtype
@@ -432,7 +434,7 @@ def _launch(
             )
             threads.append(
                 role(
-                    consume, program, own, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counter,
+                    consume, program, own, table, embedding, norm, ids, positions, slots, *rotations, buffers, counter,
                     logits, tokens, logprobs, sampled, *rows, eps, scale, c,
                 )
             )  # fmt: skip

@@ -41,6 +41,9 @@ KNOWN = {
     "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 128256),
     "Llama-3.2-3B": (3072, 8192, 24, 8, 128, 128256),
     "GPT-2's vocabulary": (768, 3072, 12, 12, 64, 50257),
+    "Gemma-3-270m": (640, 2048, 4, 1, 256, 262144),
+    "Gemma-3-1B": (1152, 6912, 4, 1, 256, 262144),
+    "Gemma-3-4B": (2560, 10240, 8, 4, 256, 262144),
 }
 
 
@@ -215,6 +218,15 @@ def test_unsupported_dtypes_and_gpus_are_named():
         ({"mlp_bias": True}, "biases of the MLP"),
         ({"attention_output_bias": True}, "a bias of the output projection"),
         ({"sliding_window": 64, "layer_types": ()}, ""),
+        ({"post_norms": True}, ""),
+        ({"activation": "gelu_tanh"}, ""),
+        ({"activation": "gelu"}, "gelu activation"),
+        ({"gated_mlp": False}, "MLP without a gate"),
+        ({"scale_embeddings": True}, ""),
+        ({"norms_add_one": True}, ""),
+        ({"local_rope": RopeConfig(theta=100.0)}, ""),
+        ({"attention_softcap": 50.0}, "softcap of attention scores"),
+        ({"logit_softcap": 30.0}, "softcap of logits"),
     ],
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
@@ -224,9 +236,43 @@ def test_unsupported_features_are_named(monkeypatch, change, message):
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"post_norms": True}, "norms after attention and MLP"),
+        ({"activation": "gelu_tanh"}, "gelu_tanh activation"),
+        ({"scale_embeddings": True}, "factor on embeddings"),
+        ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
+        (
+            {"local_rope": RopeConfig(theta=100.0)},
+            "rotary embedding of its own for layers with a sliding window",
+        ),
+    ],
+)
+def test_what_only_the_launch_of_one_sequence_computes_is_named(monkeypatch, change, message):
+    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
+    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+
+    assert model.single_launch_unsupported(HOPPER) == ()
+    assert model.single_launch_unsupported(HOPPER, 8) == (f"no {message}",)
+
+
+def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
+    plain = DecoderLM(CONFIG, torch.bfloat16)
+    local = DecoderLM(dataclasses.replace(CONFIG, local_rope=RopeConfig(theta=9.0)), torch.bfloat16)
+    for model in (plain, local):
+        model.reserve_positions(20)
+
+    assert plain.rope_tables == plain.rope.tables
+    assert local.rope_tables == (*local.rope.tables, *local.local_rope.tables)
+
+
 def test_the_step_shape_equals_the_models():
     shape = step_shape(CONFIG)
 
     assert shape.hidden_size == CONFIG.hidden_size
     assert shape.inner_size == CONFIG.intermediate_size
     assert shape.softmax_scale == CONFIG.head_dim**-0.5
+    assert (shape.activation, shape.embedding_factor) == ("silu", 1.0)
+    gemma = dataclasses.replace(CONFIG, activation="gelu_tanh", scale_embeddings=True)
+    assert step_shape(gemma)[-2:] == ("gelu_tanh", CONFIG.hidden_size**0.5)

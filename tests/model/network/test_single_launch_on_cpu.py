@@ -1,0 +1,114 @@
+"""A model's decode step through the single launch's functions on a CPU, against its own layers in float32."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels import PagedBatch
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
+from model.device.kv_cache import KVCache
+from model.network.decoder import DecoderLM
+from model.network.single_launch import bind_single_launch
+from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+if HAS_TRITON:
+    from tests.kernels.step.step_on_cpu import steps_on_cpu
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host"),
+    pytest.mark.timeout(240),
+]
+
+BLOCK, BLOCKS = 16, 12
+QWEN = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=101,
+    hidden_size=128,
+    intermediate_size=192,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=192,
+    qk_norm=True,
+    rope=RopeConfig(theta=1e6),
+)
+GEMMA = dataclasses.replace(
+    QWEN,
+    architecture="Gemma3ForCausalLM",
+    norms_add_one=True,
+    post_norms=True,
+    activation="gelu_tanh",
+    scale_embeddings=True,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=50,
+    local_rope=RopeConfig(theta=100.0),
+    sliding_window=40,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+)
+
+
+def by_layers(model, cache, ids, slots, table, context):
+    batch = PagedBatch(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([context], dtype=torch.int32),
+        table,
+        num_tokens=1,
+        max_seqlen_q=1,
+        max_seqlen_k=context,
+    )
+    metadata = model.attention.metadata(slots, BLOCK, batch, None, cache.kv_dtype)
+    return model.logits(model(ids, torch.tensor([context - 1]), cache, metadata))
+
+
+def new_cache(model):
+    c = model.config
+    dtype = model.embed_tokens.dtype
+    cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cpu")
+    for number, layer in enumerate(cache.layers):
+        rows = torch.randn(layer.shape, generator=torch.Generator().manual_seed(number))
+        layer.copy_(rows.bfloat16())
+    return cache
+
+
+@pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["qwen", "gemma"])
+def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
+    arch = dataclasses.replace(ARCHES[90], num_sms=16)
+    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    model, wide = DecoderLM(config, torch.bfloat16), DecoderLM(config, torch.float32)
+    assert model.single_launch_unsupported(arch) == ()
+    for it in (model, wide):
+        it.requires_grad_(requires_grad=False)
+    model.init_weights(std=0.1, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm"):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    wide.load_state_dict(model.state_dict())
+    for it in (model, wide):
+        it.reserve_positions(192)
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    cache, truth_cache = new_cache(model), new_cache(wide)
+    bound = bind_single_launch(
+        config, model.decoder_layers, model.embed_tokens, head, model.norm, cache
+    )
+    table = torch.randperm(BLOCKS, generator=generator).int()[None]
+    for context in (150, 30):
+        ids, found = torch.tensor([context % 90]), torch.empty((1, 101), dtype=torch.bfloat16)
+        last = int(table[0, (context - 1) // BLOCK])
+        slots = torch.tensor([last * BLOCK + (context - 1) % BLOCK], dtype=torch.int32)
+        tokens, sampled = torch.empty(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        truth = by_layers(wide, truth_cache, ids, slots, table, context)
+        with steps_on_cpu(bound._weights, cache.layers, cache.scales):
+            bound(
+                ids, torch.tensor([context - 1]), slots, table, model.rope_tables, found, tokens, torch.empty(1),
+                sampled,
+            )  # fmt: skip
+
+        assert (found - truth).norm() / truth.norm() < 0.012
+        assert tokens == sampled[0] == found.argmax()
+        for rows, expected in zip(cache.layers, truth_cache.layers, strict=True):
+            assert (rows - expected).norm() / expected.norm() < 0.012
