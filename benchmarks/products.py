@@ -37,7 +37,6 @@ from kernels.linear.persistent_tiles import (
     INVARIANT_FEWEST_ROWS,
     PersistentLaunch,
     fits,
-    gains,
     plan_persistent,
     rounded_rows,
     sized,
@@ -350,7 +349,7 @@ def measure(case: Case, pool: Tensor, options: argparse.Namespace) -> list[dict[
             "model": case.model, "kind": case.kind, "outputs": case.stacked, "inputs": problem.inputs,
             "rows": problem.rows, "deterministic": options.deterministic, "contender": name,
             "planned": name == planned, "us": round(us, 2), "tflops": round(case.flops / us / 1e6, 1),
-            "error": errors[name], "default": gains(problem),
+            "error": errors[name],
         }
         for name, us in times.items()
     ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Tile sizes of `kernels.linear.gpu.persistent`, and the problems for which that kernel is faster than others.
+"""Tile sizes of `kernels.linear.gpu.persistent`.
 
     rows, outputs    per tile; outputs are rows of the weights
     splits           of the inner dimension; each is a tile of its own, or one tile adds them in their order (`merged`)
 
-`estimate` weighs loads from the second-level cache, products, and the last tiles, which leave SMs idle; `GAINS` is data
-for `kernels.linear.registry`. This module does not import Triton.
+`estimate` weighs loads from the second-level cache, products, and the last tiles, which leave SMs idle. This module
+does not import Triton.
 """
 
 from __future__ import annotations
@@ -45,26 +45,6 @@ _TILE_US: Final = 0.6
 """Time of a tile in which the tensor cores are idle: part of its stores, the wait for its first chunk."""
 
 
-class Gain(NamedTuple):
-    """Problems of a step that is not deterministic for which this kernel was measured to be faster.
-
-    Attributes:
-        kind: "gated", "residual" or "plain".
-        fewest_rows: of x, and `most_rows`.
-        most_rows: see above; None for no limit.
-        fewest_layer_weights: number of weights of the decoder layer.
-    """
-
-    kind: str
-    fewest_rows: int
-    most_rows: int | None = None
-    fewest_layer_weights: int = 0
-
-
-GAINS: Final = (Gain("gated", 1024),)
-"""The gate's launch reads two numbers and writes one for each output, which takes a tenth of the time of a prompt."""
-
-
 class PersistentLaunch(NamedTuple):
     """The tile sizes of a layer; see the module.
 
@@ -81,24 +61,6 @@ class PersistentLaunch(NamedTuple):
     stages: int = 0
     group: int = 0
     skew: int = _SKEW
-
-
-def kind_of(problem: LinearProblem) -> str:
-    """Return the `kind` of a `Gain`."""
-    if problem.gated:
-        return "gated"
-    return "residual" if problem.residual else "plain"
-
-
-def gains(problem: LinearProblem) -> bool:
-    """Whether `GAINS` has a problem."""
-    return any(
-        it.kind == kind_of(problem)
-        and it.fewest_rows <= problem.rows
-        and (it.most_rows is None or problem.rows <= it.most_rows)
-        and it.fewest_layer_weights <= problem.layer_weights
-        for it in GAINS
-    )
 
 
 def rounded_rows(rows: int) -> int:

@@ -14,7 +14,7 @@ from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.persistent_tiles import PersistentLaunch, plan_persistent, sized
 from kernels.linear.problem import LinearProblem
 from kernels.linear.projection import SWIGLU, Norm, Operations, Residual, bind_projection
-from kernels.linear.registry import PERSISTENT
+from kernels.linear.registry import PERSISTENT, REGISTRY
 from kernels.linear.weights import LinearArguments, LinearWeights
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
@@ -272,7 +272,9 @@ def test_a_projection_of_a_prompt_uses_the_kernel_and_agrees_with_the_library(mo
     found, layer = compute()
     assert layer._choose(2048)[0].spec is PERSISTENT
     assert 2048 in layer.row_counts
-    monkeypatch.setattr("kernels.linear.persistent_tiles.GAINS", ())
+    monkeypatch.setattr(
+        "kernels.linear.select.REGISTRY", [it for it in REGISTRY if it is not PERSISTENT]
+    )
     library, layer = compute()
     assert layer._choose(2048)[0].spec is not PERSISTENT
     normed = reference.rms_norm(x, norm.weight, EPS, torch.float32)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 _FEW_HEADS = 1024
 """Up to this number of heads, of all tokens together, each head has a program, since all of them run at once."""
 _SOME_HEADS = 16384
-"""Up to this number a program has one head of several tokens. On an H100 a step of 64 sequences of Qwen3-0.6B, 2048 heads,
-takes 1560 us with a program for each head and 1534 with four tokens a program; one of 256, 8192 heads, 3891 with four heads
-of four tokens and 3882 with one."""
+"""Up to this number a program has one head of several tokens. A step of 64 sequences of Qwen3-0.6B, 2048 heads, takes
+1560 us on an H100 with a program for each head and 1534 with four tokens a program; one of 256, 8192 heads, 3891 us
+with four heads of four tokens and 3882 with one."""
 _FEW_FP8_HEADS = 512
 """The same if they are mixed and rounded to FP8. On an H100, 64 tokens of 32 heads take 2.7 us in programs of four
 tokens and 3.6 in programs of one."""

@@ -12,14 +12,11 @@ from kernels.arch import CATALOGUE
 from kernels.linear.matrix_tiles import plan_invariant_matrix
 from kernels.linear.persistent_tiles import (
     COLUMNS,
-    GAINS,
     INVARIANT_FEWEST_ROWS,
     ROW_COUNTS,
-    Gain,
     PersistentLaunch,
     estimate,
     fits,
-    gains,
     plan_persistent,
     rounded_rows,
     shared_bytes,
@@ -168,8 +165,10 @@ def test_more_columns_take_more_time():
 @pytest.mark.parametrize(
     ("rows", "kind", "changes", "chosen"),
     [
-        (1024, "gated", {}, "persistent"),
-        (1023, "gated", {}, "library"),
+        (257, "gated", {}, "persistent"),
+        (256, "gated", {}, "matrix"),
+        (129, "gated", {"layer_weights": (32 << 20) + 1}, "persistent"),
+        (128, "gated", {"layer_weights": (32 << 20) + 1}, "matrix"),
         (100_000, "gated", {"dtype": "float16"}, "persistent"),
         (4096, "plain", {}, "library"),
         (4096, "residual", {}, "library"),
@@ -200,7 +199,7 @@ def test_where_the_kernel_is_chosen(rows, kind, changes, chosen):
     ("kind", "layer_weights", "purpose", "expected"),
     [
         ("gated", 1 << 20, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
-        ("gated", 1 << 30, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256, 1024, 2048, 4096)),
+        ("gated", 1 << 30, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
         ("plain", 1 << 20, Purpose.SERVING, (1, 2, 4, 16, 32, 64, 128, 256)),
         ("plain", 1 << 20, Purpose.DETERMINISTIC_SERVING, (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
     ],
@@ -218,17 +217,3 @@ def test_every_kernel_of_a_projection_is_compiled_by_its_numbers_of_rows(
     )
 
     assert layer.row_counts == expected
-
-
-def test_gains_are_bounded_by_rows_and_by_the_weights_of_a_layer(monkeypatch):
-    bounds = Gain("residual", 100, 256, fewest_layer_weights=1000)
-    monkeypatch.setattr("kernels.linear.persistent_tiles.GAINS", (*GAINS, bounds))
-
-    def found(rows, weights):
-        return gains(problem(4096, 1024, "residual", rows, layer_weights=weights))
-
-    assert found(100, 1000)
-    assert found(256, 1000)
-    assert not found(99, 1000)
-    assert not found(257, 1000)
-    assert not found(256, 999)
