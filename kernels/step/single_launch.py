@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 
 from kernels.arch import BLACKWELL, HOPPER
-from kernels.attention.spec import NOT_ALLOWED
 from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, on_tensor_cores, step_sizes
 from kernels.step.weights import LayerWeights, MatrixScales, StepShape, StepWeights
 
@@ -32,12 +31,8 @@ _MOST_HEAD_DIM: Final = 256
 _UNIT: Final = 64
 """Of which hidden and intermediate sizes are multiples."""
 _MOST_HIDDEN: Final = 4096
-_MEASURED_HIDDEN: Final = 3072
-"""With 4096 a step takes 5.97 ms in one launch on ordinary cores and 5.12 layer by layer (Mistral-7B, H100); on tensor
-cores it was not timed. Several sequences have no more either."""
-_MEASURED_HIDDEN_FP8: Final = 1024
-"""With weights in FP8, whose stages hold twice as many columns. Qwen3-0.6B (1024) takes 0.48 ms, 0.73 layer by layer;
-Llama-3.1-8B (4096) 5.09 on ordinary cores and 3.17 layer by layer (H100). On tensor cores no size was timed."""
+_MOST_HIDDEN_OF_ROWS: Final = 3072
+"""Largest measured hidden sizes of one sequence and of several."""
 _STAGE: Final = PARTS * COLUMNS
 """Columns of weights in a stage."""
 _MOST_SMS: Final = 256
@@ -56,8 +51,6 @@ def unsupported(
     arch: GPUArch,
     rows: int = 1,
     weight_dtype: torch.dtype | None = None,
-    *,
-    unmeasured: bool = False,
 ) -> tuple[str, ...]:
     """List why the decode steps of a model cannot be single launches; empty if they can.
 
@@ -67,27 +60,16 @@ def unsupported(
         arch: of its device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
         weight_dtype: of the layers' matrices if they are quantized; else None.
-        unmeasured: whether a step of one sequence may have a size at which it was not measured, and multiply on tensor
-            cores (`kernels.step.sizes.on_tensor_cores`).
     """
     in_fp8 = weight_dtype is torch.float8_e4m3fn
-    measured, kind = (
-        (_MEASURED_HIDDEN_FP8, "weights in FP8 and ") if in_fp8 else (_MEASURED_HIDDEN, "")
-    )
-    most_hidden = _MOST_HIDDEN if rows == 1 else _MEASURED_HIDDEN
-    tensor_cores = rows == 1 and on_tensor_cores(
-        shape.hidden_size, fp8_weights=in_fp8, unmeasured=unmeasured
-    )
+    most_hidden = _MOST_HIDDEN if rows == 1 else _MOST_HIDDEN_OF_ROWS
+    tensor_cores = rows == 1 and on_tensor_cores(shape, fp8_weights=in_fp8)
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     divided = step_sizes(shape, arch, rows, tensor_cores=tensor_cores)
     units = rows * kv_heads * divided.group_splits
     # Of several sequences, gate and up are multiplied together.
     least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
-        (
-            measured < shape.hidden_size <= most_hidden and not unmeasured,
-            f"{kind}a hidden size of {shape.hidden_size}, measured up to {measured}, and {NOT_ALLOWED}",
-        ),
         (
             weight_dtype is not None and not in_fp8,
             f"no weights in {str(weight_dtype).removeprefix('torch.')}",
@@ -143,8 +125,6 @@ def bind_step(
     scales: tuple[Tensor | None, ...],
     arch: GPUArch,
     rows: int = 1,
-    *,
-    unmeasured: bool = False,
 ) -> StepKernel:
     """Bind the decode steps of one sequence, or of several, to a model and a cache.
 
@@ -155,16 +135,12 @@ def bind_step(
         scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
-        unmeasured: as for `unsupported`.
     """
     from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415 - Triton is not everywhere
     from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415 - likewise
 
     if rows == 1:
-        tensor_cores = on_tensor_cores(
-            weights.shape.hidden_size,
-            fp8_weights=weights.layers[0].scales is not None,
-            unmeasured=unmeasured,
-        )
+        in_fp8 = weights.layers[0].scales is not None
+        tensor_cores = on_tensor_cores(weights.shape, fp8_weights=in_fp8)
         return Kernel(weights, caches, scales, arch, tensor_cores=tensor_cores)
     return RowsKernel(weights, caches, scales, arch, rows)

@@ -42,8 +42,6 @@ MERGED: Final = 2048
 """Elements of all heads that are merged at once."""
 HEAD_BYTES: Final = 8192
 """Of the partial results of a query head that the threads of a program have before they merge them."""
-ORDINARY_CORES: Final = {False: 3072, True: 1024}
-"""Largest hidden size at which ordinary cores compute the products of one sequence, without and with FP8 weights."""
 _SCRATCH_BYTES: Final = 6 * 1024
 """For barriers, the scales of FP8 weights, and what the compiler exchanges between warps."""
 
@@ -73,15 +71,14 @@ class StepSizes(NamedTuple):
     stages: int
 
 
-def on_tensor_cores(hidden_size: int, *, fp8_weights: bool, unmeasured: bool) -> bool:
-    """Return whether the products of one sequence are computed on tensor cores: where ordinary cores were slower.
+def on_tensor_cores(shape: StepShape, *, fp8_weights: bool) -> bool:
+    """Return whether the products of one sequence are computed on tensor cores: where that was faster on an H100.
 
     Args:
-        hidden_size: of the model.
+        shape: sizes of the model.
         fp8_weights: whether the layers' matrices are in float8_e4m3fn.
-        unmeasured: whether tensor cores are used at all sizes.
     """
-    return unmeasured or hidden_size > ORDINARY_CORES[fp8_weights]
+    return fp8_weights or shape.post_norms or shape.hidden_size > MOST_HELD
 
 
 def step_sizes(

@@ -17,6 +17,7 @@ class StepShape(NamedTuple):
     Attributes:
         activation: of the MLP's gate, "silu" or "gelu_tanh".
         embedding_factor: factor on the embedding, which is rounded to the model's dtype.
+        post_norms: whether the outputs of attention and MLP are normalized before they are added.
     """
 
     hidden_size: int
@@ -29,6 +30,7 @@ class StepShape(NamedTuple):
     softmax_scale: float
     activation: str = "silu"
     embedding_factor: float = 1.0
+    post_norms: bool = False
 
 
 class MatrixScales(NamedTuple):

@@ -338,7 +338,6 @@ class DecoderLM(nn.Module):
             self.weight_dtype,
             arch,
             rows,
-            unmeasured=self.unmeasured_kernels,
         )
         if self.communicator is not None:
             reasons = (*reasons, "no tensor parallelism")
@@ -478,7 +477,6 @@ class DecoderLM(nn.Module):
             self.norm,
             kv_cache,
             rows,
-            unmeasured=self.unmeasured_kernels,
         )
 
     def _kernels(self, *, deterministic: bool) -> BoundNetwork:

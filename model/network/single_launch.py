@@ -138,8 +138,6 @@ def bind_single_launch(
     norm: Tensor,
     kv_cache: KVCache,
     rows: int = 1,
-    *,
-    unmeasured: bool = False,
 ) -> StepKernel:
     """Bind the parameters and the cache. Neither may be reallocated afterwards.
 
@@ -151,7 +149,6 @@ def bind_single_launch(
         norm: [C], the final norm.
         kv_cache: on the model's device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
-        unmeasured: as for `unsupported`.
     """
     weights = [
         LayerWeights(
@@ -172,8 +169,7 @@ def bind_single_launch(
         for index, layer in enumerate(layers)
     ]
     step = StepWeights(step_shape(config), weights, embedding, head, norm)
-    arch = detect(head.device)
-    return bind_step(step, kv_cache.layers, kv_cache.scales, arch, rows, unmeasured=unmeasured)
+    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
 
 
 def matrix_scales(layer: DecoderLayer) -> MatrixScales | None:
@@ -195,6 +191,7 @@ def step_shape(config: ModelConfig) -> StepShape:
         softmax_scale=config.softmax_scale,
         activation=config.activation,
         embedding_factor=config.hidden_size**0.5 if config.scale_embeddings else 1.0,
+        post_norms=config.post_norms,
     )
 
 
@@ -204,8 +201,6 @@ def unsupported(
     weight_dtype: torch.dtype | None,
     arch: GPUArch,
     rows: int = 1,
-    *,
-    unmeasured: bool = False,
 ) -> tuple[str, ...]:
     """List why a decode step cannot be a single launch; empty if it can.
 
@@ -215,8 +210,6 @@ def unsupported(
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether a step of one sequence may have a size at which it was not measured, and multiply on tensor
-            cores.
     """
     features = {
         "a bias of the output projection": config.attention_output_bias,
@@ -225,7 +218,5 @@ def unsupported(
     }
     beyond = (part for part in config.beyond_llama if rows > 1 or part not in _OF_ONE_SEQUENCE)
     missing = (*(name for name, has in features.items() if has), *beyond)
-    reasons = shape_unsupported(
-        step_shape(config), dtype, arch, rows, weight_dtype, unmeasured=unmeasured
-    )
+    reasons = shape_unsupported(step_shape(config), dtype, arch, rows, weight_dtype)
     return reasons + tuple(f"no {name}" for name in missing)

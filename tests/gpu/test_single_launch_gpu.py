@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.local_engine import LocalEngine
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
+from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
@@ -188,12 +190,13 @@ def in_float32(model):
 
 
 def bind(model, cache, rows=1, *, tensor_cores=False):
-    """Bind a model's steps; products are on tensor cores if that is wanted or the only way."""
+    """Bind a model's steps; products are on tensor cores if that is wanted or the rule."""
     head = model.embed_tokens if model.lm_head is None else model.lm_head
-    return bind_single_launch(
-        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows,
-        unmeasured=tensor_cores,
-    )  # fmt: skip
+    wanted = {"side_effect": lambda *_, **__: True} if tensor_cores else {"wraps": on_tensor_cores}
+    with mock.patch("kernels.step.single_launch.on_tensor_cores", **wanted):
+        return bind_single_launch(
+            model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
+        )
 
 
 def new_cache(model, kv_dtype=None):
@@ -630,23 +633,14 @@ def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize(
-    ("name", "dtype", "weight_dtype"),
-    [
-        *((name, torch.bfloat16, None) for name in MOST),
-        *(
-            (name, torch.bfloat16, FP8_WEIGHTS)
-            for name, config in MODELS.items()
-            if config.hidden_size <= 1024
-        ),
-        ("qwen", torch.float16, None),
-        ("qwen", torch.float16, FP8_WEIGHTS),
-    ],
+    ("name", "dtype"),
+    [("qwen", torch.float16), *((name, torch.bfloat16) for name in MOST)],
     ids=str,
 )
 def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cache(
-    name, dtype, weight_dtype, kv_dtype
+    name, dtype, kv_dtype
 ):
-    require_accuracy(build(name, dtype, weight_dtype), kv_dtype, tensor_cores=True)
+    require_accuracy(build(name, dtype), kv_dtype, tensor_cores=True)
 
 
 @pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
@@ -780,6 +774,4 @@ def test_the_shapes_of_these_models_are_supported():
     for name in MODELS:
         assert build(name, torch.bfloat16).single_launch_unsupported(detect("cuda")) == ()
     for config, weight_dtype in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
-        assert not single_launch.unsupported(
-            config, torch.bfloat16, weight_dtype, detect("cuda"), unmeasured=True
-        )
+        assert not single_launch.unsupported(config, torch.bfloat16, weight_dtype, detect("cuda"))

@@ -270,7 +270,7 @@ def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
                 sums, used = multiply(ring, used, INPUTS, gl.constexpr(1), c.FP8_WEIGHTS, c)
                 y = sums[0]
             else:
-                y, used = dot_shared(ring, used, INPUTS, c.FP8_WEIGHTS, c)
+                y, used = dot_shared(ring, used, INPUTS, c)
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
             if not c.POST_NORMS:
                 y += before[i].to(gl.float32)

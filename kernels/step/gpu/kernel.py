@@ -134,7 +134,7 @@ class StepKernel(BoundStep):
         self._constants |= {
             "FP8_WEIGHTS": first.scales is not None,
             "TENSOR_CORES": tensor_cores,
-            "POST_NORMS": first.output_norm is not None,
+            "POST_NORMS": weights.shape.post_norms,
             "GELU_TANH": weights.shape.activation == "gelu_tanh",
             # Rounded to the dtype, as in training.
             "EMBEDDING_FACTOR": torch.tensor(factor, dtype=weights.embedding.dtype).item(),

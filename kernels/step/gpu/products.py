@@ -16,12 +16,11 @@ from kernels.step.gpu.ring import (
     COLUMNS,
     CONSUMER_WARPS,
     MOST_HELD,
+    PARTS,
     ROWS,
     parts_in,
     parts_of,
-    parts_per_stage,
     release,
-    row_scales,
     stages_of,
     wait_full,
 )
@@ -57,7 +56,7 @@ def vectors_of(inputs):
 def load_gains(vector, c):
     """Load the gains of a norm, in the layout in which `normed` needs them."""
     parts = ()
-    if c.HIDDEN > MOST_HELD or c.TENSOR_CORES:
+    if c.TENSOR_CORES:
         element = gl.arange(0, 4 * COLUMNS, layout=lane_layout())
         for i in gl.static_range(vectors_of(c.HIDDEN)):
             number = i * 4 * COLUMNS + element
@@ -124,9 +123,9 @@ def share(
 def normed(ring, gains, eps, FP8: gl.constexpr, c):
     """Normalize the hidden state in shared memory.
 
-    Every warp gets all of it in registers, in float32 and without the factor of the norm: the sums are multiplied by it
-    instead (`dot_normed`), which need not wait for it. A hidden state of more than MOST_HELD elements, or for tensor
-    cores, is normalized in shared memory; then the weights by which it is multiplied are in FP8 or not.
+    For ordinary cores every warp gets all of it in registers, in float32 and without the factor of the norm: the sums
+    are multiplied by it instead (`dot_normed`), which need not wait for it. For tensor cores it is normalized in shared
+    memory; the weights by which it is multiplied are in FP8 or not.
 
     Returns:
         (the hidden state times the gains, as tensors of COLUMNS elements, and the factor).
@@ -134,7 +133,7 @@ def normed(ring, gains, eps, FP8: gl.constexpr, c):
     raw = ()
     xs = ()
     factor = 1.0
-    if c.HIDDEN > MOST_HELD or c.TENSOR_CORES:
+    if c.TENSOR_CORES:
         WIDTH: gl.constexpr = 4 * COLUMNS
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         x = ring.x._reinterpret(ring.x.dtype, [ring.x.shape[0] // 4, WIDTH], flat)
@@ -153,11 +152,7 @@ def normed(ring, gains, eps, FP8: gl.constexpr, c):
         inverse = 1.0 / gl.sqrt(gl.sum(squares, 0) / c.HIDDEN + eps)
         gl.thread_barrier()
         for i in gl.static_range(vectors_of(c.HIDDEN)):
-            normal = raw[i] * inverse * gains[i].to(gl.float32)
-            if c.TENSOR_CORES:
-                store_vector(ring, i, normal, FP8, c)
-            else:
-                x.index(i).store(normal.to(ring.x.dtype))
+            store_vector(ring, i, raw[i] * inverse * gains[i].to(gl.float32), FP8, c)
         gl.thread_barrier()
     else:
         squares = gl.zeros([COLUMNS], gl.float32, layout=gl.SliceLayout(0, c.W))
@@ -177,8 +172,6 @@ def tiles_at_once(hidden, stages, wanted, fp8, on_tensor_cores):
     """
     if on_tensor_cores:
         return tensor_tiles_at_once(hidden, fp8, stages, wanted)
-    if hidden > MOST_HELD.value:
-        return 1
     return max(1, min(wanted, stages // 2) // stages_of(hidden))
 
 
@@ -191,35 +184,27 @@ def dot_normed(ring, xs, factor, used, TILES: gl.constexpr, FP8: gl.constexpr, c
     totals = ()
     if c.TENSOR_CORES:
         totals, used = multiply(ring, used, c.HIDDEN, TILES, FP8, c)
-    elif c.HIDDEN > MOST_HELD:
-        for _ in gl.static_range(TILES):
-            total, used = dot_shared(ring, used, c.HIDDEN, FP8, c)
-            totals = totals + (total,)  # type: ignore[assignment]
     else:
-        sums, used = dot_held(ring, xs, used, TILES, FP8, c)
+        sums, used = dot_held(ring, xs, used, TILES, c)
         for t in gl.static_range(TILES):
             totals = totals + (sums[t] * factor,)  # type: ignore[assignment]
     return totals, used
 
 
 @gluon.jit
-def dot_held(ring, xs, used, TILES: gl.constexpr, FP8: gl.constexpr, c):
+def dot_held(ring, xs, used, TILES: gl.constexpr, c):
     """Multiply the next tiles of weights by a vector held in registers; returns TILES tensors of [ROWS] float32."""
-    EACH: gl.constexpr = stages_of(c.HIDDEN, FP8)
-    PARTS: gl.constexpr = parts_per_stage(FP8)
+    EACH: gl.constexpr = stages_of(c.HIDDEN)
     ALL: gl.constexpr = TILES * EACH
     AT_ONCE: gl.constexpr = 2 if ALL % 2 == 0 else 1
     tiles = ()
-    scales = ()
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
     for i in gl.static_range(ALL):
         if i % AT_ONCE == 0:
             for k in gl.static_range(AT_ONCE):
                 wait_full(ring, used + i + k, c)
-        if i % EACH == 0:
-            scales = scales + (row_scales(ring, used + i, FP8, c),)  # type: ignore[assignment]
-        parts = parts_of(ring, (used + i) % c.STAGES, FP8, c)
-        for j in gl.static_range(parts_in(c.HIDDEN, i % EACH, FP8)):
+        parts = parts_of(ring, (used + i) % c.STAGES, gl.constexpr(False), c)
+        for j in gl.static_range(parts_in(c.HIDDEN, i % EACH)):
             weights = parts.index(j).load(c.W).to(gl.float32)
             sums += weights * xs[i % EACH * PARTS + j][None, :]
         if i % EACH == EACH - 1:
@@ -228,71 +213,37 @@ def dot_held(ring, xs, used, TILES: gl.constexpr, FP8: gl.constexpr, c):
     release(ring, used, ALL, c)
     totals = ()
     for t in gl.static_range(TILES):
-        total = gl.sum(tiles[t], 1)
-        if FP8:
-            total *= scales[t]
-        totals = totals + (total,)  # type: ignore[assignment]
+        totals = totals + (gl.sum(tiles[t], 1),)  # type: ignore[assignment]
     return totals, used + ALL
 
 
 @gluon.jit
-def dot_shared(ring, used, INPUTS: gl.constexpr, FP8: gl.constexpr, c):
+def dot_shared(ring, used, INPUTS: gl.constexpr, c):
     """Multiply the next ROWS rows of weights by the vector in shared memory; returns [ROWS] float32."""
     BATCH: gl.constexpr = min(4, c.STAGES // 2)
-    PARTS: gl.constexpr = parts_per_stage(FP8)
     BATCHES: gl.constexpr = INPUTS // (COLUMNS * PARTS * BATCH)
-    REST: gl.constexpr = stages_of(INPUTS, FP8) - BATCHES * BATCH
-    LAST: gl.constexpr = parts_in(INPUTS, stages_of(INPUTS, FP8) - 1, FP8)
-    if FP8:
-        wait_full(ring, used, c)
-    scales = row_scales(ring, used, FP8, c)
+    REST: gl.constexpr = stages_of(INPUTS) - BATCHES * BATCH
+    LAST: gl.constexpr = parts_in(INPUTS, stages_of(INPUTS) - 1)
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
     for i in range(BATCHES):
-        sums = add_stages(ring, sums, i * BATCH, used, BATCH, PARTS, FP8, c)
+        sums = add_stages(ring, sums, i * BATCH, used, BATCH, PARTS, c)
         used += BATCH
     if REST > 0:
-        sums = add_stages(ring, sums, BATCHES * BATCH, used, REST, LAST, FP8, c)
+        sums = add_stages(ring, sums, BATCHES * BATCH, used, REST, LAST, c)
         used += REST
-    total = gl.sum(sums, 1)
-    if FP8:
-        total *= scales
-    return total, used
+    return gl.sum(sums, 1), used
 
 
 @gluon.jit
-def add_stages(
-    ring, sums, number, used, COUNT: gl.constexpr, LAST: gl.constexpr, FP8: gl.constexpr, c
-):  # fmt: skip
+def add_stages(ring, sums, number, used, COUNT: gl.constexpr, LAST: gl.constexpr, c):
     """Add the products of COUNT stages, those of the rows' stage `number` on; the last one has LAST parts."""
-    PARTS: gl.constexpr = parts_per_stage(FP8)
     for b in gl.static_range(COUNT):
         wait_full(ring, used + b, c)
     for b in gl.static_range(COUNT):
-        parts = parts_of(ring, (used + b) % c.STAGES, FP8, c)
+        parts = parts_of(ring, (used + b) % c.STAGES, gl.constexpr(False), c)
         for j in gl.static_range(PARTS if b + 1 < COUNT else LAST):
             weights = parts.index(j).load(c.W).to(gl.float32)
-            x = ring.x.index((number + b) * PARTS + j).load(gl.SliceLayout(0, c.W))
-            if FP8:
-                x = widened(x)
-            else:
-                x = x.to(gl.float32)
+            x = ring.x.index((number + b) * PARTS + j).load(gl.SliceLayout(0, c.W)).to(gl.float32)
             sums += weights * x[None, :]
     release(ring, used, COUNT, c)
     return sums
-
-
-@gluon.jit
-def widened(x):
-    """Convert the model's dtype to float32; of bfloat16 by one instruction for an element, where ptxas takes 1.5."""
-    if x.dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=&r,=r,r",
-            [x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        x = x.to(gl.float32)
-    return x

@@ -61,13 +61,13 @@ STEPS = {
     ("bundled",): StepShape(384, 1024, 6, 2, 64, 4096, 1e-6, 0.1),
     ("heads of 32",): StepShape(384, 1024, 12, 12, 32, 32003, 1e-6, 0.1),
     ("norm", "window", "gemma"): StepShape(
-        1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1, "gelu_tanh", 1152**0.5
+        1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1, "gelu_tanh", 1152**0.5, post_norms=True
     ),
     ("norm", "window", "gemma", "270M"): StepShape(
-        640, 2048, 4, 1, 256, 262144, 1e-6, 0.1, "gelu_tanh", 640**0.5
+        640, 2048, 4, 1, 256, 262144, 1e-6, 0.1, "gelu_tanh", 640**0.5, post_norms=True
     ),
     ("norm", "window", "gemma", "4B"): StepShape(
-        2560, 10240, 8, 4, 256, 262144, 1e-6, 0.1, "gelu_tanh", 2560**0.5
+        2560, 10240, 8, 4, 256, 262144, 1e-6, 0.1, "gelu_tanh", 2560**0.5, post_norms=True
     ),
     ("norm", "78 SMs"): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     ("78 SMs",): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
@@ -76,16 +76,8 @@ LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
 STEPS |= {("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}
 STEPS |= {(*around, "fp8 weights"): shape for around, shape in STEPS.items()}
-STEPS |= {
-    (*around, "tensor cores"): shape
-    for around, shape in STEPS.items()
-    if "fp8" not in around
-    and not on_tensor_cores(
-        shape.hidden_size, fp8_weights="fp8 weights" in around, unmeasured=False
-    )
-}
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices. "tensor cores" multiply where that is not the rule for one sequence. "gemma" has
+"fp8 weights" the layers' matrices. "gemma" has
 norms after attention and MLP, weights of norms in float32, and a rotation of its own for layers with a window."""
 MATRICES = {
     ("wide",): (4096, 1024),
@@ -366,11 +358,7 @@ class FusedCompiler(Compiler):
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
         if rows == 1:
-            tensor_cores = on_tensor_cores(
-                c,
-                fp8_weights=matrix_scales is not None,
-                unmeasured="tensor cores" in job.around,
-            )
+            tensor_cores = on_tensor_cores(shape, fp8_weights=matrix_scales is not None)
             StepKernel(weights, (cache,), (scales,), arch, tensor_cores=tensor_cores)(*inputs)
         else:
             RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)

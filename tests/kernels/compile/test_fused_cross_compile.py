@@ -45,7 +45,7 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if not {"fp8 weights", "tensor cores", "gemma"} & {*around}
+    if not {"fp8 weights", "gemma"} & {*around}
     and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""
@@ -173,7 +173,6 @@ def representative_jobs() -> list[FusedJob]:
             step = job.operation == "step" and (
                 job.tokens > 1,
                 "fp8 weights" in job.around,
-                "tensor cores" in job.around,
             )
             found.setdefault((job.sm, job.operation, job.function, weight_dtype, step), job)
     return list(found.values())

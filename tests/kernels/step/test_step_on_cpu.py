@@ -15,6 +15,7 @@ from kernels.step.single_launch import (
     StepWeights,
     unsupported,
 )
+from kernels.step.sizes import on_tensor_cores
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
@@ -58,14 +59,21 @@ class Case:
     early: bool = True
     fp8_weights: bool = False
     parts: tuple[str, ...] = ()
-    tensor_cores: bool = False
+    on_tensor_cores: bool = False
 
     @property
     def shape(self):
         sizes = (self.hidden, self.inner, self.heads, self.kv_heads, self.dim, self.vocab)
         activation = "gelu_tanh" if GELU_TANH in self.parts else "silu"
         factor = self.hidden**0.5 if FACTOR in self.parts else 1.0
-        return StepShape(*sizes, 1e-6, self.dim**-0.5, activation, factor)
+        return StepShape(
+            *sizes, 1e-6, self.dim**-0.5, activation, factor, post_norms=POST_NORMS in self.parts
+        )
+
+    @property
+    def tensor_cores(self):
+        """Whether they multiply one sequence, because a test wants it or the kernel does it."""
+        return self.on_tensor_cores or on_tensor_cores(self.shape, fp8_weights=self.fp8_weights)
 
     @property
     def arch(self):
@@ -87,13 +95,12 @@ FP8_WEIGHTS = (
         window=40,
     ),
     Case(1, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+    Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
+    Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
 )
 TENSOR_CORES = tuple(
-    dataclasses.replace(case, tensor_cores=True)
+    dataclasses.replace(case, on_tensor_cores=True)
     for case in (
-        *FP8_WEIGHTS,
-        Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
-        Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
         Case(1),
         Case(1, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
         Case(1, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
@@ -107,8 +114,7 @@ GEMMAS = (
     Case(1, parts=GEMMA, hidden=1152, kv_heads=1, dim=256, window=40, layers=3),
     Case(1, parts=GEMMA, hidden=2112, inner=640, window=40, num_sms=20, fp8=True),
     Case(1, parts=GEMMA, window=40, fp8_weights=True, fp8=True),
-    Case(1, parts=GEMMA, window=40, tensor_cores=True),
-    Case(1, parts=GEMMA, window=40, tensor_cores=True, fp8_weights=True, hidden=1152),
+    Case(1, parts=GEMMA, window=40, fp8_weights=True, hidden=1152),
     Case(1, parts=GEMMA, window=40, early=False, num_sms=23, around=False),
     *(Case(1, parts=(part,), window=40, around=False) for part in GEMMA),
 )
@@ -302,9 +308,7 @@ def model(request, monkeypatch):
     if not case.early:
         monkeypatch.setattr(kernel, "_LITTLE_HIDDEN", 0)
     weight_dtype = torch.float8_e4m3fn if case.fp8_weights else None
-    assert not unsupported(
-        case.shape, torch.bfloat16, case.arch, case.rows, weight_dtype, unmeasured=True
-    )
+    assert not unsupported(case.shape, torch.bfloat16, case.arch, case.rows, weight_dtype)
     return Model(case)
 
 

@@ -135,40 +135,33 @@ def test_models_are_supported_up_to_a_hidden_size_of_4096_on_tensor_cores(name, 
     shape = StepShape(*sizes, eps=1e-6, softmax_scale=0.1)
     arch = dataclasses.replace(HOPPER, num_sms=num_sms)
 
-    assert unsupported(shape, torch.bfloat16, arch, 1, WEIGHTS_IN_FP8, unmeasured=True) == ()
+    assert unsupported(shape, torch.bfloat16, arch, 1, WEIGHTS_IN_FP8) == ()
     assert step_sizes(shape, arch, tensor_cores=True).stages >= 8
-    assert unsupported(shape, torch.bfloat16, arch, unmeasured=True) == ()
+    assert unsupported(shape, torch.bfloat16, arch) == ()
 
 
-def test_tensor_cores_multiply_beyond_the_sizes_of_ordinary_cores_or_where_unmeasured_kernels_may():
-    assert not on_tensor_cores(3072, fp8_weights=False, unmeasured=False)
-    assert on_tensor_cores(3136, fp8_weights=False, unmeasured=False)
-    assert not on_tensor_cores(1024, fp8_weights=True, unmeasured=False)
-    assert on_tensor_cores(2048, fp8_weights=True, unmeasured=False)
-    assert on_tensor_cores(512, fp8_weights=False, unmeasured=True)
+def test_tensor_cores_multiply_large_models_weights_in_fp8_and_models_with_norms_of_outputs():
+    little = QWEN._replace(hidden_size=2048)
+
+    assert not on_tensor_cores(little, fp8_weights=False)
+    assert on_tensor_cores(little._replace(hidden_size=2112), fp8_weights=False)
+    assert on_tensor_cores(little, fp8_weights=True)
+    assert on_tensor_cores(little._replace(post_norms=True), fp8_weights=False)
 
 
-def test_weights_in_fp8_are_used_up_to_the_measured_size_and_only_for_one_sequence():
+def test_weights_in_fp8_are_for_one_sequence_and_several_sequences_for_smaller_models():
     wide = QWEN._replace(hidden_size=4096)
     wider = QWEN._replace(hidden_size=5120)
 
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8) == ()
-    assert unsupported(wide, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8) == (
-        "weights in FP8 and a hidden size of 4096, measured up to 1024, and unmeasured kernels are not allowed",
-    )
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8, unmeasured=True) == (
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8) == (
         "no weights in FP8 for several sequences",
     )
-    assert unsupported(wide, torch.bfloat16, HOPPER) == (
-        "a hidden size of 4096, measured up to 3072, and unmeasured kernels are not allowed",
-    )
-    assert unsupported(wide, torch.bfloat16, HOPPER, unmeasured=True) == ()
-    assert "a hidden size of 4096, at most 3072" in unsupported(
-        wide, torch.bfloat16, HOPPER, 2, unmeasured=True
-    )
-    assert unsupported(wider, torch.bfloat16, HOPPER, 1, WEIGHTS_IN_FP8, unmeasured=True) == (
-        "a hidden size of 5120, at most 4096",
-    )
+    assert "a hidden size of 4096, at most 3072" in unsupported(wide, torch.bfloat16, HOPPER, 2)
+    for weight_dtype in (None, WEIGHTS_IN_FP8):
+        assert unsupported(wide, torch.bfloat16, HOPPER, 1, weight_dtype) == ()
+        assert unsupported(wider, torch.bfloat16, HOPPER, 1, weight_dtype) == (
+            "a hidden size of 5120, at most 4096",
+        )
     assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, torch.int8) == ("no weights in int8",)
 
 
