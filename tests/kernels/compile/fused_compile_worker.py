@@ -341,7 +341,10 @@ class FusedCompiler(Compiler):
             output_norm=gain(c) if gemma else None,
             down_norm=gain(c) if gemma else None,
         )
-        weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), gain(c))
+        # The compiler removes a loop over one layer, and with it the registers that layers hand on.
+        layers = 3 if gemma else 1
+        ends = empty(vocabulary, c), empty(vocabulary, c), gain(c)
+        weights = StepWeights(shape, [layer] * layers, *ends)
         cache, scales = empty(2, 3, 16, kv_heads, dim), None
         if "fp8" in job.around:
             cache, scales = cache.to(torch.float8_e4m3fn), torch.empty(2, 3, kv_heads, 16)
@@ -359,7 +362,8 @@ class FusedCompiler(Compiler):
         self.compiled = []
         if rows == 1:
             tensor_cores = on_tensor_cores(shape, fp8_weights=matrix_scales is not None)
-            StepKernel(weights, (cache,), (scales,), arch, tensor_cores=tensor_cores)(*inputs)
+            caches = (cache,) * layers, (scales,) * layers
+            StepKernel(weights, *caches, arch, tensor_cores=tensor_cores)(*inputs)
         else:
             RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)
 

@@ -266,6 +266,8 @@ def test_the_step_shape_equals_the_models():
     assert shape.hidden_size == CONFIG.hidden_size
     assert shape.inner_size == CONFIG.intermediate_size
     assert shape.softmax_scale == CONFIG.head_dim**-0.5
-    assert (shape.activation, shape.embedding_factor) == ("silu", 1.0)
-    gemma = dataclasses.replace(CONFIG, activation="gelu_tanh", scale_embeddings=True)
-    assert step_shape(gemma)[-2:] == ("gelu_tanh", CONFIG.hidden_size**0.5)
+    assert shape[-3:] == ("silu", 1.0, False)
+    gemma = dataclasses.replace(
+        CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True
+    )
+    assert step_shape(gemma)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)
