@@ -22,20 +22,24 @@ def shapes_table() -> str:
     found.sort(key=lambda it: str(it["date"]))
     newest = found[-1]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    commits: dict[str, str] = {}
+    commits: dict[tuple[str, str], str] = {}
     for result in found:
         if result["machine"] == newest["machine"]:
             rows |= {(row["model"], row["workload"]): row for row in result["rows"]}
-            commits |= {row["model"]: result["commit"] for row in result["rows"]}
+            commits |= {(row["model"], row["workload"]): result["commit"] for row in result["rows"]}
     lines = ["| | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
-    for model in sorted(commits, key=lambda it: float(rows[it, "batch1"]["value"])):
+    models = sorted({model for model, _ in rows}, key=lambda it: float(rows[it, "batch1"]["value"]))
+    for model in models:
         cells = " | ".join(_cell(rows[model, workload]) for workload in _COLUMNS)
         lines.append(f"| {model} | {cells} |")
     older: dict[str, list[str]] = {}
-    for model, commit in commits.items():
-        if commit != newest["commit"]:
-            older.setdefault(commit, []).append(model)
-    others = "".join(f"; {', '.join(models)}: {commit}" for commit, models in older.items())
+    for model in models:
+        for commit in dict.fromkeys(commits[model, it] for it in _COLUMNS):
+            columns = [it for it in _COLUMNS if commits[model, it] == commit]
+            partly = f" ({' '.join(columns)})" if len(columns) < len(_COLUMNS) else ""
+            older.setdefault(commit, []).append(model + partly)
+    older.pop(newest["commit"], None)
+    others = "".join(f"; {commit}: {', '.join(which)}" for commit, which in older.items())
     lines += ["", f"{newest['machine']}, commit {newest['commit']}{others}."]
     return "\n".join(lines)
 
