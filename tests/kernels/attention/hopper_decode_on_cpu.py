@@ -28,6 +28,7 @@ from tests.kernels.attention.hopper_backward_on_cpu import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 KERNEL = decode.decode.fn
 _NAMES = tuple(inspect.signature(KERNEL).parameters)
@@ -131,9 +132,20 @@ class DecodeOnCPU:
             names = _NAMES[_NAMES.index("HEADS") : _NAMES.index("EARLY")]
             fields = vars(merge.DecodeConstants(*(constants[name] for name in names)))
             plain = SimpleNamespace(**{name: it.value for name, it in fields.items()})
-            given = [_argument(it) for it in arguments]
+            given = [argument(it) for it in arguments]
             device = DecodeDevice()
-            with _in_place_of_gluon(device, plain):
+            replaced = {
+                "DecodeConstants": lambda *_: plain,
+                "fetch_ahead": lambda _: None,
+                "mbarrier": SimpleNamespace(
+                    MBarrierLayout=lambda: None, init=lambda *_, **__: None, expect=MBarrier.expect, wait=MBarrier.wait
+                ),
+                "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
+                "fence_async_shared": lambda: None,
+                "warpgroup_mma": device.warpgroup_mma,
+                "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+            }  # fmt: skip
+            with in_place_of_gluon(_MODULES, device, replaced):
                 for number in programs:
                     device.program = (number, 0, 0)
                     KERNEL(*given, **{name: constants[name] for name in _NAMES[len(given) :]})
@@ -141,7 +153,7 @@ class DecodeOnCPU:
         return launch
 
 
-def _argument(x: Any) -> Any:
+def argument(x: Any) -> Any:
     """Return what stands for an argument of a launch in the kernel."""
     if isinstance(x, torch.Tensor):
         return Pointer(x)
@@ -153,21 +165,12 @@ def _argument(x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _in_place_of_gluon(device: DecodeDevice, constants: SimpleNamespace) -> Iterator[None]:
-    """Replace what the modules import, and let their functions call each other as Python's."""
-    replaced = {
-        "DecodeConstants": lambda *_: constants,
-        "fetch_ahead": lambda _: None,
-        "mbarrier": SimpleNamespace(
-            MBarrierLayout=lambda: None, init=lambda *_, **__: None, expect=MBarrier.expect, wait=MBarrier.wait
-        ),
-        "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
-        "fence_async_shared": lambda: None,
-        "warpgroup_mma": device.warpgroup_mma,
-        "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
-    }  # fmt: skip
+def in_place_of_gluon(
+    modules: tuple[ModuleType, ...], device: object, replaced: dict[str, Any]
+) -> Iterator[None]:
+    """Replace Gluon by `device`, and other names that modules import; their functions call each other as Python's."""
     with contextlib.ExitStack() as stack:
-        for module in _MODULES:
+        for module in modules:
             names = vars(module)
             functions = {name: it.fn for name, it in names.items() if hasattr(it, "fn")}
             plain = {

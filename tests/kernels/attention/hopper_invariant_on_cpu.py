@@ -7,13 +7,11 @@ Shared memory begins as NaN, and thread blocks run one after the other in random
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
@@ -28,10 +26,10 @@ from kernels.attention.hopper import (
     scores,
 )
 from tests.kernels.attention.hopper_backward_on_cpu import PATIENCE, Array, Pointer, array
-from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice
+from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice, argument, in_place_of_gluon
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 KERNEL = invariant.invariant.fn
 _NAMES = tuple(inspect.signature(KERNEL).parameters)
@@ -233,7 +231,7 @@ class InvariantOnCPU:
 
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
-            given = dict(zip(_NAMES, map(_argument, arguments), strict=False))
+            given = dict(zip(_NAMES, map(argument, arguments), strict=False))
             c = _plain(constants)
             device = InvariantDevice(len(programs), c.CONSUMERS)
             with _in_place_of_gluon(device):
@@ -292,20 +290,7 @@ def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> 
         raise errors[0]
 
 
-def _argument(x: Any) -> Any:
-    """Return what stands for an argument of a launch in the kernel."""
-    if isinstance(x, torch.Tensor):
-        return Pointer(x)
-    if hasattr(x, "block_shape"):
-        return SimpleNamespace(
-            memory=x.base.view(x.shape), box=x.block_shape, dtype=x.base.dtype, layout=None
-        )
-    return array(x) if isinstance(x, int) else x
-
-
-@contextlib.contextmanager
-def _in_place_of_gluon(device: InvariantDevice) -> Iterator[None]:
-    """Replace what the modules import, and let their functions call each other as Python's."""
+def _in_place_of_gluon(device: InvariantDevice) -> AbstractContextManager[None]:
     replaced = {
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(_BUFFERS, fields, strict=True))
@@ -322,15 +307,4 @@ def _in_place_of_gluon(device: InvariantDevice) -> Iterator[None]:
         "warpgroup_mma": device.warpgroup_mma,
         "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
     }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for module in _MODULES:
-            names = vars(module)
-            functions = {name: it.fn for name, it in names.items() if hasattr(it, "fn")}
-            plain = {
-                name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"
-            }
-            own = {name: it for name, it in replaced.items() if name in names}
-            stack.enter_context(
-                mock.patch.multiple(module, **({"gl": device} | functions | plain | own))
-            )
-        yield
+    return in_place_of_gluon(_MODULES, device, replaced)
