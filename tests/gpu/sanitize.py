@@ -15,6 +15,10 @@ memcheck detects it. The parts, by default all:
 - sampling: rows of all filters, of lists of candidates that hold all, some and hardly any of them;
 - step: single-launch steps with and without early arrival, also over an FP8 cache.
 
+Of `step`, racecheck reports every read of the ring of stages together with the copy that fills the stage, about
+a million hazards: it seems not to follow copies by cp.async that arrive on an mbarrier. So run it on the other
+parts.
+
 The results are compared with a reference or with a second run too. About 80 compilations; run it once
 without the sanitizer to fill the compiler's cache.
 """
