@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kernels.attention.problem import AttentionProblem, PagedBatch
 
 MOST_PART_ROWS: Final = 4096
-"""Rows, of all parts of a step that have entries of their own; bounds the memory for their results."""
+"""Rows of a key-value head, of all parts of a step that have entries of their own; bounds the memory for their
+results."""
 RECORD_FIELDS = tl.constexpr(10)
 """Fields of a record: sequence (-1 for an unused entry), first row, query start, query tokens, keys, its part (-1 for
 all parts), index of the sequence's first part among those of the step, parts that have entries, rows of a part's result
@@ -120,6 +121,7 @@ class PartList:
         block_m: int,
         part_tokens: int,
         counters: int,
+        shares: int = 1,
     ) -> None:
         """List the work of a step.
 
@@ -130,6 +132,7 @@ class PartList:
             block_m: rows of a tile.
             part_tokens: keys of a part.
             counters: counters of a sequence, one for each of the programs that merge its parts.
+            shares: tiles of a query token for each key-value head; a tile has some of its query heads.
         """
         num_seqs = batch.num_seqs
         rows = batch.max_seqlen_q * group
@@ -137,7 +140,7 @@ class PartList:
         self.most_parts, self.visits_parts = 0, False
         if batch.max_seqlen_k > part_tokens:
             parts = num_seqs * -(-batch.max_seqlen_k // part_tokens)
-            self.most_parts = min(MOST_PART_ROWS // self.part_rows, parts)
+            self.most_parts = min(MOST_PART_ROWS // (self.part_rows * shares), parts)
             self.visits_parts = rows > block_m or self.most_parts < parts
         # Each sequence may end with a partial tile.
         self.num_entries = batch.num_tokens * group // block_m + num_seqs + self.most_parts

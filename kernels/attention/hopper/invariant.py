@@ -128,6 +128,7 @@ class HopperInvariant:
             block_m=launch.block_m,
             part_tokens=PART_TOKENS,
             counters=heads * consumers,
+            shares=problem.group_size // group,
         )
         device = batch.seq_lens.device
         programs = min(selection.arch.num_sms, self._list.num_entries * heads)

@@ -35,7 +35,7 @@ def random_step():
     return [(new, new + pick.choice((0, 0, 100, 700))) for new in queries]
 
 
-def listed(monkeypatch, step, window=None, most_rows=1 << 20):
+def listed(monkeypatch, step, window=None, most_rows=1 << 20, shares=1):
     """Return the list, and its used records in order."""
     from kernels.attention.gpu import part_list
 
@@ -51,8 +51,8 @@ def listed(monkeypatch, step, window=None, most_rows=1 << 20):
         Phase.PREFILL, "bfloat16", 4, 1, 64, 16, 0.125, window, batch_invariant=True
     )
     made = part_list.PartList(
-        asked, batch, group=GROUP, block_m=BLOCK_M, part_tokens=PART, counters=COUNTERS
-    )
+        asked, batch, group=GROUP, block_m=BLOCK_M, part_tokens=PART, counters=COUNTERS, shares=shares
+    )  # fmt: skip
     first, *records = made.records.tolist()
     assert all(record[0] == -1 for record in records[first[0] :])
     return made, records[: first[0]]
@@ -105,3 +105,10 @@ def test_no_more_parts_are_listed_than_have_memory(monkeypatch):
     assert made.most_parts == 8
     assert [(record[0], record[5]) for record in records if record[5] >= 0] == [(0, 0), (0, 1)]
     assert sorted(record[0] for record in records if record[5] < 0) == [1, 2, 3]
+
+
+def test_the_tiles_of_a_key_value_head_share_the_memory_for_parts(monkeypatch):
+    made, records = listed(monkeypatch, STEPS[3], most_rows=8 * GROUP, shares=3)
+
+    assert made.most_parts == 2
+    assert [(record[0], record[5]) for record in records if record[5] >= 0] == [(0, 0), (0, 1)]
