@@ -29,6 +29,8 @@ log = logging.getLogger("tessera.engine")
 _CPU_TOKENS: Final = 65
 _ARGMAX_ROWS: Final = (1, 2, 4, 8)
 """Numbers of rows for which the argmax is warmed up; for up to four rows, the LM head's kernel computes it."""
+_ROTATED_TOKENS: Final = (128, 1023)
+"""Beside a token, a short and the longest chunk, these have every launch of the rotation of up to 256 heads."""
 
 
 def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
@@ -99,7 +101,8 @@ def _compute_first_steps(
                 _compute(runner, output, lambda *_: True)
     if on_gpu:
         _compute(runner, dummy_steps.longest_chunk(limits, block_size))
-        few = dummy_steps.few_rows(runner.model.row_counts, limits, block_size)
+        counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
+        few = dummy_steps.few_rows(counts, limits, block_size)
         launched = runner.model.launched_rows(detect(runner.device))
         in_one_launch = dummy_steps.few_rows(launched, limits, block_size)
         by_layers = dummy_steps.prompts(launched, limits, block_size)
