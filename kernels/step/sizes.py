@@ -37,7 +37,7 @@ MOST_SPLITS: Final = 8
 MOST_HEADS: Final = 4
 """Query heads that a program attends, at most: more need more registers than there are."""
 MOST_HELD: Final = 2048
-"""Largest hidden size that each warp holds in registers; a larger one is read from shared memory, in half precision."""
+"""Largest hidden size that each warp can hold in registers; a larger one is multiplied on tensor cores."""
 MERGED: Final = 2048
 """Elements of all heads that are merged at once."""
 HEAD_BYTES: Final = 8192

@@ -67,8 +67,9 @@ class Constants:
         PAGE: keys of one TMA copy.
         OWN_OUTPUT: whether outputs have a staging buffer of their own; else they are staged in the queries' buffer.
         OPERAND_BYTES: bytes of an element of a WGMMA operand; 1 for FP8, whose values are transposed.
-        QUERY_STAGES: stages of the query ring. Two in FP8, which need the memory of one in half precision, and in the
-            batch-invariant kernel: an item of a decode has so few keys that it would wait for its queries.
+        QUERY_STAGES: stages of the query ring. Two in FP8, which need the memory of one in half precision, and with
+            OWN_OUTPUT in the batch-invariant kernel: an item of a decode has so few keys that it would wait for its
+            queries.
         CONSUMERS: consumer warp groups.
         OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
         PART_TILES: key tiles of a part in the batch-invariant kernel, 0 in others. The multiplications and additions

@@ -34,8 +34,8 @@ _SOME_HEADS = 16384
 1560 us on an H100 with a program for each head and 1534 with four tokens a program; one of 256, 8192 heads, 3891 us
 with four heads of four tokens and 3882 with one."""
 _FEW_FP8_HEADS = 512
-"""The same if they are mixed and rounded to FP8. On an H100, 64 tokens of 32 heads take 2.7 us in programs of four
-tokens and 3.6 in programs of one."""
+"""As `_FEW_HEADS`, if they are mixed and rounded to FP8. On an H100, 64 tokens of 32 heads take 2.7 us in programs of
+four tokens and 3.6 in programs of one."""
 _MANY_TOKENS = 1024
 _FETCH_LINES = 512
 """Cache lines that a prefetching program fetches."""

@@ -490,7 +490,6 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
             wait_group=lambda _: None,
         ),
         "mma_v2": device.mma,
-        "widened": lambda x: x.to(torch.float32),
         "computed_again": lambda x: x,
         "publish": device.publish,
         "clear": device.clear,
