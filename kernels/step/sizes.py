@@ -29,7 +29,7 @@ MOST_TILES: Final = 4
 SUMS: Final = 64
 """Of a tile: 8 for each of 8 sequences."""
 MOST_TENSOR_TILES: Final = 6
-"""The same with one sequence on tensor cores."""
+"""As `MOST_TILES`, of one sequence on tensor cores."""
 WARP_SUMS: Final = 32
 """Of a row of weights: 4 of each warp, one for each part of a stage in the model's dtype."""
 MOST_SPLITS: Final = 8

@@ -168,7 +168,7 @@ def normed(ring, gains, eps, FP8: gl.constexpr, c):
 def tiles_at_once(hidden, stages, wanted, fp8, on_tensor_cores):
     """Return how many tiles of ROWS rows the next call of `dot_normed` multiplies.
 
-    `wanted` stages at most, of tensor cores tiles, and half of the ring, so that the producer can copy the others.
+    At most `wanted` stages (on tensor cores tiles) and half of the ring, so that the producer can copy the others.
     """
     if on_tensor_cores:
         return tensor_tiles_at_once(hidden, fp8, stages, wanted)

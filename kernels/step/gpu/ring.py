@@ -465,7 +465,7 @@ def parts_in(inputs, stage, fp8=False):
 
 @gluon.constexpr_function
 def parts_sent(inputs, stage, batch, fp8=False):
-    """Return how many parts of a stage are filled; for tensor cores all, with zeros behind the rows' end."""
+    """Return how many parts of a stage are filled; for several sequences all, with zeros behind the rows' end."""
     return parts_in(inputs, stage, fp8) if batch == 1 else PARTS.value
 
 
