@@ -101,8 +101,8 @@ def _best(
 def sized(launch: PersistentLaunch, problem: LinearProblem) -> PersistentLaunch:
     """Return a launch with its stages and its group, and a skew that suits the number of chunks.
 
-    The first consumer may be at most one tile ahead in the ring, because it tells the second by a single bit that it
-    has started a tile.
+    The first consumer may be at most one tile ahead in the ring, since the phase of the mbarrier that signals the
+    start of a tile to the second consumer is a single bit.
     """
     chunks = problem.inputs // launch.splits // COLUMNS
     stages = launch.stages

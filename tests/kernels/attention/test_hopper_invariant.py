@@ -15,7 +15,7 @@ from kernels.attention.registry import INVARIANT_REGISTRY
 from kernels.testing.problems import Layout, make_case
 from tests.gpu.attention_cases import attend
 from tests.kernels import triton_interpreter
-from tests.kernels.attention.test_invariant_interpreted import batch_of
+from tests.kernels.attention.test_invariant_interpreted import step_beside
 from tests.marks import slow_except
 
 pytestmark = triton_interpreter.interpreted
@@ -67,23 +67,7 @@ def selection(asked):
 
 def step(case, asked, start, stop, others, rng):
     """Return the outputs of tokens start to stop of the first sequence, computed beside other sequences."""
-    members, queries, lengths = [0], [stop - start], [stop]
-    for other in others:
-        length = rng.randint(1, case.seq_lens[other])
-        members.append(other)
-        queries.append(1 if asked.phase is Phase.DECODE else rng.randint(1, length))
-        lengths.append(length)
-    order = rng.sample(range(len(members)), len(members))
-    members, queries, lengths = ([them[i] for i in order] for them in (members, queries, lengths))
-    starts = [0, *(sum(case.query_lens[: other + 1]) for other in range(4))]
-    rows = [
-        case.q[starts[m] + n - count : starts[m] + n]
-        for m, count, n in zip(members, queries, lengths, strict=True)
-    ]
-    batch = batch_of(case, queries, lengths, members, rng.choice((1, 3)))
-    out = attend(asked, batch, torch.cat(rows), case.kv, selection(asked))
-    first = sum(queries[: order.index(0)])
-    return out[first : first + stop - start]
+    return step_beside(case, asked, selection(asked), start, stop, others, rng)
 
 
 def whole(shape):

@@ -55,14 +55,17 @@ def batch_of(case, queries, lengths, members, loose=1):
     )
 
 
-def random_step(case, asked, start, stop, rng):
-    """Return the outputs of tokens start to stop of the first sequence, computed beside random other sequences."""
+def step_beside(case, asked, selected, start, stop, others, rng, most_queries=10**6):
+    """Return the outputs of tokens start to stop of the first sequence, computed beside random parts of `others`.
+
+    Each of these has at most `most_queries` query tokens.
+    """
     members, queries, lengths = [0], [stop - start], [stop]
-    for other in rng.sample([1, 2, 3], rng.randint(0, 3)):
-        most = case.seq_lens[other]
-        length = rng.randint(1, most)
+    for other in others:
+        length = rng.randint(1, case.seq_lens[other])
         members.append(other)
-        queries.append(1 if asked.phase is Phase.DECODE else rng.randint(1, min(length, 20)))
+        most = 1 if asked.phase is Phase.DECODE else min(length, most_queries)
+        queries.append(rng.randint(1, most))
         lengths.append(length)
     order = rng.sample(range(len(members)), len(members))
     members, queries, lengths = ([them[i] for i in order] for them in (members, queries, lengths))
@@ -72,9 +75,15 @@ def random_step(case, asked, start, stop, rng):
         for m, count, n in zip(members, queries, lengths, strict=True)
     ]
     batch = batch_of(case, queries, lengths, members, rng.choice((1, 3)))
-    out = attend(asked, batch, torch.cat(rows), case.kv, selection(asked))
+    out = attend(asked, batch, torch.cat(rows), case.kv, selected)
     first = sum(queries[: order.index(0)])
     return out[first : first + stop - start]
+
+
+def random_step(case, asked, start, stop, rng):
+    """Like `step_beside`, beside any of the other sequences."""
+    others = rng.sample([1, 2, 3], rng.randint(0, 3))
+    return step_beside(case, asked, selection(asked), start, stop, others, rng, most_queries=20)
 
 
 def whole_case(asked, seed=0):
