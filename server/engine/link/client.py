@@ -329,7 +329,7 @@ class RemoteEngine(EngineHandle):
         """Handle messages of the hub in order; a stream gets its events of successive steps together."""
         self._heard = True
         self._received_bytes += sum(map(len, batch))
-        if self.state is EngineState.STOPPED:
+        if self.hub_lost.done():
             return
         try:
             messages = [self._decoder.decode(data) for data in batch]
