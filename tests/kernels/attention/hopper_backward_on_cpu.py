@@ -1,130 +1,34 @@
 """Runs the warp roles of Hopper's one-pass backward on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
 
-The two roles are threads, which wait for each other at the kernel's barriers. A copy counts the bytes that its
-mbarrier expects. Products are exact and their sums are in float32, as on the tensor cores; layouts have no meaning.
-Shared memory begins as NaN, and thread blocks run one after the other in random order.
+The two roles wait for each other at the kernel's barriers. A copy counts the bytes that its mbarrier expects. Products
+are exact and their sums are in float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks run one
+after the other in random order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 from kernels.attention.hopper import backward_roles, backward_tiles
+from tests.kernels.gluon_on_cpu import (
+    Array,
+    MBarrier,
+    MBarriers,
+    NamedBarrier,
+    Pointer,
+    Shared,
+    array,
+    in_place_of_gluon,
+    run_roles,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-PATIENCE = 20.0
-"""Seconds at a barrier that mean a deadlock."""
-
-
-class Array(torch.Tensor):
-    """A tensor with the methods of Gluon's, whose augmented assignments bind a new value."""
-
-    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self + other
-
-    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self - other
-
-    def __iand__(self, other: Any) -> Any:  # type: ignore[misc]
-        return self & other
-
-    @property
-    def type(self) -> Any:
-        return SimpleNamespace(layout=None)
-
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Array:
-        if bitcast:
-            assert dtype is torch.uint32
-            return super().to(torch.int64) & 0xFFFFFFFF
-        return super().to(dtype)
-
-
-def array(x: Any) -> Array:
-    return torch.as_tensor(x).as_subclass(Array)
-
-
-class Shared:
-    """Shared memory."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.dtype = memory, memory.dtype
-
-    def index(self, i: int) -> Shared:
-        return Shared(self.memory[i])
-
-    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(self.memory.narrow(dim, start, length))
-
-    def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.memory.permute(order))
-
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        del dtype, layout
-        return Shared(self.memory.view(shape))
-
-    def load(self, layout: Any) -> Array:
-        del layout
-        return array(self.memory.clone())
-
-    def store(self, value: torch.Tensor) -> None:
-        assert value.dtype is self.dtype
-        self.memory.copy_(value)
-
-
-class Pointer:
-    """Addresses of elements of a tensor."""
-
-    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
-        self.memory, self.offset = memory, offset
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.offset + offset)
-
-
-class MBarrier:
-    """An mbarrier for copies: a phase completes when the expected bytes have arrived."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.completed = self.expected = self.arrived = 0
-
-    def expect(self, count: int) -> None:
-        with self.changed:
-            assert not self.expected, "two phases are expected at once"
-            self.expected = count
-
-    def arrive(self, count: int) -> None:
-        with self.changed:
-            self.arrived += count
-            assert self.arrived <= self.expected, "more bytes than expected"
-            if self.arrived == self.expected:
-                self.completed, self.expected, self.arrived = self.completed + 1, 0, 0
-                self.changed.notify_all()
-
-    def wait(self, phase: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.completed & 1 != phase, PATIENCE), "deadlock"
-
-
-class Ring:
-    """The mbarriers of a ring."""
-
-    def __init__(self, count: int) -> None:
-        self.barriers = [MBarrier() for _ in range(count)]
-
-    def index(self, i: int) -> MBarrier:
-        return self.barriers[i]
+    from contextlib import AbstractContextManager
 
 
 class Device:
@@ -135,7 +39,7 @@ class Device:
 
     def __init__(self) -> None:
         self.program = (0, 0, 0)
-        self.named: dict[int, threading.Semaphore] = {}
+        self.named: dict[int, NamedBarrier] = {}
         self.products = self.masked = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -184,10 +88,9 @@ class Device:
         (number,) = map(int, values)
         barrier = self.named[number]
         if code.startswith("bar.arrive"):
-            assert not barrier.acquire(blocking=False), "two arrivals at once"
-            barrier.release()
+            barrier.arrive()
         else:
-            assert barrier.acquire(timeout=PATIENCE), "deadlock"
+            barrier.wait()
 
     def warpgroup_mma(self, a: Any, b: Shared, acc: Array, use_acc: bool = True, **_: Any) -> Array:
         self.products += 1
@@ -200,7 +103,7 @@ class Device:
         found = desc.memory[tuple(map(slice, where, map(sum, zip(where, desc.box, strict=True))))]
         target.memory.zero_()
         target.memory[tuple(map(slice, found.shape))] = found
-        full.arrive(target.memory.numel() * target.memory.element_size())
+        full.receive(target.memory.numel() * target.memory.element_size())
 
 
 class BackwardOnCPU:
@@ -243,45 +146,34 @@ def _run(
         do=shared(c.STAGES, c.BLOCK_M, c.D),
         ds=shared(1, c.BLOCK_N, c.BLOCK_M),
         stats=shared(c.STAGES, 2 * c.BLOCK_M, dtype=torch.float32),
-        kv_full=Ring(2),
-        q_full=Ring(c.STAGES),
-        do_full=Ring(c.STAGES),
+        kv_full=MBarriers(2),
+        q_full=MBarriers(c.STAGES),
+        do_full=MBarriers(c.STAGES),
     )
-    device.named = {9 + i: threading.Semaphore(0) for i in range(c.STAGES)}
+    device.named = {9 + i: NamedBarrier() for i in range(c.STAGES)}
     descs = [
         SimpleNamespace(memory=it.base, box=it.block_shape, dtype=None, layout=None)
         for it in (q, k, v, do, stats)
     ]
-    errors: list[BaseException] = []
 
-    def role(function: Any, *arguments: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                function.fn(buffers, Pointer(cu_q), Pointer(cu_k), *arguments, array(window), c)
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
-                errors.append(error)
+    def role(function: Any, *arguments: Any) -> Any:
+        return lambda: function.fn(
+            buffers, Pointer(cu_q), Pointer(cu_k), *arguments, array(window), c
+        )
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    threads = [
-        role(PRODUCE, *descs),
-        role(CONSUME, Pointer(sums), Pointer(dk), Pointer(dv), scale_log2, scale),
-    ]
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    assert not any(it.acquire(blocking=False) for it in device.named.values()), "arrivals are left"
+    run_roles(
+        [
+            role(PRODUCE, *descs),
+            role(CONSUME, Pointer(sums), Pointer(dk), Pointer(dv), scale_log2, scale),
+        ]
+    )
+    assert not any(it.arrived for it in device.named.values()), "arrivals are left"
 
 
 PRODUCE, CONSUME = backward_roles.produce, backward_roles.consume
 
 
-@contextlib.contextmanager
-def _in_place_of_gluon(device: Device) -> Iterator[None]:
-    """Replace what the modules of the roles import, and let their functions call each other as Python's."""
+def _in_place_of_gluon(device: Device) -> AbstractContextManager[None]:
     masked = backward_roles._mask.fn
 
     def mask(*arguments: Any) -> Any:
@@ -289,30 +181,16 @@ def _in_place_of_gluon(device: Device) -> Iterator[None]:
         return masked(*arguments)
 
     replaced = {
-        backward_roles: {
-            "_FIRST_BARRIER": 9,
-            "_ZEROED_ROWS": backward_roles._ZEROED_ROWS.value,
-            "STATS": backward_tiles.STATS.value,
-            "THREADS": backward_tiles.THREADS.value,
-            "mbarrier": SimpleNamespace(expect=MBarrier.expect, wait=MBarrier.wait),
-            "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
-            "fence_async_shared": lambda: None,
-            "warpgroup_mma": device.warpgroup_mma,
-            "warpgroup_mma_init": lambda x: x,
-            "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
-            "_mask": mask,
-        },
-        backward_tiles: {"Tile": lambda *fields: SimpleNamespace(**dict(zip(_FIELDS, fields, strict=True)))},
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for module, names in replaced.items():
-            functions = {
-                name: it.fn
-                for name, it in vars(module).items()
-                if hasattr(it, "fn") and name not in names
-            }
-            stack.enter_context(mock.patch.multiple(module, gl=device, **functions, **names))
-        yield
+        "mbarrier": SimpleNamespace(expect=MBarrier.expect, wait=MBarrier.wait),
+        "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": device.warpgroup_mma,
+        "warpgroup_mma_init": lambda x: x,
+        "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+        "_mask": mask,
+        "Tile": lambda *fields: SimpleNamespace(**dict(zip(_FIELDS, fields, strict=True))),
+    }
+    return in_place_of_gluon((backward_roles, backward_tiles), device, replaced)
 
 
 _FIELDS = ("first", "kv_head", "start_q", "num_q", "start_k", "num_k", "scratch")

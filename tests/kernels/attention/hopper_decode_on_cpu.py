@@ -7,28 +7,23 @@ NaN, and thread blocks run one after the other in random order.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import Any
 
 import torch
 
 from kernels.attention.hopper import decode, keys_on_m, merge, ping_pong, pipeline, producer, scores
-from tests.kernels.attention.hopper_backward_on_cpu import (
-    Device,
+from tests.kernels.attention.hopper_backward_on_cpu import Device
+from tests.kernels.gluon_on_cpu import (
     MBarrier,
+    MBarriers,
     Pointer,
-    Ring,
     Shared,
     array,
+    in_place_of_gluon,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
 
 KERNEL = decode.decode.fn
 _NAMES = tuple(inspect.signature(KERNEL).parameters)
@@ -37,9 +32,6 @@ _MODULES = (decode, keys_on_m, merge, ping_pong, pipeline, producer, scores)
 
 class Tiles(Shared):
     """Shared memory for operands of products, [..., rows, columns]."""
-
-    def index(self, i: Any) -> Tiles:
-        return Tiles(self.memory[int(i)])
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         """Return a box of all columns, or those of 64 in the order of the memory: the first columns come first."""
@@ -69,7 +61,7 @@ class DecodeDevice(Device):
         del layout
         sizes = [int(size) for size in shape]
         if dtype is self.int64:
-            return MBarrier() if sizes == [1] else Ring(sizes[0])
+            return MBarrier() if sizes == [1] else MBarriers(sizes[0])
         return Tiles(torch.full(sizes, torch.nan, dtype=dtype))
 
     def program_id(self, axis: int) -> Any:
@@ -107,7 +99,7 @@ class DecodeDevice(Device):
         place, mask, value = torch.broadcast_tensors(*map(array, (pointer.offset, mask, value)))
         pointer.memory.view(-1)[place[mask]] = value[mask].to(pointer.memory.dtype)
 
-    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> Any:
+    def atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel") -> Any:
         assert sem == "acq_rel"
         before = self.load(pointer).clone()
         self.store(pointer, before + value)
@@ -162,22 +154,3 @@ def argument(x: Any) -> Any:
             memory=x.base.view(x.shape), box=x.block_shape, dtype=x.base.dtype, layout=None
         )
     return array(x) if isinstance(x, int) else x
-
-
-@contextlib.contextmanager
-def in_place_of_gluon(
-    modules: tuple[ModuleType, ...], device: object, replaced: dict[str, Any]
-) -> Iterator[None]:
-    """Replace Gluon by `device`, and other names that modules import; their functions call each other as Python's."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            names = vars(module)
-            functions = {name: it.fn for name, it in names.items() if hasattr(it, "fn")}
-            plain = {
-                name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"
-            }
-            own = {name: it for name, it in replaced.items() if name in names}
-            stack.enter_context(
-                mock.patch.multiple(module, **({"gl": device} | functions | plain | own))
-            )
-        yield

@@ -1,15 +1,15 @@
 """Runs the batch-invariant kernel of Hopper on a CPU: its own warp roles, on PyTorch's tensors instead of Gluon's.
 
-The three roles of a thread block are threads, which wait for each other at the kernel's barriers. Copies complete as
-they are issued; layouts have no meaning. Products are exact and their sums are in float32, as on the tensor cores.
-Shared memory begins as NaN, and thread blocks run one after the other in random order.
+The three roles of a thread block wait for each other at the kernel's barriers. Copies complete as they are issued.
+Products are exact and their sums are in float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks
+run one after the other in random order.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,16 @@ from kernels.attention.hopper import (
     producer,
     scores,
 )
-from tests.kernels.attention.hopper_backward_on_cpu import PATIENCE, Array, Pointer, array
-from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice, argument, in_place_of_gluon
+from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice, argument
+from tests.kernels.gluon_on_cpu import (
+    Array,
+    MBarrier,
+    MBarriers,
+    NamedBarrier,
+    array,
+    in_place_of_gluon,
+    run_roles,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -55,57 +63,6 @@ class Halves(Array):
 
     def split(self) -> tuple[Any, Any]:  # type: ignore[override]
         return self[..., 0], self[..., 1]
-
-
-class Barrier:
-    """An mbarrier: a phase completes when all arrivals and all expected bytes have come."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.count = self.pending = self.bytes = self.completed = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.pending = int(count)
-
-    def expect(self, count: int) -> None:
-        with self.changed:
-            self.bytes += int(count)
-        self.arrive()
-
-    def arrive(self, count: int = 1, pred: Any = True) -> None:
-        if not pred:
-            return
-        with self.changed:
-            self.pending -= count
-            assert self.pending >= 0, "more arrivals than a phase has"
-            self._complete()
-
-    def receive(self, count: int) -> None:
-        with self.changed:
-            self.bytes -= count
-            assert self.bytes >= 0, "more bytes than expected"
-            self._complete()
-
-    def wait(self, phase: Any) -> None:
-        with self.changed:
-            done = self.changed.wait_for(lambda: self.completed & 1 != int(phase), PATIENCE)
-            assert done, "deadlock"
-
-    def _complete(self) -> None:
-        if not self.pending and not self.bytes:
-            self.completed += 1
-            self.pending = self.count
-            self.changed.notify_all()
-
-
-class Barriers:
-    """The mbarriers of a ring."""
-
-    def __init__(self, count: int) -> None:
-        self.barriers = [Barrier() for _ in range(count)]
-
-    def index(self, i: Any) -> Barrier:
-        return self.barriers[int(i)]
 
 
 class Field:
@@ -138,12 +95,11 @@ class InvariantDevice(DecodeDevice):
     def __init__(self, num_programs: int, consumers: int) -> None:
         super().__init__()
         self.programs = num_programs
-        self.lock = threading.Lock()
-        self.signals = [threading.Semaphore(0) for _ in range(consumers)]
+        self.signals = [NamedBarrier() for _ in range(consumers)]
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype is self.int64:
-            return Barriers(shape[0])
+            return MBarriers(shape[0])
         if dtype is self.int32:
             return Items(shape[0])
         return super().allocate_shared_memory(dtype, shape, layout)
@@ -184,10 +140,6 @@ class InvariantDevice(DecodeDevice):
     def warpgroup_mma(self, *arguments: Any, **named: Any) -> Any:
         return super().warpgroup_mma(*arguments, **named).as_subclass(Halves)
 
-    def atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel") -> Any:
-        with self.lock:
-            return super().atomic_add(pointer, value, sem)
-
     def inline_asm_elementwise(self, code: str, *_: Any, **__: Any) -> Any:
         if "%ctaid.x" in code:
             return self.program[0]
@@ -195,13 +147,12 @@ class InvariantDevice(DecodeDevice):
         assert threads == "256"
         signal = self.signals[int(number.rstrip(",")) - _FIRST_BARRIER]
         if instruction == "bar.arrive":
-            assert not signal.acquire(blocking=False), "two arrivals at once"
-            signal.release()
+            signal.arrive()
         else:
-            assert signal.acquire(timeout=PATIENCE), "deadlock"
+            signal.wait()
         return None
 
-    def copy_in(self, desc: Any, where: list[Any], full: Barrier, target: Any) -> None:
+    def copy_in(self, desc: Any, where: list[Any], full: MBarrier, target: Any) -> None:
         """Copy a box to shared memory; what lies outside of the tensor is 0."""
         box = _box(desc, where)
         target.memory.zero_()
@@ -238,7 +189,7 @@ class InvariantOnCPU:
                 for number in programs:
                     device.program = (number, 0, 0)
                     _run(device, given, c)
-            assert not any(it.acquire(blocking=False) for it in device.signals), "arrivals are left"
+            assert not any(it.arrived for it in device.signals), "arrivals are left"
             assert not given["counter"].memory.any()
 
         return launch
@@ -266,28 +217,18 @@ def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> 
         )
     ]  # fmt: skip
     scale = [given[name] for name in ("scale", "window", "softcap")]
-    errors: list[BaseException] = []
 
-    def role(function: Any, *arguments: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                function(pipe, *arguments, c)
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
-                errors.append(error)
+    def consume(index: int) -> None:
+        invariant_roles.consume_parts(
+            pipe, given["o_desc"], given["out"], results, *scale, index, c
+        )
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    threads = [role(invariant_roles.produce_parts, *supply, False)]
-    threads += [
-        role(invariant_roles.consume_parts, given["o_desc"], given["out"], results, *scale, index)
-        for index in range(c.CONSUMERS)
-    ]
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    run_roles(
+        [
+            lambda: invariant_roles.produce_parts(pipe, *supply, False, c),
+            *(functools.partial(consume, index) for index in range(c.CONSUMERS)),
+        ]
+    )
 
 
 def _in_place_of_gluon(device: InvariantDevice) -> AbstractContextManager[None]:
@@ -296,8 +237,8 @@ def _in_place_of_gluon(device: InvariantDevice) -> AbstractContextManager[None]:
             **dict(zip(_BUFFERS, fields, strict=True))
         ),
         "mbarrier": SimpleNamespace(
-            MBarrierLayout=lambda: None, init=Barrier.init, expect=Barrier.expect, wait=Barrier.wait,
-            arrive=Barrier.arrive,
+            MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait,
+            arrive=MBarrier.arrive,
         ),
         "tma": SimpleNamespace(
             async_copy_global_to_shared=device.copy_in, async_copy_shared_to_global=device.copy_out,

@@ -1,101 +1,38 @@
 """Runs the persistent product on a CPU: its own code, on PyTorch's tensors instead of Gluon's.
 
-The three roles of a program are threads, which wait for each other at the kernel's barriers; programs run one after the
-other. A copy to shared memory arrives at once, a product reads its operands only when it is waited for, and a store
-reads shared memory only when it is waited for: a stage that is released or overwritten too early changes the result.
-Products are exact and their sums are in float32; layouts have no meaning. Shared memory begins as NaN.
+The three roles of a program wait for each other at the kernel's barriers; programs run one after the other. A copy to
+shared memory arrives at once, a product reads its operands only when it is waited for, and a store reads shared memory
+only when it is waited for: a stage that is released or overwritten too early changes the result. Products are exact and
+their sums are in float32. Shared memory begins as NaN.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 from kernels.linear.gpu import persistent
-from tests.kernels.attention.hopper_backward_on_cpu import Array, Pointer, Shared, array
+from tests.kernels.gluon_on_cpu import (
+    Array,
+    MBarrier,
+    MBarriers,
+    Pointer,
+    Shared,
+    array,
+    in_place_of_gluon,
+    run_roles,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-PATIENCE = 20.0
-"""Seconds at a barrier that mean a deadlock."""
 KERNEL = persistent.persistent_linear.fn
 _NAMES = tuple(inspect.signature(KERNEL).parameters)
-
-
-class MBarrier:
-    """An mbarrier: a phase completes with its arrivals and its bytes."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.completed = self.count = self.pending = self.bytes = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.pending = int(count)
-
-    def expect(self, size: int) -> None:
-        with self.changed:
-            self.bytes += int(size)
-            self._arrive()
-
-    def arrive(self, count: int = 1, pred: Any = True) -> None:
-        assert count == 1
-        if pred:
-            with self.changed:
-                self._arrive()
-
-    def receive(self, size: int) -> None:
-        with self.changed:
-            self.bytes -= size
-            assert self.bytes >= 0, "more bytes than expected"
-            self._complete()
-
-    def wait(self, phase: Any) -> None:
-        with self.changed:
-            reached = self.changed.wait_for(lambda: self.completed & 1 != int(phase), PATIENCE)
-            assert reached, "deadlock"
-
-    def _arrive(self) -> None:
-        assert self.pending > 0, "more arrivals than expected"
-        self.pending -= 1
-        self._complete()
-
-    def _complete(self) -> None:
-        if not self.pending and not self.bytes:
-            self.completed, self.pending = self.completed + 1, self.count
-            self.changed.notify_all()
-
-
-class Tiles(Shared):
-    """Shared memory for operands of products."""
-
-    layout = None
-
-    def index(self, i: Any) -> Tiles:
-        return Tiles(self.memory[int(i)])
-
-    def permute(self, order: tuple[int, ...]) -> Tiles:
-        return Tiles(self.memory.permute(order))
-
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Tiles:
-        del dtype, layout
-        return Tiles(self.memory.view([int(size) for size in shape]))
-
-
-class Barriers:
-    """The mbarriers of a ring."""
-
-    def __init__(self, count: int) -> None:
-        self.barriers = [MBarrier() for _ in range(count)]
-
-    def index(self, i: Any) -> MBarrier:
-        return self.barriers[int(i)]
 
 
 class Device:
@@ -129,8 +66,8 @@ class Device:
     def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         del layout
         if dtype is self.int64:
-            return MBarrier() if len(shape) == 1 else Barriers(int(shape[0]))
-        return Tiles(torch.full([int(size) for size in shape], torch.nan, dtype=dtype.of_torch))
+            return MBarrier() if len(shape) == 1 else MBarriers(int(shape[0]))
+        return Shared(torch.full([int(size) for size in shape], torch.nan, dtype=dtype.of_torch))
 
     def minimum(self, a: Any, b: Any) -> Array:
         return array(torch.minimum(array(a), array(b)))
@@ -162,14 +99,14 @@ class Device:
         mask = mask.expand(value.shape)
         pointer.memory.view(-1)[pointer.offset[mask]] = value[mask]
 
-    def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Tiles) -> None:
+    def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared) -> None:
         """Copy a box; what lies outside of the tensor is 0."""
         found = desc.memory[_box(desc, where)]
         target.memory.zero_()
         target.memory[tuple(map(slice, found.shape))] = found
         full.receive(target.memory.numel() * target.memory.element_size())
 
-    def store_box(self, desc: Any, where: list[Any], source: Tiles) -> None:
+    def store_box(self, desc: Any, where: list[Any], source: Shared) -> None:
         """Start to store a box; what lies outside of the tensor is dropped."""
         assert tuple(source.memory.shape) == tuple(desc.block_type.shape)
 
@@ -182,7 +119,7 @@ class Device:
     def store_wait(self, left: int) -> None:
         _run_all_but(self._own("stores"), left)
 
-    def warpgroup_mma(self, a: Tiles, b: Tiles, acc: Array, is_async: bool) -> Array:
+    def warpgroup_mma(self, a: Shared, b: Shared, acc: Array, is_async: bool) -> Array:
         assert is_async
 
         def run() -> None:
@@ -199,25 +136,16 @@ class Device:
         self, roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]
     ) -> None:
         assert len(warps) == len(registers) == len(roles) - 1
-        errors: list[BaseException] = []
 
-        def role(function: Callable[..., None], arguments: tuple[Any, ...]) -> threading.Thread:
+        def role(function: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[[], None]:
             def run() -> None:
-                try:
-                    function(*arguments)
-                    assert not self._own("products"), "products are not waited for"
-                    assert not self._own("stores"), "stores are not waited for"
-                except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
-                    errors.append(error)
+                function(*arguments)
+                assert not self._own("products"), "products are not waited for"
+                assert not self._own("stores"), "stores are not waited for"
 
-            thread = threading.Thread(target=run)
-            thread.start()
-            return thread
+            return run
 
-        for thread in [role(*it) for it in roles]:
-            thread.join()
-        if errors:
-            raise errors[0]
+        run_roles([role(*it) for it in roles])
 
     def _own(self, kind: str) -> list[Callable[[], None]]:
         if not hasattr(self.own, kind):
@@ -272,12 +200,8 @@ def _argument(x: Any) -> Any:
     return array(x)
 
 
-@contextlib.contextmanager
-def _in_place_of_gluon(device: Device, constants: SimpleNamespace) -> Iterator[None]:
-    """Replace what the module imports, and let its functions call each other as Python's."""
-    names = vars(persistent)
+def _in_place_of_gluon(device: Device, constants: SimpleNamespace) -> AbstractContextManager[None]:
     replaced = {
-        "gl": device,
         "Constants": lambda *_: constants,
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(("x", "w", "o", "full", "empty", "started"), fields, strict=True))
@@ -296,9 +220,4 @@ def _in_place_of_gluon(device: Device, constants: SimpleNamespace) -> Iterator[N
         "gdc_wait": lambda: None,
         "gdc_launch_dependents": lambda: None,
     }  # fmt: skip
-    functions = {
-        name: it.fn for name, it in names.items() if hasattr(it, "fn") and name not in replaced
-    }
-    plain = {name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"}
-    with mock.patch.multiple(persistent, **(functions | plain | replaced)):
-        yield
+    return in_place_of_gluon((persistent,), device, replaced)

@@ -1,7 +1,7 @@
 """Runs the single-launch decode step on a CPU: its own functions, on PyTorch's tensors instead of Gluon's.
 
-Consumers and producer of each program are threads, which wait for each other at the kernel's barriers. Views of shared
-memory follow their layouts; layouts of registers have no meaning. Products are exact and their sums are in float32.
+Consumers and producer of each program are roles, which wait for each other at the kernel's barriers. Views of shared
+memory follow their layouts. Products are exact and their sums are in float32.
 Shared memory begins as NaN, and a stage is NaN from the start of a copy until it arrives. Published numbers, and the
 places that are cleared for them, are those of `kernels.step.gpu.grid_barrier`, whose assembly is written again here.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -34,31 +35,23 @@ from kernels.step.gpu import (
     score_rows,
     tensor_products,
 )
+from tests.kernels.gluon_on_cpu import (
+    Array,
+    MBarrier,
+    MBarriers,
+    Pointer,
+    array,
+    run_roles,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE = 60.0
-"""Seconds at a barrier that mean a deadlock."""
 _MODULES = (
     attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
     score, score_rows, tensor_products,
 )  # fmt: skip
-
-
-class Array(torch.Tensor):
-    """A tensor with the methods of Gluon's."""
-
-    @property
-    def type(self) -> Any:
-        return SimpleNamespace(layout=None)
-
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Array:
-        return self.view(dtype) if bitcast else super().to(dtype)
-
-
-def array(x: Any) -> Array:
-    return torch.as_tensor(x).as_subclass(Array)
 
 
 class Constant(int):
@@ -132,55 +125,6 @@ class Shared:
         return places(tuple(int(n) for n in self.shape), self.layout)
 
 
-class Pointer:
-    """Addresses of elements of a tensor."""
-
-    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
-        self.memory, self.offset = memory, offset
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.offset + offset)
-
-    def places(self, mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places, 0 where `mask` is false, and the mask."""
-        offset = torch.as_tensor(self.offset).long()
-        shown = torch.as_tensor(True if mask is None else mask)
-        offset, shown = torch.broadcast_tensors(offset, shown)
-        offset = offset.where(shown, torch.zeros(()).long())
-        assert (offset >= 0).all()
-        return torch.Tensor(offset).long(), torch.Tensor(shown).bool()
-
-
-class MBarrier:
-    """An mbarrier with one arrival for each phase."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.completed = 0
-
-    def arrive(self, count: int = 1) -> None:
-        del count
-        with self.changed:
-            self.completed += 1
-            self.changed.notify_all()
-
-    def wait(self, phase: int) -> None:
-        with self.changed:
-            reached = self.changed.wait_for(lambda: self.completed & 1 != int(phase), PATIENCE)
-            assert reached, "deadlock"
-
-
-class Barriers:
-    """The mbarriers of a ring."""
-
-    def __init__(self, count: int) -> None:
-        self.barriers = [MBarrier() for _ in range(count)]
-
-    def index(self, i: int) -> MBarrier:
-        return self.barriers[int(i)]
-
-
 class Device:
     """What the kernel uses of Gluon, for all programs of a launch; a thread has its own program and copies."""
 
@@ -191,7 +135,6 @@ class Device:
     def __init__(self, programs: int) -> None:
         self.programs = programs
         self.own = threading.local()
-        self.arrived = threading.Condition()
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -339,28 +282,18 @@ class Device:
         missing = torch.Tensor(values).view(kind) == -1
         if not c.EARLY or not missing.any():
             return values
-        with self.arrived:
-            again = pointers.places(missing)[0]
-            memory = pointers.memory.view(kind).view(-1)
-
-            def is_there() -> bool:
-                return bool((memory[again][missing] != -1).all())
-
-            reached = self.arrived.wait_for(is_there, PATIENCE)
-            assert reached, "a number never arrives"
-        return array(torch.where(missing, pointers.memory.view(-1)[again], values))
+        again = pointers.places(missing)[0][missing]
+        memory = pointers.memory.view(kind).view(-1)
+        wait_until(lambda: bool((memory[again] != -1).all()))
+        values[missing] = pointers.memory.view(-1)[again]
+        return values
 
     def arrive(self, counter: Pointer, _c: Any = None) -> None:
-        with self.arrived:
-            counter.memory[int(counter.offset)] += 1
-            self.arrived.notify_all()
+        counter.memory[int(counter.offset)] += 1
 
     def wait_grid(self, counter: Pointer, arrivals: Any, _fence: bool) -> None:
-        with self.arrived:
-            reached = self.arrived.wait_for(
-                lambda: counter.memory[int(counter.offset)] >= int(arrivals), PATIENCE
-            )
-            assert reached, "deadlock"
+        place, enough = int(counter.offset), int(arrivals)
+        wait_until(lambda: counter.memory[place] >= enough)
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
@@ -407,18 +340,14 @@ def _launch(
     )
     rotations = ropes if c.BATCH > 1 else (ropes,)
     device = Device(programs)
-    errors: list[BaseException] = []
     dtype = embedding.memory.dtype
 
-    def role(function: Any, program: int, *arguments: Any) -> threading.Thread:
+    def role(function: Any, program: int, *arguments: Any) -> Callable[[], None]:
         def run() -> None:
             device.own.program, device.own.copies = program, []
-            try:
-                function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
-                errors.append(error)
+            function(*arguments)
 
-        return threading.Thread(target=run)
+        return run
 
     def look_up(_table: Pointer, layer: Any, field: int, _dtype: Any) -> Pointer:
         found = rows_of_table[int(layer)][field]
@@ -426,24 +355,19 @@ def _launch(
 
     with _in_place_of_gluon(device, look_up):
         consume, produce = consume.fn, produce.fn
-        threads = []
+        roles = []
         for program in range(programs):
             own = _shared_memory(dtype, c)
-            threads.append(
+            roles.append(
                 role(produce, program, own, table, head, positions, block_table, *columns, c)
             )
-            threads.append(
+            roles.append(
                 role(
                     consume, program, own, table, embedding, norm, ids, positions, slots, *rotations, buffers, counter,
                     logits, tokens, logprobs, sampled, *rows, eps, scale, c,
                 )
             )  # fmt: skip
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
+        run_roles(roles)
 
 
 def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
@@ -471,8 +395,8 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         )
         if c.TENSOR_CORES
         else shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
-        full=Barriers(c.STAGES),
-        empty=Barriers(c.STAGES),
+        full=MBarriers(c.STAGES),
+        empty=MBarriers(c.STAGES),
     )
 
 
@@ -505,6 +429,8 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
             for name, it in vars(module).items():
                 if name in replaced:
                     names[name] = replaced[name]
+                elif type(it).__name__ == "ConstexprFunction":
+                    names[name] = _of_compiler(it.fn)
                 elif hasattr(it, "fn"):
                     names[name] = it.fn
                 elif type(it).__name__ == "constexpr":
@@ -512,6 +438,18 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
             stack.enter_context(mock.patch.multiple(module, **names))
             stack.enter_context(mock.patch.object(module, "range", _numbers, create=True))
         yield
+
+
+def _of_compiler(function: types.FunctionType) -> Callable[..., Any]:
+    """Return a function that the compiler runs: its numbers are Python's, and equal arguments have one result."""
+
+    @functools.cache
+    def call(*arguments: Any) -> Any:
+        names = {**function.__globals__, "range": range}
+        own = types.FunctionType(function.__code__, names, argdefs=function.__defaults__)
+        return own(*arguments)
+
+    return call
 
 
 def _numbers(*bounds: Any) -> Iterator[Array]:

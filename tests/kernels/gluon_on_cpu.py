@@ -1,0 +1,276 @@
+"""What runs Gluon kernels with warp roles on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
+
+The roles of a launch run one at a time, each until it waits for something that another has yet to do; which one goes on
+is random, but the same in each run. So a role is always as far ahead of the others as the kernel's barriers let it be,
+and a deadlock is found as soon as every role waits. Layouts of registers have no meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+
+class Array(torch.Tensor):
+    """A tensor with the methods of Gluon's, whose augmented assignments bind a new value."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self - other
+
+    def __iand__(self, other: Any) -> Any:  # type: ignore[misc]
+        return self & other
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Array:
+        if bitcast and dtype is torch.uint32:
+            return super().to(torch.int64) & 0xFFFFFFFF
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+def array(x: Any) -> Array:
+    return torch.as_tensor(x).as_subclass(Array)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def places(self, mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places, 0 where `mask` is false, and the mask."""
+        offset = torch.as_tensor(self.offset).long()
+        shown = torch.as_tensor(True if mask is None else mask)
+        offset, shown = torch.broadcast_tensors(offset, shown)
+        offset = offset.where(shown, torch.zeros(()).long())
+        assert (offset >= 0).all()
+        return torch.Tensor(offset).long(), torch.Tensor(shown).bool()
+
+
+class Shared:
+    """Shared memory, as a tensor."""
+
+    layout = None
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.dtype = memory, memory.dtype
+
+    def index(self, i: Any) -> Shared:
+        return type(self)(self.memory[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return type(self)(self.memory.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return type(self)(self.memory.permute(order))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+        del dtype, layout
+        return type(self)(self.memory.view([int(size) for size in shape]))
+
+    def load(self, layout: Any) -> Array:
+        del layout
+        return array(self.memory.clone())
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.dtype is self.dtype
+        self.memory.copy_(value)
+
+
+class MBarrier:
+    """An mbarrier: a phase completes when all arrivals and all expected bytes have come."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = 1
+        self.bytes = self.completed = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = int(count)
+
+    def expect(self, size: int) -> None:
+        self.bytes += int(size)
+        self.arrive()
+
+    def arrive(self, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            self.pending -= count
+            assert self.pending >= 0, "more arrivals than a phase has"
+            self._complete()
+
+    def receive(self, size: int) -> None:
+        """Count the bytes of a copy."""
+        self.bytes -= size
+        assert self.bytes >= 0, "more bytes than expected"
+        self._complete()
+
+    def wait(self, phase: Any) -> None:
+        wait_until(lambda: self.completed & 1 != int(phase))
+
+    def _complete(self) -> None:
+        if not self.pending and not self.bytes:
+            self.completed, self.pending = self.completed + 1, self.count
+
+
+class MBarriers:
+    """The mbarriers of a ring."""
+
+    def __init__(self, count: int) -> None:
+        self.barriers = [MBarrier() for _ in range(count)]
+
+    def index(self, i: Any) -> MBarrier:
+        return self.barriers[int(i)]
+
+
+class NamedBarrier:
+    """A barrier of the hardware, at which one role arrives and another waits."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+
+    def arrive(self) -> None:
+        assert not self.arrived, "two arrivals at once"
+        self.arrived = True
+
+    def wait(self) -> None:
+        wait_until(lambda: self.arrived)
+        self.arrived = False
+
+
+class _Stopped(BaseException):
+    """Ends a role after another one failed."""
+
+
+class _Role(threading.Thread):
+    """A thread that runs a role whenever the schedule lets it go on."""
+
+    def __init__(self, function: Callable[[], None], schedule: _Schedule) -> None:
+        super().__init__(daemon=True)
+        self._function, self._schedule = function, schedule
+        self._may_run = threading.Semaphore(0)
+        self.is_ready: Callable[[], Any] = lambda: True
+
+    def go_on(self) -> None:
+        self._may_run.release()
+
+    def wait_until(self, is_ready: Callable[[], Any]) -> None:
+        self.is_ready = is_ready
+        self._schedule.choose()
+        self._await_turn()
+
+    def run(self) -> None:
+        _OWN.role = self
+        try:
+            self._await_turn()
+            self._function()
+        except _Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
+            self._schedule.error = self._schedule.error or error
+        self._schedule.roles.remove(self)
+        self._schedule.choose()
+
+    def _await_turn(self) -> None:
+        self._may_run.acquire()
+        if self._schedule.error:
+            raise _Stopped
+
+
+class _Schedule:
+    """The roles that have not ended; the one that runs chooses the next as it waits or ends."""
+
+    def __init__(self, functions: list[Callable[[], None]]) -> None:
+        self.roles = [_Role(it, self) for it in functions]
+        self.error: BaseException | None = None
+        self._random = random.Random(0)
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        for role in self.roles:
+            role.start()
+        self.choose()
+        self._ended.wait()
+        if self.error:
+            raise self.error
+
+    def choose(self) -> None:
+        if not self.roles:
+            self._ended.set()
+            return
+        first = self._random.randrange(len(self.roles))
+        order = self.roles[first:] + self.roles[:first]
+        chosen = next((it for it in order if self.error or it.is_ready()), None)
+        if chosen is None:
+            self.error = AssertionError("deadlock")
+            chosen = order[0]
+        chosen.go_on()
+
+
+_OWN = threading.local()
+
+
+def run_roles(functions: list[Callable[[], None]]) -> None:
+    """Run the roles of a launch until all have ended.
+
+    Args:
+        functions: the roles.
+
+    Raises:
+        AssertionError: with "deadlock" if all roles that are left wait for each other.
+        BaseException: the first that a role raised.
+    """
+    _Schedule(functions).run()
+
+
+def wait_until(is_ready: Callable[[], Any]) -> None:
+    """Let other roles run until a condition holds.
+
+    Args:
+        is_ready: computes the condition, without effects.
+
+    Raises:
+        AssertionError: if no role is left that could change a condition that does not hold.
+    """
+    if is_ready():
+        return
+    role = getattr(_OWN, "role", None)
+    assert role is not None, "deadlock"
+    role.wait_until(is_ready)
+
+
+@contextlib.contextmanager
+def in_place_of_gluon(
+    modules: tuple[ModuleType, ...], device: object, replaced: dict[str, Any]
+) -> Iterator[None]:
+    """Replace Gluon by `device`, and other names that modules import; their functions call each other as Python's."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            names = vars(module)
+            functions = {name: it.fn for name, it in names.items() if hasattr(it, "fn")}
+            plain = {
+                name: it.value for name, it in names.items() if type(it).__name__ == "constexpr"
+            }
+            own = {name: it for name, it in replaced.items() if name in names}
+            stack.enter_context(
+                mock.patch.multiple(module, **({"gl": device} | functions | plain | own))
+            )
+        yield
