@@ -2,7 +2,8 @@
 
 The roles of a launch run one at a time, each until it waits for something that another has yet to do; which one goes on
 is random, but the same in each run. So a role is always as far ahead of the others as the kernel's barriers let it be,
-and a deadlock is found as soon as every role waits. Layouts of registers have no meaning.
+and a deadlock is found as soon as every role waits. Asynchronous copies end in random order, some only when every role
+waits. Layouts of registers have no meaning.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
     from types import ModuleType
 
 
@@ -177,6 +178,9 @@ class _Role(threading.Thread):
         self._schedule.choose()
         self._await_turn()
 
+    def start_copy(self, end: Callable[[], None], *, in_order: bool) -> None:
+        self._schedule.copies.start(end, self if in_order else object())
+
     def run(self) -> None:
         _OWN.role = self
         try:
@@ -195,13 +199,40 @@ class _Role(threading.Thread):
             raise _Stopped
 
 
+class _Copies:
+    """Copies that have not ended; those of a queue end in order."""
+
+    def __init__(self, order: random.Random) -> None:
+        self._random = order
+        self._queues: dict[Hashable, list[Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def start(self, end: Callable[[], None], queue: Hashable) -> None:
+        self._queues.setdefault(queue, []).append(end)
+
+    def end_one(self) -> None:
+        queue = self._random.choice(list(self._queues))
+        end = self._queues[queue].pop(0)
+        if not self._queues[queue]:
+            del self._queues[queue]
+        end()
+
+    def end_some(self) -> None:
+        """End a random number of them."""
+        for _ in range(self._random.randint(0, len(self))):
+            self.end_one()
+
+
 class _Schedule:
     """The roles that have not ended; the one that runs chooses the next as it waits or ends."""
 
-    def __init__(self, functions: list[Callable[[], None]]) -> None:
+    def __init__(self, functions: list[Callable[[], None]], seed: int) -> None:
+        self._random = random.Random(seed)
         self.roles = [_Role(it, self) for it in functions]
+        self.copies = _Copies(self._random)
         self.error: BaseException | None = None
-        self._random = random.Random(0)
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -213,32 +244,57 @@ class _Schedule:
             raise self.error
 
     def choose(self) -> None:
-        if not self.roles:
+        try:
+            chosen = self._next()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
+            self.error = self.error or error
+            chosen = self.roles[0] if self.roles else None
+        if chosen is None:
             self._ended.set()
-            return
+        else:
+            chosen.go_on()
+
+    def _next(self) -> _Role | None:
+        """Return a role that can go on; None if all have ended."""
+        if not self.error:
+            self.copies.end_some()
+        if not self.roles:
+            assert not self.copies or self.error, "copies are not waited for"
+            return None
         first = self._random.randrange(len(self.roles))
         order = self.roles[first:] + self.roles[:first]
-        chosen = next((it for it in order if self.error or it.is_ready()), None)
-        if chosen is None:
-            self.error = AssertionError("deadlock")
-            chosen = order[0]
-        chosen.go_on()
+        while True:
+            for role in order:
+                if self.error or role.is_ready():
+                    return role
+            assert self.copies, "deadlock"
+            self.copies.end_one()
 
 
-_OWN = threading.local()
+class _Own(threading.local):
+    """A thread's role, None outside of roles, where it has copies of its own."""
+
+    role: _Role | None = None
+
+    def __init__(self) -> None:
+        self.copies = _Copies(random.Random(0))
 
 
-def run_roles(functions: list[Callable[[], None]]) -> None:
-    """Run the roles of a launch until all have ended.
+_OWN = _Own()
+
+
+def run_roles(functions: list[Callable[[], None]], seed: int = 0) -> None:
+    """Run the roles of a launch, or of one of its programs, until all have ended.
 
     Args:
         functions: the roles.
+        seed: of the order in which they go on, and copies end.
 
     Raises:
         AssertionError: with "deadlock" if all roles that are left wait for each other.
         BaseException: the first that a role raised.
     """
-    _Schedule(functions).run()
+    _Schedule(functions, seed).run()
 
 
 def wait_until(is_ready: Callable[[], Any]) -> None:
@@ -250,11 +306,43 @@ def wait_until(is_ready: Callable[[], Any]) -> None:
     Raises:
         AssertionError: if no role is left that could change a condition that does not hold.
     """
-    if is_ready():
-        return
-    role = getattr(_OWN, "role", None)
-    assert role is not None, "deadlock"
-    role.wait_until(is_ready)
+    if _OWN.role is None:
+        while not is_ready():
+            assert _OWN.copies, "deadlock"
+            _OWN.copies.end_one()
+    elif not is_ready():
+        _OWN.role.wait_until(is_ready)
+
+
+def start_copy(end: Callable[[], None], *, in_order: bool = False) -> None:
+    """Start a copy, which ends at a random time, at the latest when all roles wait.
+
+    Args:
+        end: writes what is copied, and then arrives at a barrier.
+        in_order: whether copies that this role starts so end one after the other.
+    """
+    if _OWN.role is None:
+        _OWN.copies.start(end, 0 if in_order else object())
+    else:
+        _OWN.role.start_copy(end, in_order=in_order)
+
+
+def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
+    """Start the copy of a box of a tensor to shared memory by TMA; what lies outside of the tensor is 0.
+
+    Args:
+        box: the part of the box that the tensor has.
+        target: has the shape of the whole box; its content is NaN until the copy ends.
+        full: receives the bytes.
+    """
+
+    def end() -> None:
+        target.memory.zero_()
+        target.memory[tuple(map(slice, box.shape))] = box
+        full.receive(target.memory.numel() * target.memory.element_size())
+
+    target.memory.fill_(torch.nan)
+    start_copy(end)
 
 
 @contextlib.contextmanager

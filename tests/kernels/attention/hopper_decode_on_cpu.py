@@ -1,8 +1,8 @@
 """Runs Hopper's decode kernels on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
 
-A thread block is one thread, so copies complete as they are issued, and barriers between threads have no meaning;
-neither have layouts. Products are exact and their sums are in float32, as on the tensor cores. Shared memory begins as
-NaN, and thread blocks run one after the other in random order.
+A thread block is one thread, so barriers between threads have no meaning; neither have layouts. Products are exact and
+their sums are in float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks run one after the
+other in random order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs the batch-invariant kernel of Hopper on a CPU: its own warp roles, on PyTorch's tensors instead of Gluon's.
 
-The three roles of a thread block wait for each other at the kernel's barriers. Copies complete as they are issued.
-Products are exact and their sums are in float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks
-run one after the other in random order.
+The three roles of a thread block wait for each other at the kernel's barriers. Products are exact and their sums are in
+float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks run one after the other in random order.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from tests.kernels.gluon_on_cpu import (
     MBarriers,
     NamedBarrier,
     array,
+    copy_box,
     in_place_of_gluon,
     run_roles,
 )
@@ -153,11 +153,8 @@ class InvariantDevice(DecodeDevice):
         return None
 
     def copy_in(self, desc: Any, where: list[Any], full: MBarrier, target: Any) -> None:
-        """Copy a box to shared memory; what lies outside of the tensor is 0."""
-        box = _box(desc, where)
-        target.memory.zero_()
-        target.memory[tuple(map(slice, box.shape))] = box
-        full.receive(target.memory.numel() * target.memory.element_size())
+        """Start to copy a box to shared memory."""
+        copy_box(_box(desc, where), target, full)
 
     def copy_out(self, desc: Any, where: list[Any], source: Any) -> None:
         """Copy a box from shared memory; what lies outside of the tensor is not copied."""
@@ -227,7 +224,8 @@ def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> 
         [
             lambda: invariant_roles.produce_parts(pipe, *supply, False, c),
             *(functools.partial(consume, index) for index in range(c.CONSUMERS)),
-        ]
+        ],
+        seed=device.program[0],
     )
 
 

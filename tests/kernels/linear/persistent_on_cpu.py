@@ -1,9 +1,9 @@
 """Runs the persistent product on a CPU: its own code, on PyTorch's tensors instead of Gluon's.
 
-The three roles of a program wait for each other at the kernel's barriers; programs run one after the other. A copy to
-shared memory arrives at once, a product reads its operands only when it is waited for, and a store reads shared memory
-only when it is waited for: a stage that is released or overwritten too early changes the result. Products are exact and
-their sums are in float32. Shared memory begins as NaN.
+The three roles of a program wait for each other at the kernel's barriers; programs run one after the other. A product
+reads its operands only when it is waited for, and a store reads shared memory only when it is waited for: a stage that
+is released or overwritten too early changes the result. Products are exact and their sums are in float32. Shared memory
+begins as NaN.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.kernels.gluon_on_cpu import (
     Pointer,
     Shared,
     array,
+    copy_box,
     in_place_of_gluon,
     run_roles,
 )
@@ -100,11 +101,8 @@ class Device:
         pointer.memory.view(-1)[pointer.offset[mask]] = value[mask]
 
     def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared) -> None:
-        """Copy a box; what lies outside of the tensor is 0."""
-        found = desc.memory[_box(desc, where)]
-        target.memory.zero_()
-        target.memory[tuple(map(slice, found.shape))] = found
-        full.receive(target.memory.numel() * target.memory.element_size())
+        """Start to copy a box."""
+        copy_box(desc.memory[_box(desc, where)], target, full)
 
     def store_box(self, desc: Any, where: list[Any], source: Shared) -> None:
         """Start to store a box; what lies outside of the tensor is dropped."""
@@ -145,7 +143,7 @@ class Device:
 
             return run
 
-        run_roles([role(*it) for it in roles])
+        run_roles([role(*it) for it in roles], seed=self.program)
 
     def _own(self, kind: str) -> list[Callable[[], None]]:
         if not hasattr(self.own, kind):

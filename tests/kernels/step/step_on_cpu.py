@@ -42,6 +42,7 @@ from tests.kernels.gluon_on_cpu import (
     Pointer,
     array,
     run_roles,
+    start_copy,
     wait_until,
 )
 
@@ -242,10 +243,14 @@ class Device:
 
     def copies_arrive(self, full: MBarrier, increment_count: bool) -> None:
         assert not increment_count
-        for target, source, mask in self.own.copies:
-            target.store(self.load(source, mask).expand([int(n) for n in target.shape]))
-        self.own.copies.clear()
-        full.arrive()
+        copies, self.own.copies = self.own.copies, []
+
+        def end() -> None:
+            for target, source, mask in copies:
+                target.store(self.load(source, mask).expand([int(n) for n in target.shape]))
+            full.arrive()
+
+        start_copy(end, in_order=True)
 
     def mma(self, a: Array, b: Array, acc: Array) -> Array:
         assert a.dtype is b.dtype
