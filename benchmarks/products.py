@@ -61,9 +61,6 @@ _MODELS: Final = (
 )  # fmt: skip
 _ROWS: Final = (128, 256, 512, 1024, 4096, 8192)
 _TILES: Final = ("128x256", "128x256,skew=0", "128x128")
-_SPLITS: Final = (1, 2, 4)
-"""Tried for products of few rows that add to the residual stream, besides the tile sizes."""
-_FEW_ROWS: Final = 256
 _DTYPE: Final = torch.bfloat16
 _COLD_BYTES: Final = 150 << 20
 """Weights that are read before the first ones are read again: three times the second-level cache."""
@@ -221,11 +218,9 @@ def _unused(problem: LinearProblem) -> LinearChoice:
 
 def describe(launch: PersistentLaunch) -> str:
     """Name tile sizes as `parse_tiles` reads them."""
-    parts = (
-        f" {'merged' if launch.merged else 'splits'} {launch.splits}" if launch.splits > 1 else ""
-    )
+    splits = f",splits={launch.splits}" if launch.splits > 1 else ""
     rest = f"stages={launch.stages},skew={launch.skew},group={launch.group}"
-    return f"{launch.rows}x{launch.outputs},{rest}{parts}"
+    return f"{launch.rows}x{launch.outputs},{rest}{splits}"
 
 
 def parse_tiles(text: str) -> dict[str, Any]:
@@ -241,12 +236,10 @@ def tried(case: Case, tiles: Sequence[str]) -> list[PersistentLaunch]:
     """List the planned tile sizes, then those of `tiles` that fit the case, each once."""
     problem = case.problem
     found = [plan_persistent(problem, rounded_rows(problem.rows))]
-    few = problem.residual and problem.rows <= _FEW_ROWS
     for fields in map(parse_tiles, tiles):
-        for splits in (fields["splits"],) if "splits" in fields else _SPLITS if few else (1,):
-            launch = sized(PersistentLaunch(**fields | {"splits": splits}), problem)
-            if fits(launch, problem):
-                found.append(launch)
+        launch = sized(PersistentLaunch(**fields), problem)
+        if fits(launch, problem):
+            found.append(launch)
     return list(dict.fromkeys(found))
 
 

@@ -1,7 +1,7 @@
 """Tile sizes of `kernels.linear.gpu.persistent`.
 
     rows, outputs    per tile; outputs are rows of the weights
-    splits           of the inner dimension; each is a tile of its own, or one tile adds them in their order (`merged`)
+    splits           of the inner dimension, which a tile adds in their order
 
 `estimate` weighs loads from the second-level cache, products, and the last tiles, which leave SMs idle. This module
 does not import Triton.
@@ -27,9 +27,8 @@ INVARIANT_FEWEST_ROWS: Final = 257
 """Number of rows from which on a batch-invariant layer has this kernel. The bits of fewer rows, by another kernel, are
 the same, so any number would do."""
 _TILES: Final = ((128, 256), (128, 128), (128, 64))
-_MERGED_TILES: Final = ((128, 128), (128, 64))
+_SPLIT_TILES: Final = ((128, 128), (128, 64))
 """Tiles whose sum and total fit the registers of two consumers."""
-_SPLITS: Final = (1, 2, 4, 8)
 _SKEW: Final = 2
 _RING_BYTES: Final = 192 << 10
 _SHARED_BYTES: Final = 226 << 10
@@ -51,13 +50,12 @@ class PersistentLaunch(NamedTuple):
     Attributes:
         stages: chunks of columns in shared memory; `sized` replaces 0 by as many as fit.
         group: tiles of rows that are computed for some weights before the next weights; likewise.
-        skew: chunks by which the second consumer is behind the first; 0 where `merged`.
+        skew: chunks by which the second consumer is behind the first; 0 with several splits.
     """
 
     rows: int
     outputs: int
     splits: int = 1
-    merged: bool = False
     stages: int = 0
     group: int = 0
     skew: int = _SKEW
@@ -71,30 +69,20 @@ def rounded_rows(rows: int) -> int:
 def plan_persistent(problem: LinearProblem, rows: int) -> PersistentLaunch:
     """Return the tile sizes with the smallest `estimate`.
 
-    A batch-invariant layer has the number of splits of `plan_invariant_matrix`. It merges them: with many rows, partial
-    sums would take more time than the products.
+    A batch-invariant layer has the number of splits of `plan_invariant_matrix`. A tile adds them: with many rows,
+    partial sums would take more time than the products.
 
     Args:
         problem: the layer.
         rows: of x, one of `ROW_COUNTS`.
     """
-    stacked, inputs = problem.matrices * problem.outputs, problem.inputs
+    splits = 1
     if problem.batch_invariant:
-        planned = plan_invariant_matrix(stacked, inputs, may_split=problem.residual)
+        stacked = problem.matrices * problem.outputs
+        planned = plan_invariant_matrix(stacked, problem.inputs, may_split=problem.residual)
         splits = next(iter(planned.values())).splits
-        return _best(problem, rows, (splits,), merged=splits > 1)
-    return _best(problem, rows, _SPLITS if problem.residual else (1,), merged=False)
-
-
-def _best(
-    problem: LinearProblem, rows: int, splits: tuple[int, ...], *, merged: bool
-) -> PersistentLaunch:
-    candidates = [
-        sized(PersistentLaunch(*tile, count, merged), problem)
-        for tile in (_MERGED_TILES if merged else _TILES)
-        for count in splits
-        if problem.inputs % (count * COLUMNS) == 0
-    ]
+    tiles = _TILES if splits == 1 else _SPLIT_TILES
+    candidates = [sized(PersistentLaunch(*tile, splits), problem) for tile in tiles]
     return min(candidates, key=lambda it: estimate(it, problem, rows))
 
 
@@ -110,7 +98,7 @@ def sized(launch: PersistentLaunch, problem: LinearProblem) -> PersistentLaunch:
         left = _SHARED_BYTES - shared_bytes(launch._replace(stages=0), problem)
         stages = min(left, _RING_BYTES) // _stage_bytes(launch)
     skew = min(launch.skew, chunks - 1, max(stages - 2, 0))
-    if launch.merged or chunks + skew <= stages:
+    if launch.splits > 1 or chunks + skew <= stages:
         skew = 0
     return launch._replace(
         stages=stages, group=launch.group or _GROUP_ROWS // launch.rows, skew=skew
@@ -146,12 +134,7 @@ def estimate(launch: PersistentLaunch, problem: LinearProblem, rows: int) -> flo
         rows: of x.
     """
     outputs, inputs = problem.matrices * problem.outputs, problem.inputs
-    columns = inputs if launch.merged else inputs // launch.splits
-    loads = 2 * (launch.outputs + launch.rows) * columns / _BYTES_PER_US
-    computes = 2 * launch.outputs * launch.rows * columns / _FLOPS_PER_US
+    loads = 2 * (launch.outputs + launch.rows) * inputs / _BYTES_PER_US
+    computes = 2 * launch.outputs * launch.rows * inputs / _FLOPS_PER_US
     tiles = -(-rows // launch.rows) * -(-outputs // launch.outputs)
-    parts = 0.0
-    if not launch.merged and launch.splits > 1:
-        tiles *= launch.splits
-        parts = 8 * launch.splits * rows * outputs / (_NUM_SMS * _BYTES_PER_US)
-    return -(-tiles // _NUM_SMS) * (max(loads, computes) + _TILE_US) + parts
+    return -(-tiles // _NUM_SMS) * (max(loads, computes) + _TILE_US)

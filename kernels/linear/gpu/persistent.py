@@ -68,9 +68,7 @@ class Constants:
         OWN_ROWS: rows of a consumer.
         WIDTH: outputs of a row of the result.
         COUNT: outputs of a tile; half of BLOCK_N where GATED.
-        CHUNKS: chunks of columns in a sum.
-        SUMS: sums that a tile adds one after the other.
-        PARTS: parts of the columns that are tiles of their own.
+        CHUNKS: chunks of columns in a split.
         COLUMN_TILES: tiles along the weights.
     """
 
@@ -79,6 +77,7 @@ class Constants:
     STAGES: gl.constexpr
     GROUP_M: gl.constexpr
     SKEW: gl.constexpr
+    SPLITS: gl.constexpr
     IN_PARTS: gl.constexpr
     GATED: gl.constexpr
     BIAS: gl.constexpr
@@ -87,19 +86,18 @@ class Constants:
     WIDTH: gl.constexpr
     COUNT: gl.constexpr
     CHUNKS: gl.constexpr
-    SUMS: gl.constexpr
-    PARTS: gl.constexpr
     COLUMN_TILES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, MERGED, IN_PARTS, GATED, BIAS, PDL
+        self, N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, IN_PARTS, GATED, BIAS, PDL
     ) -> None:  # fmt: skip
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.STAGES = gl.constexpr(STAGES)
         self.GROUP_M = gl.constexpr(GROUP_M)
         self.SKEW = gl.constexpr(SKEW)
+        self.SPLITS = gl.constexpr(SPLITS)
         self.IN_PARTS = gl.constexpr(IN_PARTS)
         self.GATED = gl.constexpr(GATED)
         self.BIAS = gl.constexpr(BIAS)
@@ -108,8 +106,6 @@ class Constants:
         self.WIDTH = gl.constexpr(N // 2 if GATED else N)
         self.COUNT = gl.constexpr(BLOCK_N // 2 if GATED else BLOCK_N)
         self.CHUNKS = gl.constexpr(K // SPLITS // COLUMNS)
-        self.SUMS = gl.constexpr(SPLITS if MERGED else 1)
-        self.PARTS = gl.constexpr(1 if MERGED else SPLITS)
         self.COLUMN_TILES = gl.constexpr(-(-N // BLOCK_N))
 
 
@@ -159,7 +155,6 @@ def persistent_linear(
     GROUP_M: gl.constexpr,
     SKEW: gl.constexpr,
     SPLITS: gl.constexpr,
-    MERGED: gl.constexpr,
     IN_PARTS: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
@@ -174,20 +169,16 @@ def persistent_linear(
         w_desc: [N, K], gate above up where GATED, in boxes of BLOCK_N rows and COLUMNS.
         out_desc: `out` in boxes of a consumer's rows and at most STORED_OUTPUTS; not read where IN_PARTS.
         bias: [N]; where BIAS, which excludes IN_PARTS and GATED.
-        out: [num_rows, N], or N / 2 where GATED; [parts, num_rows, N] float32 where IN_PARTS, SPLITS parts, or one
-            where MERGED.
+        out: [num_rows, N], or N / 2 where GATED; [1, num_rows, N] float32 where IN_PARTS.
         num_rows: of x.
         BLOCK_M: rows of x per tile.
         BLOCK_N: rows of weights per tile.
         STAGES: chunks of rows and weights in shared memory.
         GROUP_M: tiles of rows that are computed for some weights before the next weights.
         SKEW: chunks by which the second consumer is behind the first; less than CHUNKS and STAGES.
-        SPLITS: parts of the inner dimension whose sums are rounded to float32 each.
-        MERGED: whether a tile adds these parts, in their order, instead of storing each.
+        SPLITS: parts of the inner dimension whose sums are rounded to float32 and added in their order.
     """
-    c = Constants(
-        N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, MERGED, IN_PARTS, GATED, BIAS, PDL
-    )
+    c = Constants(N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, IN_PARTS, GATED, BIAS, PDL)
     if PDL:
         gdc_launch_dependents()
     pipe = make_pipeline(x_desc.dtype, c)
@@ -236,49 +227,45 @@ def stored_outputs(c):
 @gluon.jit
 def num_tiles(num_rows, c):
     """Return the number of tiles of all programs."""
-    return (num_rows + c.BLOCK_M - 1) // c.BLOCK_M * (c.COLUMN_TILES * c.PARTS)
+    return (num_rows + c.BLOCK_M - 1) // c.BLOCK_M * c.COLUMN_TILES
 
 
 @gluon.jit
 def place_of(tile, num_rows, c):
-    """Return the first row of a tile, its index along the weights, and its part of the columns.
+    """Return the first row of a tile, and its index along the weights.
 
     GROUP_M tiles of rows have all weights one after the other. The tiles that are computed at once then have few
     different rows and weights, which stay in the second-level cache.
     """
-    WIDE: gl.constexpr = c.COLUMN_TILES * c.PARTS
     row_tiles = (num_rows + c.BLOCK_M - 1) // c.BLOCK_M
-    group = tile // (c.GROUP_M * WIDE)
-    inside = tile % (c.GROUP_M * WIDE)
+    group = tile // (c.GROUP_M * c.COLUMN_TILES)
+    inside = tile % (c.GROUP_M * c.COLUMN_TILES)
     size = gl.minimum(row_tiles - group * c.GROUP_M, c.GROUP_M)
-    column = inside // size
     row = group * c.GROUP_M + inside % size
-    return row * c.BLOCK_M, column % c.COLUMN_TILES, column // c.COLUMN_TILES
+    return row * c.BLOCK_M, inside // size
 
 
 @gluon.jit
 def produce(pipe, x_desc, w_desc, num_rows, c):
     """Copy the rows and weights of this program's tiles, as far ahead of the consumers as the ring allows."""
-    EARLY: gl.constexpr = min(c.STAGES, c.CHUNKS * c.SUMS) if c.PDL else 0
+    EARLY: gl.constexpr = min(c.STAGES, c.CHUNKS * c.SPLITS) if c.PDL else 0
     first = gl.program_id(0)
     if c.PDL:
         # Weights do not depend on the kernel before.
-        row, column, part = place_of(first, num_rows, c)
-        start = part * (c.CHUNKS * _COLUMNS)
+        row, column = place_of(first, num_rows, c)
         for s in gl.static_range(EARLY):
-            copy_weights(pipe, w_desc, s, column, start + s * _COLUMNS, c)
+            copy_weights(pipe, w_desc, s, column, s * _COLUMNS, c)
         gdc_wait()
         for s in gl.static_range(EARLY):
-            copy_rows(pipe, x_desc, s, row, start + s * _COLUMNS)
+            copy_rows(pipe, x_desc, s, row, s * _COLUMNS)
     loaded = EARLY
     for tile in range(first, num_tiles(num_rows, c), gl.num_programs(0)):
-        row, column, part = place_of(tile, num_rows, c)
-        start = part * (c.CHUNKS * _COLUMNS)
-        for i in range(gl.where(tile == first, EARLY, 0), c.CHUNKS * c.SUMS):
+        row, column = place_of(tile, num_rows, c)
+        for i in range(gl.where(tile == first, EARLY, 0), c.CHUNKS * c.SPLITS):
             stage = loaded % c.STAGES
             mbarrier.wait(pipe.empty.index(stage), ((loaded // c.STAGES) & 1) ^ 1)
-            copy_weights(pipe, w_desc, stage, column, start + i * _COLUMNS, c)
-            copy_rows(pipe, x_desc, stage, row, start + i * _COLUMNS)
+            copy_weights(pipe, w_desc, stage, column, i * _COLUMNS, c)
+            copy_rows(pipe, x_desc, stage, row, i * _COLUMNS)
             loaded += 1
 
 
@@ -309,20 +296,20 @@ def consume(pipe, out_desc, bias, out, num_rows, INDEX: gl.constexpr, c):
     """Compute the rows of consumer INDEX of this program's tiles."""
     used = 0
     for tile in range(gl.program_id(0), num_tiles(num_rows, c), gl.num_programs(0)):
-        row, column, part = place_of(tile, num_rows, c)
+        row, column = place_of(tile, num_rows, c)
         row += INDEX * c.OWN_ROWS
         if (INDEX == 1) & (c.SKEW > 0):
             mbarrier.wait(pipe.started, (tile // gl.num_programs(0)) & 1)
         acc = multiply(pipe, used, INDEX, c)
         used += c.CHUNKS
-        if c.SUMS > 1:
+        if c.SPLITS > 1:
             total = acc
-            for _ in range(1, c.SUMS):
+            for _ in range(1, c.SPLITS):
                 total += multiply(pipe, used, INDEX, c)
                 used += c.CHUNKS
             acc = total
         if c.IN_PARTS:
-            store_part(acc, out, row, column, part, num_rows, c)
+            store_sums(acc, out, row, column, num_rows, c)
         else:
             store_outputs(pipe, out_desc, bias, acc, row, column, INDEX, c)
     tma.store_wait(0)
@@ -364,7 +351,7 @@ def multiply_chunks(
 
 
 @gluon.jit
-def store_part(acc, out, row, column, part, num_rows, c):
+def store_sums(acc, out, row, column, num_rows, c):
     """Store float32 sums [OWN_ROWS, BLOCK_N]; four threads store 32 bytes of a row."""
     layout: gl.constexpr = accumulator_layout(c.BLOCK_N)
     mine = gl.arange(0, c.OWN_ROWS, layout=gl.SliceLayout(1, layout))
@@ -372,7 +359,7 @@ def store_part(acc, out, row, column, part, num_rows, c):
     exists = (row + mine < num_rows)[:, None]
     if c.WIDTH % c.BLOCK_N != 0:
         exists = exists & (output < c.WIDTH)[None, :]
-    line = row.to(gl.int64) + part.to(gl.int64) * num_rows
+    line = row.to(gl.int64)
     place = out + line * c.WIDTH + (mine[:, None] * c.WIDTH + output[None, :])
     gl.store(place, acc, mask=exists)
 
@@ -456,7 +443,7 @@ class PersistentLinear:
             arguments: only `pdl` may be set; the kernel absorbs a gate and nothing else.
 
         Returns:
-            [rows, outputs] in x's dtype; for the residual stream [parts, rows, outputs] float32 partial sums.
+            [rows, outputs] in x's dtype; for the residual stream [1, rows, outputs] float32.
         """
         assert all(it is None for it in arguments[:3]), "it absorbs a gate alone"
         counted = rounded_rows(len(x))
@@ -473,9 +460,8 @@ class PersistentLinear:
         assert out is None or not in_parts
         stacked, inputs = self._weight.shape
         outputs = self._problem.outputs
-        parts = 1 if launch.merged else launch.splits
         if in_parts:
-            out = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+            out = torch.empty((1, rows, outputs), dtype=torch.float32, device=x.device)
         elif out is None:
             out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
         x_boxes = self._describe(x, [launch.rows, COLUMNS])
@@ -483,7 +469,7 @@ class PersistentLinear:
         if not in_parts:
             tile = launch.outputs // self._problem.matrices
             out_boxes = self._describe(out, [launch.rows // CONSUMERS, min(tile, STORED_OUTPUTS)])
-        tiles = -(-rows // launch.rows) * -(-stacked // launch.outputs) * parts
+        tiles = -(-rows // launch.rows) * -(-stacked // launch.outputs)
         persistent_linear[(min(tiles, self._num_sms),)](
             x_boxes,
             self._weight_boxes(launch.outputs),
@@ -499,7 +485,6 @@ class PersistentLinear:
             GROUP_M=launch.group,
             SKEW=launch.skew,
             SPLITS=launch.splits,
-            MERGED=launch.merged,
             IN_PARTS=in_parts,
             GATED=self._problem.gated,
             BIAS=self._bias is not None,

@@ -68,9 +68,9 @@ def whole_numbers(*shape, seed):
         ("gated", 192, 384, PersistentLaunch(128, 64)),
         ("gated", 256, 384, PersistentLaunch(256, 128, group=1)),
         ("residual", 192, 768, PersistentLaunch(128, 128, splits=2)),
-        ("residual", 192, 768, PersistentLaunch(128, 128, splits=4, merged=True)),
-        ("residual", 320, 64, PersistentLaunch(128, 64, merged=True)),
-        ("residual", 512, 512, PersistentLaunch(128, 256, splits=8, stages=2)),
+        ("residual", 192, 768, PersistentLaunch(128, 128, splits=4)),
+        ("residual", 320, 64, PersistentLaunch(128, 64)),
+        ("residual", 512, 512, PersistentLaunch(128, 128, splits=8, stages=2)),
     ],
     ids=str,
 )
@@ -89,7 +89,7 @@ def test_every_output_is_the_formula(kind, outputs, inputs, launch, rows, num_sm
     parts = parts @ weight.float().unflatten(1, (launch.splits, -1)).permute(1, 2, 0)
     if kind == "residual":
         assert found.dtype is torch.float32
-        assert torch.equal(found, parts.sum(0)[None] if launch.merged else parts)
+        assert torch.equal(found, parts.sum(0)[None])
         return
     expected = parts.sum(0) + (0 if bias is None else bias.float())
     if kind == "gated":
@@ -99,15 +99,15 @@ def test_every_output_is_the_formula(kind, outputs, inputs, launch, rows, num_sm
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 def test_tiles_of_a_group_of_rows_come_one_after_the_other():
-    named = {"BLOCK_M": 128, "GROUP_M": 4, "COLUMN_TILES": 3, "PARTS": 2}
+    named = {"BLOCK_M": 128, "GROUP_M": 4, "COLUMN_TILES": 6}
     c = mock.Mock(**named)
     with mock.patch.object(persistent, "gl", mock.Mock(minimum=min)):
-        places = [persistent.place_of.fn(tile, 1100, c) for tile in range(9 * 3 * 2)]
+        places = [persistent.place_of.fn(tile, 1100, c) for tile in range(9 * 6)]
 
     assert len(set(places)) == len(places) == persistent.num_tiles.fn(1100, c)
-    assert {row for row, _, _ in places} == {128 * i for i in range(9)}
-    assert [row // 128 for row, _, _ in places[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert [row // 128 for row, _, _ in places[-3:]] == [8, 8, 8]
+    assert {row for row, _ in places} == {128 * i for i in range(9)}
+    assert [row // 128 for row, _ in places[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [row // 128 for row, _ in places[-3:]] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -123,14 +123,14 @@ def test_planned_tiles_divide_the_columns_and_fit_shared_memory(outputs, inputs,
         assert launch.splits == 1 or kind == "residual"
         assert 0 <= launch.skew < min(chunks, launch.stages)
         assert not launch.skew or chunks + launch.skew > launch.stages
-        assert not (launch.merged and (launch.skew or launch.outputs > 128))
+        assert not (launch.splits > 1 and (launch.skew or launch.outputs > 128))
         assert fits(launch, asked)
         assert shared_bytes(launch, asked) + 1024 <= H100.shared_memory_bytes
         assert launch.stages >= 4
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_batch_invariant_layer_has_the_splits_of_fewer_rows_and_merges_them(outputs, inputs):
+def test_a_batch_invariant_layer_has_the_splits_of_fewer_rows(outputs, inputs):
     few = plan_invariant_matrix(outputs, inputs, may_split=True)
     launches = {
         plan_persistent(problem(outputs, inputs, "residual", batch_invariant=True), rows)
@@ -138,15 +138,14 @@ def test_a_batch_invariant_layer_has_the_splits_of_fewer_rows_and_merges_them(ou
     }
 
     assert {it.splits for it in launches} == {it.splits for it in few.values()}
-    assert all(it.merged == (it.splits > 1) for it in launches)
 
 
 def test_large_tiles_are_planned_for_prompts_and_enough_programs_for_steps():
     prompt = plan_persistent(problem(17920, 1536, "gated"), 4096)
     assert (prompt.rows, prompt.outputs, prompt.splits) == (128, 256, 1)
-    for outputs, inputs in ((4096, 4096), (4096, 14336), (2048, 8192)):
-        step = plan_persistent(problem(outputs, inputs, "residual"), 256)
-        assert 100 <= 2 * (outputs // step.outputs) * step.splits <= 132
+    for inputs in (4096, 14336):
+        step = plan_persistent(problem(4096, inputs, "residual"), 256)
+        assert 100 <= 2 * (4096 // step.outputs) <= 132
 
 
 @pytest.mark.parametrize(
