@@ -74,7 +74,15 @@ def unsupported(
             weight_dtype is not None and not in_fp8,
             f"no weights in {str(weight_dtype).removeprefix('torch.')}",
         ),
-        (rows > 1 and in_fp8, "no weights in FP8 for several sequences"),
+        *(
+            (rows > 1 and has, f"no {what} for several sequences")
+            for what, has in (
+                ("weights in FP8", in_fp8),
+                ("norms after attention and MLP", shape.post_norms),
+                (f"{shape.activation} activation", shape.activation != "silu"),
+                ("factor on embeddings", shape.embedding_factor != 1.0),
+            )
+        ),
         (dtype not in _DTYPES, f"no {str(dtype).removeprefix('torch.')}"),
         (
             not units <= arch.num_sms <= _MOST_SMS,

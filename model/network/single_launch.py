@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_OF_ONE_SEQUENCE: Final = {
+_LOCAL_ROPE: Final = "rotary embedding of its own for layers with a sliding window"
+_COMPUTED: Final = {
     "norms after attention and MLP",
     "gelu_tanh activation",
-    "rotary embedding of its own for layers with a sliding window",
+    _LOCAL_ROPE,
     "factor on embeddings",
 }
-"""Of `ModelConfig.beyond_llama`: what the kernel of one sequence computes, and that of several does not."""
+"""Of `ModelConfig.beyond_llama`: what the kernel of one sequence computes."""
 
 
 class SingleLaunches:
@@ -215,8 +216,9 @@ def unsupported(
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
         "float32 weights of norms for several sequences": config.norms_add_one and rows > 1,
+        f"{_LOCAL_ROPE} for several sequences": _LOCAL_ROPE in config.beyond_llama and rows > 1,
     }
-    beyond = (part for part in config.beyond_llama if rows > 1 or part not in _OF_ONE_SEQUENCE)
+    beyond = (part for part in config.beyond_llama if part not in _COMPUTED)
     missing = (*(name for name, has in features.items() if has), *beyond)
     reasons = shape_unsupported(step_shape(config), dtype, arch, rows, weight_dtype)
     return reasons + tuple(f"no {name}" for name in missing)

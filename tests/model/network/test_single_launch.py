@@ -234,15 +234,27 @@ def test_unsupported_features_are_named(monkeypatch, change, message):
     [
         ({"post_norms": True}, "norms after attention and MLP"),
         ({"activation": "gelu_tanh"}, "gelu_tanh activation"),
-        ({"scale_embeddings": True}, "factor on embeddings"),
+        ({"embedding_factor": 45.0}, "factor on embeddings"),
+    ],
+)
+def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message):
+    shape = QWEN._replace(**change)
+
+    assert unsupported(shape, torch.bfloat16, HOPPER) == ()
+    assert unsupported(shape, torch.bfloat16, HOPPER, 8) == (f"no {message} for several sequences",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
         (
             {"local_rope": RopeConfig(theta=100.0)},
-            "rotary embedding of its own for layers with a sliding window",
+            "rotary embedding of its own for layers with a sliding window for several sequences",
         ),
     ],
 )
-def test_what_only_the_launch_of_one_sequence_computes_is_named(monkeypatch, change, message):
+def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
 
