@@ -225,25 +225,35 @@ _EQUAL_BITS = "equal bits in every batch and chunk, from one kernel for prompts 
 def _both_phases(prefill: KernelSpec) -> tuple[KernelSpec, KernelSpec]:
     """Return the rows of a batch-invariant kernel, which computes both phases with the same tile."""
     name = prefill.name.replace(Phase.PREFILL.value, Phase.DECODE.value)
-    decode = dataclasses.replace(prefill, name=name, phase=Phase.DECODE, tuned_as=prefill.name)
+    tuned_as = prefill.tuned_as or prefill.name
+    decode = dataclasses.replace(prefill, name=name, phase=Phase.DECODE, tuned_as=tuned_as)
     return prefill, decode
 
 
+_HOPPER_INVARIANT = dataclasses.replace(
+    HOPPER_PREFILL,
+    name="hopper_invariant_prefill",
+    target="kernels.attention.hopper.invariant:HopperInvariant",
+    head_dims=_HOPPER_INVARIANT_HEAD_DIMS,
+    packed=False,
+    non_causal=False,
+    lse=False,
+    batch_invariant=True,
+    row_tiles=frozenset({128}),
+    note=_EQUAL_BITS,
+)
 INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
     *_both_phases(
         dataclasses.replace(
-            HOPPER_PREFILL,
-            name="hopper_invariant_prefill",
-            target="kernels.attention.hopper.invariant:HopperInvariant",
-            head_dims=_HOPPER_INVARIANT_HEAD_DIMS,
-            packed=False,
-            non_causal=False,
-            lse=False,
-            batch_invariant=True,
-            row_tiles=frozenset({128}),
-            note=_EQUAL_BITS,
+            _HOPPER_INVARIANT,
+            name="hopper_alternating_invariant_prefill",
+            target="kernels.attention.hopper.invariant:HopperAlternatingInvariant",
+            tuned_as=_HOPPER_INVARIANT.name,
+            measured=frozenset(),
+            note=f"{_EQUAL_BITS}; consumers of a thread block compute different decodes",
         )
     ),
+    *_both_phases(_HOPPER_INVARIANT),
     *_both_phases(
         KernelSpec(
             name="invariant_prefill",

@@ -81,6 +81,7 @@ def invariant(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
+    ALTERNATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Process all items; one program per SM.
@@ -91,7 +92,7 @@ def invariant(
     """
     c = Constants(
         HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, True, True, WINDOW, SOFTCAP,
-        False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N,
+        False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N, ALTERNATE,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -111,6 +112,9 @@ def invariant(
 
 class HopperInvariant:
     """Attention of one step on Hopper, of prompts or of decodes; shapes as in `kernels.prefill_attention`."""
+
+    _alternates = False
+    """See `Constants.ALTERNATE`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -150,6 +154,7 @@ class HopperInvariant:
             "PART": PART_TOKENS,
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
+            "ALTERNATE": self._alternates,
             "num_warps": launch.num_warps,
             **dependent_launch(may_depend(selection.arch, device)),
         }
@@ -181,3 +186,9 @@ class HopperInvariant:
             self._softcap,
             **self._constants,
         )
+
+
+class HopperAlternatingInvariant(HopperInvariant):
+    """`HopperInvariant` whose items of a single tile alternate between the consumers."""
+
+    _alternates = True

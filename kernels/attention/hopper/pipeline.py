@@ -74,6 +74,7 @@ class Constants:
         OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
         PART_TILES: key tiles of a part in the batch-invariant kernel, 0 in others. The multiplications and additions
             to fuse are then explicit, because the compiler's choice depends on the code around.
+        ALTERNATE: whether items of a single tile of rows alternate between the consumers (`invariant_roles`).
     """
 
     HEADS: gl.constexpr
@@ -98,6 +99,7 @@ class Constants:
     OWN_RANGE: gl.constexpr
     CONSUMERS: gl.constexpr
     PART_TILES: gl.constexpr
+    ALTERNATE: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     P_LAYOUT: gl.constexpr
@@ -105,7 +107,7 @@ class Constants:
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0,
+        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0, ALTERNATE=False,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         D = padded_dim(HEAD_DIM)
@@ -130,6 +132,7 @@ class Constants:
         two = OPERAND_BYTES == 1 or (PART_TILES > 0 and OWN_OUTPUT)
         self.QUERY_STAGES = gl.constexpr(2 if two else 1)
         self.PART_TILES = gl.constexpr(PART_TILES)
+        self.ALTERNATE = gl.constexpr(ALTERNATE)
         self.OWN_RANGE = gl.constexpr(D <= _WIDEST_OWN_RANGE)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))

@@ -6,9 +6,11 @@ float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks 
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import random
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +97,8 @@ class InvariantDevice(DecodeDevice):
     def __init__(self, num_programs: int, consumers: int) -> None:
         super().__init__()
         self.programs = num_programs
+        self.own = threading.local()
+        self.products_of: collections.Counter[int] = collections.Counter()
         self.signals = [NamedBarrier() for _ in range(consumers)]
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -138,6 +142,7 @@ class InvariantDevice(DecodeDevice):
         return value.as_subclass(Halves)
 
     def warpgroup_mma(self, *arguments: Any, **named: Any) -> Any:
+        self.products_of[self.own.index] += 1
         return super().warpgroup_mma(*arguments, **named).as_subclass(Halves)
 
     def inline_asm_elementwise(self, code: str, *_: Any, **__: Any) -> Any:
@@ -170,7 +175,10 @@ def _box(desc: Any, where: list[Any]) -> torch.Tensor:
 
 
 class InvariantOnCPU:
-    """Takes the place of the kernel `invariant`."""
+    """Takes the place of the kernel `invariant`; `products` counts those of each consumer."""
+
+    def __init__(self) -> None:
+        self.products: collections.Counter[int] = collections.Counter()
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         """Return a function that runs the programs of a grid."""
@@ -186,6 +194,7 @@ class InvariantOnCPU:
                 for number in programs:
                     device.program = (number, 0, 0)
                     _run(device, given, c)
+            self.products += device.products_of
             assert not any(it.arrived for it in device.signals), "arrivals are left"
             assert not given["counter"].memory.any()
 
@@ -196,7 +205,7 @@ def _plain(constants: dict[str, Any]) -> SimpleNamespace:
     made = pipeline.Constants(
         *(constants[name] for name in _NAMES[_NAMES.index("HEADS") : _NAMES.index("PART")]),
         True, True, constants["WINDOW"], constants["SOFTCAP"], False, constants["OWN_OUTPUT"], 2,
-        constants["PART"] // constants["BLOCK_N"],
+        constants["PART"] // constants["BLOCK_N"], constants["ALTERNATE"],
     )  # fmt: skip
     return SimpleNamespace(**{name: it.value for name, it in vars(made).items()})
 
@@ -216,6 +225,7 @@ def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> 
     scale = [given[name] for name in ("scale", "window", "softcap")]
 
     def consume(index: int) -> None:
+        device.own.index = index
         invariant_roles.consume_parts(
             pipe, given["o_desc"], given["out"], results, *scale, index, c
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 
 import pytest
 import torch
@@ -37,28 +38,35 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch):
+ALTERNATES = False
+"""Whether the row is chosen whose items of a single tile alternate between the consumers."""
+
+
+@pytest.fixture(autouse=True, params=["in_turns", "alternating"])
+def launches(request, monkeypatch):
     """Run the kernel on the CPU, with short parts."""
     from kernels.attention.hopper import invariant
     from tests.kernels.attention.hopper_invariant_on_cpu import InvariantOnCPU
 
+    monkeypatch.setattr(sys.modules[__name__], "ALTERNATES", request.param == "alternating")
     monkeypatch.setattr(invariant, "PART_TOKENS", PART)
     monkeypatch.setattr(invariant, "invariant", InvariantOnCPU())
     with triton_interpreter.poisoned_memory():
-        yield
+        yield invariant.invariant
 
 
 def problem_of(phase, shape):
     dtype, heads, kv_heads, head_dim, block_size, features = shape
     return AttentionProblem(
-        phase, dtype, heads, kv_heads, head_dim, block_size, head_dim**-0.5, **features, batch_invariant=True
+        phase, dtype, heads, kv_heads, head_dim, block_size, head_dim**-0.5, **features, batch_invariant=True,
+        unmeasured=ALTERNATES,
     )  # fmt: skip
 
 
 def selection(asked):
     rows = [row for row in INVARIANT_REGISTRY if row.name.startswith("hopper")]
     found = kernels.select(asked, ARCH, registry=rows)
+    assert ("alternating" in found.spec.name) == ALTERNATES
     launch = dataclasses.replace(found.launches[-1].launch, block_n=BLOCK_N)
     return dataclasses.replace(
         found, launches=(dataclasses.replace(found.launches[-1], launch=launch),)
@@ -133,3 +141,13 @@ def test_sequences_without_tokens_are_skipped():
 
     assert torch.equal(out[[0, 2]], expected[[0, 2]])
     assert not out[1].any()
+
+
+def test_single_tiles_alternate_between_the_consumers_or_are_all_of_the_first(launches):
+    asked = problem_of(Phase.DECODE, SHAPES[0])
+    case = make_case(asked, [1] * 8, [40] * 8)
+    attend(asked, case.batch, case.q, case.kv, selection(asked))
+    first, second = (launches.products[index] for index in range(2))
+
+    assert (second > 0) == ALTERNATES
+    assert first > 0
