@@ -2,8 +2,12 @@
 
 The roles of a launch run one at a time, each until it waits for something that another has yet to do; which one goes on
 is random, but the same in each run. So a role is always as far ahead of the others as the kernel's barriers let it be,
-and a deadlock is found as soon as every role waits. Asynchronous copies end in random order, some only when every role
-waits. Layouts of registers have no meaning.
+and a deadlock is found as soon as every role waits.
+
+Copies to shared memory end in random order, some only when every role waits. Products on tensor cores, and stores from
+shared memory, read their operands as late as they may, when the role waits for them: a stage that is released or
+overwritten too early changes the result. Products are exact and their sums are in float32, as on the tensor cores.
+Layouts of registers have no meaning.
 """
 
 from __future__ import annotations
@@ -186,6 +190,8 @@ class _Role(threading.Thread):
         try:
             self._await_turn()
             self._function()
+            assert not _OWN.products, "products are not waited for"
+            assert not _OWN.stores, "stores are not waited for"
         except _Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
@@ -272,12 +278,14 @@ class _Schedule:
 
 
 class _Own(threading.local):
-    """A thread's role, None outside of roles, where it has copies of its own."""
+    """A thread's role, None outside of roles, where it has copies of its own; its products and stores in flight."""
 
     role: _Role | None = None
 
     def __init__(self) -> None:
         self.copies = _Copies(random.Random(0))
+        self.products: list[Callable[[], None]] = []
+        self.stores: list[Callable[[], None]] = []
 
 
 _OWN = _Own()
@@ -343,6 +351,54 @@ def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
 
     target.memory.fill_(torch.nan)
     start_copy(end)
+
+
+def store_box(box: torch.Tensor, source: Shared) -> None:
+    """Start the copy of shared memory to a box of a tensor by TMA.
+
+    Args:
+        box: the part of the box that the tensor has.
+        source: has the shape of the whole box.
+    """
+    _OWN.stores.append(lambda: box.copy_(source.memory[tuple(map(slice, box.shape))]))
+
+
+def wait_stores(left: int) -> None:
+    """Wait until at most `left` stores of this role are in flight."""
+    _end_all_but(_OWN.stores, left)
+
+
+def issue_product(a: Shared | Array, b: Shared, acc: Array, use_acc: bool = True) -> Array:
+    """Issue a WGMMA; returns its result [M, N] float32, which is NaN until it is waited for.
+
+    Args:
+        a: [M, K]; in registers, it is read at once.
+        b: [K, N].
+        acc: [M, N], which the product is added to if `use_acc`.
+    """
+    dtype = a.dtype
+    assert dtype is b.dtype
+    left = a.memory if isinstance(a, Shared) else torch.Tensor(a)
+    result = torch.full((left.shape[0], b.memory.shape[1]), torch.nan)
+
+    def end() -> None:
+        result.copy_(left.float() @ b.memory.float())
+        if use_acc:
+            result.add_(torch.Tensor(acc))
+
+    _OWN.products.append(end)
+    return array(result)
+
+
+def wait_products(left: int, deps: tuple[Any, ...]) -> Any:
+    """Wait until at most `left` products of this role are in flight; returns `deps`, or the only one."""
+    _end_all_but(_OWN.products, left)
+    return deps if len(deps) > 1 else deps[0]
+
+
+def _end_all_but(pending: list[Callable[[], Any]], left: int) -> None:
+    while len(pending) > left:
+        pending.pop(0)()
 
 
 @contextlib.contextmanager

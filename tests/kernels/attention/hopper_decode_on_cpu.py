@@ -1,8 +1,7 @@
 """Runs Hopper's decode kernels on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
 
-A thread block is one thread, so barriers between threads have no meaning; neither have layouts. Products are exact and
-their sums are in float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks run one after the
-other in random order.
+A thread block is one thread, so barriers between threads have no meaning. Shared memory begins as NaN, and thread
+blocks run one after the other in random order.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from tests.kernels.gluon_on_cpu import (
     Shared,
     array,
     in_place_of_gluon,
+    wait_products,
 )
 
 KERNEL = decode.decode.fn
@@ -135,7 +135,7 @@ class DecodeOnCPU:
                 "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
                 "fence_async_shared": lambda: None,
                 "warpgroup_mma": device.warpgroup_mma,
-                "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+                "warpgroup_mma_wait": wait_products,
             }  # fmt: skip
             with in_place_of_gluon(_MODULES, device, replaced):
                 for number in programs:

@@ -1,7 +1,7 @@
 """Runs the batch-invariant kernel of Hopper on a CPU: its own warp roles, on PyTorch's tensors instead of Gluon's.
 
-The three roles of a thread block wait for each other at the kernel's barriers. Products are exact and their sums are in
-float32, as on the tensor cores. Shared memory begins as NaN, and thread blocks run one after the other in random order.
+The three roles of a thread block wait for each other at the kernel's barriers. Shared memory begins as NaN, and thread
+blocks run one after the other in random order.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from tests.kernels.gluon_on_cpu import (
     copy_box,
     in_place_of_gluon,
     run_roles,
+    store_box,
+    wait_products,
+    wait_stores,
 )
 
 if TYPE_CHECKING:
@@ -162,9 +165,8 @@ class InvariantDevice(DecodeDevice):
         copy_box(_box(desc, where), target, full)
 
     def copy_out(self, desc: Any, where: list[Any], source: Any) -> None:
-        """Copy a box from shared memory; what lies outside of the tensor is not copied."""
-        box = _box(desc, where)
-        box.copy_(source.memory[tuple(map(slice, box.shape))])
+        """Start to copy a box from shared memory; what lies outside of the tensor is not copied."""
+        store_box(_box(desc, where), source)
 
 
 def _box(desc: Any, where: list[Any]) -> torch.Tensor:
@@ -250,10 +252,10 @@ def _in_place_of_gluon(device: InvariantDevice) -> AbstractContextManager[None]:
         ),
         "tma": SimpleNamespace(
             async_copy_global_to_shared=device.copy_in, async_copy_shared_to_global=device.copy_out,
-            store_wait=lambda _: None,
+            store_wait=wait_stores,
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.warpgroup_mma,
-        "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0],
+        "warpgroup_mma_wait": wait_products,
     }  # fmt: skip
     return in_place_of_gluon(_MODULES, device, replaced)

@@ -1,15 +1,13 @@
 """Runs the persistent product on a CPU: its own code, on PyTorch's tensors instead of Gluon's.
 
-The three roles of a program wait for each other at the kernel's barriers; programs run one after the other. A product
-reads its operands only when it is waited for, and a store reads shared memory only when it is waited for: a stage that
-is released or overwritten too early changes the result. Products are exact and their sums are in float32. Shared memory
-begins as NaN.
+The three roles of a program wait for each other at the kernel's barriers; programs run one after the other. Shared
+memory begins as NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +23,14 @@ from tests.kernels.gluon_on_cpu import (
     array,
     copy_box,
     in_place_of_gluon,
+    issue_product,
     run_roles,
+    store_box,
+    wait_products,
+    wait_stores,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 KERNEL = persistent.persistent_linear.fn
@@ -37,7 +38,7 @@ _NAMES = tuple(inspect.signature(KERNEL).parameters)
 
 
 class Device:
-    """What the kernel uses of Gluon, for one program at a time; a thread has its own products and stores."""
+    """What the kernel uses of Gluon, for one program at a time."""
 
     float32, int64 = torch.float32, torch.int64
     static_range = range
@@ -45,7 +46,6 @@ class Device:
 
     def __init__(self, programs: int) -> None:
         self.program, self.programs = 0, programs
-        self.own = threading.local()
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -107,54 +107,19 @@ class Device:
     def store_box(self, desc: Any, where: list[Any], source: Shared) -> None:
         """Start to store a box; what lies outside of the tensor is dropped."""
         assert tuple(source.memory.shape) == tuple(desc.block_type.shape)
-
-        def run() -> None:
-            target = desc.memory[_box(desc, where)]
-            target.copy_(source.memory[tuple(map(slice, target.shape))])
-
-        self._own("stores").append(run)
-
-    def store_wait(self, left: int) -> None:
-        _run_all_but(self._own("stores"), left)
+        store_box(desc.memory[_box(desc, where)], source)
 
     def warpgroup_mma(self, a: Shared, b: Shared, acc: Array, is_async: bool) -> Array:
         assert is_async
-
-        def run() -> None:
-            acc.add_(a.memory.float() @ b.memory.float())
-
-        self._own("products").append(run)
-        return acc
-
-    def warpgroup_mma_wait(self, left: int, deps: tuple[Array]) -> Array:
-        _run_all_but(self._own("products"), left)
-        return deps[0]
+        return issue_product(a, b, acc)
 
     def warp_specialize(
         self, roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]
     ) -> None:
         assert len(warps) == len(registers) == len(roles) - 1
-
-        def role(function: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[[], None]:
-            def run() -> None:
-                function(*arguments)
-                assert not self._own("products"), "products are not waited for"
-                assert not self._own("stores"), "stores are not waited for"
-
-            return run
-
-        run_roles([role(*it) for it in roles], seed=self.program)
-
-    def _own(self, kind: str) -> list[Callable[[], None]]:
-        if not hasattr(self.own, kind):
-            setattr(self.own, kind, [])
-        found: list[Callable[[], None]] = getattr(self.own, kind)
-        return found
-
-
-def _run_all_but(pending: list[Callable[[], None]], left: int) -> None:
-    while len(pending) > left:
-        pending.pop(0)()
+        run_roles(
+            [functools.partial(function, *given) for function, given in roles], seed=self.program
+        )
 
 
 def _box(desc: Any, where: list[Any]) -> tuple[slice, ...]:
@@ -210,11 +175,11 @@ def _in_place_of_gluon(device: Device, constants: SimpleNamespace) -> AbstractCo
         ),
         "tma": SimpleNamespace(
             async_copy_global_to_shared=device.copy, async_copy_shared_to_global=device.store_box,
-            store_wait=device.store_wait,
+            store_wait=wait_stores,
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.warpgroup_mma,
-        "warpgroup_mma_wait": device.warpgroup_mma_wait,
+        "warpgroup_mma_wait": wait_products,
         "gdc_wait": lambda: None,
         "gdc_launch_dependents": lambda: None,
     }  # fmt: skip
