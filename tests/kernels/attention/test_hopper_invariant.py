@@ -46,7 +46,7 @@ ALTERNATES = False
 def launches(request, monkeypatch):
     """Run the kernel on the CPU, with short parts."""
     from kernels.attention.hopper import invariant
-    from tests.kernels.attention.hopper_invariant_on_cpu import InvariantOnCPU
+    from tests.kernels.attention.hopper_roles_on_cpu import InvariantOnCPU
 
     monkeypatch.setattr(sys.modules[__name__], "ALTERNATES", request.param == "alternating")
     monkeypatch.setattr(invariant, "PART_TOKENS", PART)

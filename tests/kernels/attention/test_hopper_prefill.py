@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
 from kernels.errors import ShapeError
 from kernels.testing.problems import make_case, make_packed_case
+from tests.kernels import triton_interpreter
 from tests.kernels.triton_interpreter import HAS_TRITON, interpreted
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
@@ -111,3 +113,44 @@ def test_a_step_with_no_query_or_no_key_launches_nothing(hopper):
         assert out.shape[0] == sum(queries)
         assert not bool(out.any())
         assert bool((lse == float("-inf")).all())
+
+
+ROLES = [
+    ("bfloat16", 8, 2, 64, 16, {}),
+    ("float16", 7, 1, 128, 32, {"sliding_window": 70, "lse": True}),
+    ("bfloat16", 2, 1, 256, 64, {"softcap": 15.0}),
+    ("bfloat16", 6, 3, 80, 16, {"sliding_window": 1}),
+    ("bfloat16", 24, 1, 64, 16, {"lse": True}),
+    ("float16", 4, 4, 48, None, {"causal": False, "lse": True}),
+    ("bfloat16", 3, 1, 128, None, {}),
+    ("bfloat16", 10, 2, 192, 256, {"softcap": 15.0, "sliding_window": 130, "lse": True}),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.parametrize("shape", ROLES, ids=str)
+def test_the_roles_compute_attention(hopper, monkeypatch, shape, consumers):
+    from tests.kernels.attention.hopper_roles_on_cpu import PrefillOnCPU
+
+    dtype, heads, kv_heads, head_dim, block_size, features = shape
+    asked = AttentionProblem(
+        Phase.PREFILL, dtype, heads, kv_heads, head_dim, block_size, head_dim**-0.5, **features
+    )
+    row = next(row for row in REGISTRY if row.name == "hopper_prefill")
+    arch = dataclasses.replace(CATALOGUE["h100"], num_sms=2)
+    selection = kernels.select(asked, arch, registry=(row,))
+    launch = dataclasses.replace(
+        selection.launches[-1].launch, block_m=64 * consumers, block_n=16, num_stages=2
+    )
+    tuned = dataclasses.replace(selection.launches[-1], launch=launch, max_seqlen_k=None)
+    selection = dataclasses.replace(selection, launches=(tuned,))
+    make = make_case if block_size else make_packed_case
+    case = make(asked, [20, 90, 1, 0, 33, 70], [100, 90, 200, 5, 64, 71])
+    monkeypatch.setattr(hopper, "prefill", PrefillOnCPU())
+    with triton_interpreter.poisoned_memory():
+        out, lse = case.attend(selection)
+
+    case.check(out)
+    if asked.lse:
+        case.check_lse(lse)

@@ -1,6 +1,6 @@
-"""Runs the batch-invariant kernel of Hopper on a CPU: its own warp roles, on PyTorch's tensors instead of Gluon's.
+"""Runs Hopper's prefill and batch-invariant attention on a CPU: their own roles, on PyTorch's tensors, not Gluon's.
 
-The three roles of a thread block wait for each other at the kernel's barriers. Shared memory begins as NaN, and thread
+The roles of a thread block wait for each other at the kernel's barriers. Shared memory begins as NaN, and thread
 blocks run one after the other in random order.
 """
 
@@ -23,6 +23,7 @@ from kernels.attention.hopper import (
     part_results,
     ping_pong,
     pipeline,
+    prefill,
     producer,
     scores,
 )
@@ -42,10 +43,9 @@ from tests.kernels.gluon_on_cpu import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-KERNEL = invariant.invariant.fn
-_NAMES = tuple(inspect.signature(KERNEL).parameters)
 _MODULES = (
     consumer,
     invariant,
@@ -53,6 +53,7 @@ _MODULES = (
     part_results,
     ping_pong,
     pipeline,
+    prefill,
     producer,
     scores,
 )
@@ -94,7 +95,7 @@ class Items:
         return self.fields[int(i)]
 
 
-class InvariantDevice(DecodeDevice):
+class RolesDevice(DecodeDevice):
     """What the roles use of Gluon."""
 
     def __init__(self, num_programs: int, consumers: int) -> None:
@@ -176,8 +177,10 @@ def _box(desc: Any, where: list[Any]) -> torch.Tensor:
     return found
 
 
-class InvariantOnCPU:
-    """Takes the place of the kernel `invariant`; `products` counts those of each consumer."""
+class _KernelOnCPU:
+    """Takes the place of a kernel; `products` counts those of each consumer."""
+
+    names: tuple[str, ...]
 
     def __init__(self) -> None:
         self.products: collections.Counter[int] = collections.Counter()
@@ -189,59 +192,92 @@ class InvariantOnCPU:
 
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
-            given = dict(zip(_NAMES, map(argument, arguments), strict=False))
-            c = _plain(constants)
-            device = InvariantDevice(len(programs), c.CONSUMERS)
+            given = dict(zip(self.names, map(argument, arguments), strict=False))
+            fields = vars(self.constants(**constants))
+            c = SimpleNamespace(**{name: it.value for name, it in fields.items()})
+            device = RolesDevice(len(programs), c.CONSUMERS)
             with _in_place_of_gluon(device):
                 for number in programs:
                     device.program = (number, 0, 0)
-                    _run(device, given, c)
+                    pipe = pipeline.make_pipeline(given["q_desc"].dtype, given["o_desc"].dtype, c)
+                    produce, consume = self.roles(pipe, c, **given)
+                    roles = [
+                        functools.partial(_consume, device, consume, i) for i in range(c.CONSUMERS)
+                    ]
+                    run_roles([produce, *roles], seed=number)
             self.products += device.products_of
             assert not any(it.arrived for it in device.signals), "arrivals are left"
             assert not given["counter"].memory.any()
 
         return launch
 
+    def constants(self, **named: Any) -> pipeline.Constants:
+        """Return the constants of a launch."""
+        raise NotImplementedError
 
-def _plain(constants: dict[str, Any]) -> SimpleNamespace:
-    made = pipeline.Constants(
-        *(constants[name] for name in _NAMES[_NAMES.index("HEADS") : _NAMES.index("PART")]),
-        True, True, constants["WINDOW"], constants["SOFTCAP"], False, constants["OWN_OUTPUT"], 2,
-        constants["PART"] // constants["BLOCK_N"], constants["ALTERNATE"],
-    )  # fmt: skip
-    return SimpleNamespace(**{name: it.value for name, it in vars(made).items()})
+    def roles(self, pipe: Any, c: Any, **given: Any) -> tuple[Any, Any]:
+        """Return the producer, and a function of a consumer's number that is the consumer."""
+        raise NotImplementedError
 
 
-def _run(device: InvariantDevice, given: dict[str, Any], c: SimpleNamespace) -> None:
-    pipe = pipeline.make_pipeline(given["q_desc"].dtype, given["o_desc"].dtype, c)
-    results = tuple(
-        given[name] for name in ("running", "partial_out", "partial_sums", "records", "arrivals")
-    )
-    supply = [
-        given[name]
-        for name in (
-            "q_desc", "k_desc", "v_desc", "records", "block_table", "table_stride", "counter",
-            "k_head_stride", "window",
+def _consume(device: RolesDevice, consume: Callable[[int], None], index: int) -> None:
+    device.own.index = index
+    consume(index)
+
+
+class InvariantOnCPU(_KernelOnCPU):
+    """Takes the place of the kernel `invariant`."""
+
+    names = tuple(inspect.signature(invariant.invariant.fn).parameters)
+
+    def constants(self, *, PART: int, ALTERNATE: bool, PDL: bool = False, **named: Any) -> Any:  # noqa: N803 - the kernel's
+        del PDL
+        return pipeline.Constants(
+            **named, PAGED=True, CAUSAL=True, LSE=False, OPERAND_BYTES=2, PART_TILES=PART // named["BLOCK_N"],
+            ALTERNATE=ALTERNATE,
+        )  # fmt: skip
+
+    def roles(
+        self, pipe: Any, c: Any, *, q_desc: Any, k_desc: Any, v_desc: Any, o_desc: Any, k_head_stride: Any, out: Any,
+        running: Any, partial_out: Any, partial_sums: Any, records: Any, arrivals: Any, block_table: Any,
+        counter: Any, table_stride: Any, scale: Any, window: Any, softcap: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        results = (running, partial_out, partial_sums, records, arrivals)
+        supply = (
+            pipe, q_desc, k_desc, v_desc, records, block_table, table_stride, counter, k_head_stride, window,
+        )  # fmt: skip
+        common = (pipe, o_desc, out, results, scale, window, softcap)
+        return (
+            lambda: invariant_roles.produce_parts(*supply, False, c),
+            lambda index: invariant_roles.consume_parts(*common, index, c),
         )
-    ]  # fmt: skip
-    scale = [given[name] for name in ("scale", "window", "softcap")]
 
-    def consume(index: int) -> None:
-        device.own.index = index
-        invariant_roles.consume_parts(
-            pipe, given["o_desc"], given["out"], results, *scale, index, c
+
+class PrefillOnCPU(_KernelOnCPU):
+    """Takes the place of the kernel `prefill`."""
+
+    names = tuple(inspect.signature(prefill.prefill.fn).parameters)
+
+    def constants(self, **named: Any) -> Any:
+        return pipeline.Constants(**named, OPERAND_BYTES=2)
+
+    def roles(
+        self, pipe: Any, c: Any, *, q_desc: Any, k_desc: Any, v_desc: Any, o_desc: Any, out: Any, lse: Any, tiles: Any,
+        block_table: Any, counter: Any, table_stride: Any, num_entries: Any, late_heads: Any, num_items: Any,
+        k_head_stride: Any, scale: Any, window: Any, softcap: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        supply = (
+            pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, late_heads,
+            num_items, k_head_stride, window,
+        )  # fmt: skip
+        common = (pipe, o_desc, out, lse, scale, window, softcap)
+        return (
+            lambda: producer.produce(*supply, c),
+            lambda index: consumer.consume(*common, index, c),
         )
 
-    run_roles(
-        [
-            lambda: invariant_roles.produce_parts(pipe, *supply, False, c),
-            *(functools.partial(consume, index) for index in range(c.CONSUMERS)),
-        ],
-        seed=device.program[0],
-    )
 
-
-def _in_place_of_gluon(device: InvariantDevice) -> AbstractContextManager[None]:
+def _in_place_of_gluon(device: RolesDevice) -> AbstractContextManager[None]:
     replaced = {
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(_BUFFERS, fields, strict=True))
