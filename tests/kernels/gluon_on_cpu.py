@@ -1,13 +1,12 @@
-"""What runs Gluon kernels with warp roles on a CPU: their own code, on PyTorch's tensors instead of Gluon's.
+"""An emulator of Gluon kernels with warp roles: their own code, on PyTorch's tensors instead of Gluon's, on a CPU.
 
-The roles of a launch run one at a time, each until it waits for something that another has yet to do; which one goes on
-is random, but the same in each run. So a role is always as far ahead of the others as the kernel's barriers let it be,
-and a deadlock is found as soon as every role waits.
+The roles of a launch run one at a time, each until it waits for something that another has yet to do, or arrives at a
+barrier; which one goes on is random, but the same in each run. A deadlock is found as soon as every role waits.
 
 Copies to shared memory end in random order, some only when every role waits. Products on tensor cores, and stores from
-shared memory, read their operands as late as they may, when the role waits for them: a stage that is released or
-overwritten too early changes the result. Products are exact and their sums are in float32, as on the tensor cores.
-Layouts of registers have no meaning.
+shared memory, read their operands when the role waits for them, and other roles may run after each arrival: a stage
+that is released or overwritten too early changes the result. Products are exact and their sums are in float32, as on
+the tensor cores. Layouts of registers have no meaning. A role is one thread, so races between its warps do not show.
 """
 
 from __future__ import annotations
@@ -103,10 +102,14 @@ class Shared:
 
 
 class MBarrier:
-    """An mbarrier: a phase completes when all arrivals and all expected bytes have come."""
+    """An mbarrier: a phase completes when all arrivals and all expected bytes have come.
 
-    def __init__(self) -> None:
-        self.count = self.pending = 1
+    Args:
+        count: arrivals of a phase; 0 until `init` is called.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = self.pending = count
         self.bytes = self.completed = 0
 
     def init(self, count: int) -> None:
@@ -121,6 +124,7 @@ class MBarrier:
             self.pending -= count
             assert self.pending >= 0, "more arrivals than a phase has"
             self._complete()
+            let_others_run()
 
     def receive(self, size: int) -> None:
         """Count the bytes of a copy."""
@@ -137,10 +141,10 @@ class MBarrier:
 
 
 class MBarriers:
-    """The mbarriers of a ring."""
+    """The mbarriers of a ring; `arrivals` is the count of each."""
 
-    def __init__(self, count: int) -> None:
-        self.barriers = [MBarrier() for _ in range(count)]
+    def __init__(self, count: int, arrivals: int = 0) -> None:
+        self.barriers = [MBarrier(arrivals) for _ in range(count)]
 
     def index(self, i: Any) -> MBarrier:
         return self.barriers[int(i)]
@@ -155,6 +159,7 @@ class NamedBarrier:
     def arrive(self) -> None:
         assert not self.arrived, "two arrivals at once"
         self.arrived = True
+        let_others_run()
 
     def wait(self) -> None:
         wait_until(lambda: self.arrived)
@@ -181,6 +186,11 @@ class _Role(threading.Thread):
         self.is_ready = is_ready
         self._schedule.choose()
         self._await_turn()
+
+    def let_others_run(self) -> None:
+        """Let other roles run, unless this one is choosing the next: a copy that ends then arrives at its barrier."""
+        if not self._schedule.is_choosing:
+            self.wait_until(lambda: True)
 
     def start_copy(self, end: Callable[[], None], *, in_order: bool) -> None:
         self._schedule.copies.start(end, self if in_order else object())
@@ -239,6 +249,7 @@ class _Schedule:
         self.roles = [_Role(it, self) for it in functions]
         self.copies = _Copies(self._random)
         self.error: BaseException | None = None
+        self.is_choosing = False
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -250,11 +261,13 @@ class _Schedule:
             raise self.error
 
     def choose(self) -> None:
+        self.is_choosing = True
         try:
             chosen = self._next()
         except BaseException as error:  # noqa: BLE001 - raised again in the thread of the test
             self.error = self.error or error
             chosen = self.roles[0] if self.roles else None
+        self.is_choosing = False
         if chosen is None:
             self._ended.set()
         else:
@@ -278,12 +291,11 @@ class _Schedule:
 
 
 class _Own(threading.local):
-    """A thread's role, None outside of roles, where it has copies of its own; its products and stores in flight."""
+    """A thread's role, and its products and stores in flight."""
 
-    role: _Role | None = None
+    role: _Role
 
     def __init__(self) -> None:
-        self.copies = _Copies(random.Random(0))
         self.products: list[Callable[[], None]] = []
         self.stores: list[Callable[[], None]] = []
 
@@ -314,12 +326,13 @@ def wait_until(is_ready: Callable[[], Any]) -> None:
     Raises:
         AssertionError: if no role is left that could change a condition that does not hold.
     """
-    if _OWN.role is None:
-        while not is_ready():
-            assert _OWN.copies, "deadlock"
-            _OWN.copies.end_one()
-    elif not is_ready():
+    if not is_ready():
         _OWN.role.wait_until(is_ready)
+
+
+def let_others_run() -> None:
+    """Let other roles run, as they could on a GPU at any time."""
+    _OWN.role.let_others_run()
 
 
 def start_copy(end: Callable[[], None], *, in_order: bool = False) -> None:
@@ -329,10 +342,7 @@ def start_copy(end: Callable[[], None], *, in_order: bool = False) -> None:
         end: writes what is copied, and then arrives at a barrier.
         in_order: whether copies that this role starts so end one after the other.
     """
-    if _OWN.role is None:
-        _OWN.copies.start(end, 0 if in_order else object())
-    else:
-        _OWN.role.start_copy(end, in_order=in_order)
+    _OWN.role.start_copy(end, in_order=in_order)
 
 
 def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
@@ -372,7 +382,7 @@ def issue_product(a: Shared | Array, b: Shared, acc: Array, use_acc: bool = True
     """Issue a WGMMA; returns its result [M, N] float32, which is NaN until it is waited for.
 
     Args:
-        a: [M, K]; in registers, it is read at once.
+        a: [M, K]; in registers, it must not change until the product is waited for.
         b: [K, N].
         acc: [M, N], which the product is added to if `use_acc`.
     """
@@ -399,6 +409,25 @@ def wait_products(left: int, deps: tuple[Any, ...]) -> Any:
 def _end_all_but(pending: list[Callable[[], Any]], left: int) -> None:
     while len(pending) > left:
         pending.pop(0)()
+
+
+def constants_of(aggregate: Any, modules: tuple[ModuleType, ...]) -> Callable[..., SimpleNamespace]:
+    """Return what takes the place of an aggregate of constants, which the compiler makes with Gluon's own names.
+
+    Args:
+        aggregate: the class.
+        modules: whose names are those of Gluon now, and replaced when the aggregate is made.
+    """
+    names = [dict(vars(module)) for module in modules]
+
+    def make(*given: Any) -> SimpleNamespace:
+        with contextlib.ExitStack() as stack:
+            for module, original in zip(modules, names, strict=True):
+                stack.enter_context(mock.patch.dict(vars(module), original))
+            fields = vars(aggregate(*given))
+        return SimpleNamespace(**{field: it.value for field, it in fields.items()})
+
+    return make
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from tests.kernels.gluon_on_cpu import MBarrier, NamedBarrier, run_roles, wait_u
 
 
 def test_roles_wait_for_each_other_at_an_mbarrier():
-    full, empty, seen = MBarrier(), MBarrier(), []
+    full, empty, seen = MBarrier(1), MBarrier(1), []
 
     def produce():
         for number in range(4):
@@ -41,9 +41,21 @@ def test_roles_that_wait_for_each_other_are_a_deadlock():
         run_roles([first, second])
 
 
-def test_a_wait_outside_of_roles_for_what_never_comes_is_a_deadlock():
-    with pytest.raises(AssertionError, match="deadlock"):
-        MBarrier().wait(0)
+def test_a_stage_that_is_read_after_its_release_is_found():
+    stage, empty, read = [0], MBarrier(1), []
+
+    def produce():
+        empty.wait(0)
+        stage[0] = 1
+
+    def consume():
+        empty.arrive()
+        read.append(stage[0])
+
+    for seed in range(20):
+        stage[0], empty.completed = 0, 0
+        run_roles([produce, consume], seed)
+    assert set(read) == {0, 1}
 
 
 def test_an_error_of_a_role_ends_the_others():
@@ -83,4 +95,9 @@ def test_the_order_of_roles_is_the_same_in_each_run():
 )
 def test_an_mbarrier_that_is_used_wrongly_is_an_error(misuse, message):
     with pytest.raises(AssertionError, match=message):
-        misuse(MBarrier())
+        run_roles([lambda: misuse(MBarrier(1))])
+
+
+def test_an_mbarrier_without_a_count_takes_no_arrival():
+    with pytest.raises(AssertionError, match="more arrivals"):
+        run_roles([MBarrier().arrive])

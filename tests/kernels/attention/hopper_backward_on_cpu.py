@@ -145,9 +145,9 @@ def _run(
         do=shared(c.STAGES, c.BLOCK_M, c.D),
         ds=shared(1, c.BLOCK_N, c.BLOCK_M),
         stats=shared(c.STAGES, 2 * c.BLOCK_M, dtype=torch.float32),
-        kv_full=MBarriers(2),
-        q_full=MBarriers(c.STAGES),
-        do_full=MBarriers(c.STAGES),
+        kv_full=MBarriers(2, 1),
+        q_full=MBarriers(c.STAGES, 1),
+        do_full=MBarriers(c.STAGES, 1),
     )
     device.named = {9 + i: NamedBarrier() for i in range(c.STAGES)}
     descs = [

@@ -6,6 +6,7 @@ blocks run one after the other in random order.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from types import SimpleNamespace
@@ -21,13 +22,16 @@ from tests.kernels.gluon_on_cpu import (
     Pointer,
     Shared,
     array,
+    constants_of,
     in_place_of_gluon,
+    run_roles,
     wait_products,
 )
 
 KERNEL = decode.decode.fn
 _NAMES = tuple(inspect.signature(KERNEL).parameters)
 _MODULES = (decode, keys_on_m, merge, ping_pong, pipeline, producer, scores)
+_CONSTANTS = constants_of(merge.DecodeConstants, _MODULES)
 
 
 class Tiles(Shared):
@@ -62,7 +66,7 @@ class DecodeDevice(Device):
         sizes = [int(size) for size in shape]
         if dtype is self.int64:
             return MBarrier() if sizes == [1] else MBarriers(sizes[0])
-        return Tiles(torch.full(sizes, torch.nan, dtype=dtype))
+        return Tiles(torch.full(sizes, torch.nan, dtype=getattr(dtype, "of_torch", dtype)))
 
     def program_id(self, axis: int) -> Any:
         return array(self.program[axis])
@@ -121,16 +125,13 @@ class DecodeOnCPU:
             assert num_warps == 4
             self.runs += 1
             constants = {"PDL": False, **constants}
-            names = _NAMES[_NAMES.index("HEADS") : _NAMES.index("EARLY")]
-            fields = vars(merge.DecodeConstants(*(constants[name] for name in names)))
-            plain = SimpleNamespace(**{name: it.value for name, it in fields.items()})
             given = [argument(it) for it in arguments]
             device = DecodeDevice()
             replaced = {
-                "DecodeConstants": lambda *_: plain,
+                "DecodeConstants": _CONSTANTS,
                 "fetch_ahead": lambda _: None,
                 "mbarrier": SimpleNamespace(
-                    MBarrierLayout=lambda: None, init=lambda *_, **__: None, expect=MBarrier.expect, wait=MBarrier.wait
+                    MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait
                 ),
                 "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
                 "fence_async_shared": lambda: None,
@@ -140,7 +141,8 @@ class DecodeOnCPU:
             with in_place_of_gluon(_MODULES, device, replaced):
                 for number in programs:
                     device.program = (number, 0, 0)
-                    KERNEL(*given, **{name: constants[name] for name in _NAMES[len(given) :]})
+                    named = {name: constants[name] for name in _NAMES[len(given) :]}
+                    run_roles([functools.partial(KERNEL, *given, **named)], seed=number)
 
         return launch
 
@@ -150,7 +152,8 @@ def argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return Pointer(x)
     if hasattr(x, "block_shape"):
+        dtype = SimpleNamespace(primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype)
         return SimpleNamespace(
-            memory=x.base.view(x.shape), box=x.block_shape, dtype=x.base.dtype, layout=None
+            memory=x.base.view(x.shape), box=x.block_shape, dtype=dtype, layout=None
         )
     return array(x) if isinstance(x, int) else x

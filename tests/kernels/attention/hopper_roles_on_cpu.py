@@ -34,6 +34,7 @@ from tests.kernels.gluon_on_cpu import (
     MBarriers,
     NamedBarrier,
     array,
+    constants_of,
     copy_box,
     in_place_of_gluon,
     run_roles,
@@ -43,7 +44,6 @@ from tests.kernels.gluon_on_cpu import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 _MODULES = (
@@ -57,7 +57,9 @@ _MODULES = (
     producer,
     scores,
 )
+_CONSTANTS = constants_of(pipeline.Constants, _MODULES)
 _FIRST_BARRIER = 9
+_MOST_CONSUMERS = 3
 _BUFFERS = (
     "q", "k", "v", "o", "items", "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full",
     "item_empty",
@@ -98,12 +100,12 @@ class Items:
 class RolesDevice(DecodeDevice):
     """What the roles use of Gluon."""
 
-    def __init__(self, num_programs: int, consumers: int) -> None:
+    def __init__(self, num_programs: int) -> None:
         super().__init__()
         self.programs = num_programs
         self.own = threading.local()
         self.products_of: collections.Counter[int] = collections.Counter()
-        self.signals = [NamedBarrier() for _ in range(consumers)]
+        self.signals = [NamedBarrier() for _ in range(_MOST_CONSUMERS)]
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype is self.int64:
@@ -111,6 +113,23 @@ class RolesDevice(DecodeDevice):
         if dtype is self.int32:
             return Items(shape[0])
         return super().allocate_shared_memory(dtype, shape, layout)
+
+    def constexpr(self, x: Any) -> Any:
+        return x
+
+    def warp_specialize(
+        self, roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]
+    ) -> None:
+        assert len(warps) == len(registers) == len(roles) - 1
+
+        def run(index: int) -> None:
+            self.own.index = index
+            function, given = roles[index]
+            function(*given)
+
+        run_roles(
+            [functools.partial(run, index) for index in range(len(roles))], seed=self.program[0]
+        )
 
     def num_programs(self, axis: int) -> int:
         assert axis == 0
@@ -177,13 +196,16 @@ def _box(desc: Any, where: list[Any]) -> torch.Tensor:
     return found
 
 
-class _KernelOnCPU:
-    """Takes the place of a kernel; `products` counts those of each consumer."""
+class KernelOnCPU:
+    """Takes the place of a kernel.
 
-    names: tuple[str, ...]
+    Attributes:
+        products: products that each consumer has issued, by its number.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.products: collections.Counter[int] = collections.Counter()
+        self._kernel = kernel.fn
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         """Return a function that runs the programs of a grid."""
@@ -192,93 +214,24 @@ class _KernelOnCPU:
 
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
-            given = dict(zip(self.names, map(argument, arguments), strict=False))
-            fields = vars(self.constants(**constants))
-            c = SimpleNamespace(**{name: it.value for name, it in fields.items()})
-            device = RolesDevice(len(programs), c.CONSUMERS)
+            given = [argument(it) for it in arguments]
+            constants = {"PDL": False, **constants}
+            names = list(inspect.signature(self._kernel).parameters)[len(given) :]
+            named = {name: constants[name] for name in names}
+            device = RolesDevice(len(programs))
             with _in_place_of_gluon(device):
                 for number in programs:
                     device.program = (number, 0, 0)
-                    pipe = pipeline.make_pipeline(given["q_desc"].dtype, given["o_desc"].dtype, c)
-                    produce, consume = self.roles(pipe, c, **given)
-                    roles = [
-                        functools.partial(_consume, device, consume, i) for i in range(c.CONSUMERS)
-                    ]
-                    run_roles([produce, *roles], seed=number)
+                    self._kernel(*given, **named)
             self.products += device.products_of
             assert not any(it.arrived for it in device.signals), "arrivals are left"
-            assert not given["counter"].memory.any()
 
         return launch
-
-    def constants(self, **named: Any) -> pipeline.Constants:
-        """Return the constants of a launch."""
-        raise NotImplementedError
-
-    def roles(self, pipe: Any, c: Any, **given: Any) -> tuple[Any, Any]:
-        """Return the producer, and a function of a consumer's number that is the consumer."""
-        raise NotImplementedError
-
-
-def _consume(device: RolesDevice, consume: Callable[[int], None], index: int) -> None:
-    device.own.index = index
-    consume(index)
-
-
-class InvariantOnCPU(_KernelOnCPU):
-    """Takes the place of the kernel `invariant`."""
-
-    names = tuple(inspect.signature(invariant.invariant.fn).parameters)
-
-    def constants(self, *, PART: int, ALTERNATE: bool, PDL: bool = False, **named: Any) -> Any:  # noqa: N803 - the kernel's
-        del PDL
-        return pipeline.Constants(
-            **named, PAGED=True, CAUSAL=True, LSE=False, OPERAND_BYTES=2, PART_TILES=PART // named["BLOCK_N"],
-            ALTERNATE=ALTERNATE,
-        )  # fmt: skip
-
-    def roles(
-        self, pipe: Any, c: Any, *, q_desc: Any, k_desc: Any, v_desc: Any, o_desc: Any, k_head_stride: Any, out: Any,
-        running: Any, partial_out: Any, partial_sums: Any, records: Any, arrivals: Any, block_table: Any,
-        counter: Any, table_stride: Any, scale: Any, window: Any, softcap: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        results = (running, partial_out, partial_sums, records, arrivals)
-        supply = (
-            pipe, q_desc, k_desc, v_desc, records, block_table, table_stride, counter, k_head_stride, window,
-        )  # fmt: skip
-        common = (pipe, o_desc, out, results, scale, window, softcap)
-        return (
-            lambda: invariant_roles.produce_parts(*supply, False, c),
-            lambda index: invariant_roles.consume_parts(*common, index, c),
-        )
-
-
-class PrefillOnCPU(_KernelOnCPU):
-    """Takes the place of the kernel `prefill`."""
-
-    names = tuple(inspect.signature(prefill.prefill.fn).parameters)
-
-    def constants(self, **named: Any) -> Any:
-        return pipeline.Constants(**named, OPERAND_BYTES=2)
-
-    def roles(
-        self, pipe: Any, c: Any, *, q_desc: Any, k_desc: Any, v_desc: Any, o_desc: Any, out: Any, lse: Any, tiles: Any,
-        block_table: Any, counter: Any, table_stride: Any, num_entries: Any, late_heads: Any, num_items: Any,
-        k_head_stride: Any, scale: Any, window: Any, softcap: Any,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        supply = (
-            pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, late_heads,
-            num_items, k_head_stride, window,
-        )  # fmt: skip
-        common = (pipe, o_desc, out, lse, scale, window, softcap)
-        return (
-            lambda: producer.produce(*supply, c),
-            lambda index: consumer.consume(*common, index, c),
-        )
 
 
 def _in_place_of_gluon(device: RolesDevice) -> AbstractContextManager[None]:
     replaced = {
+        "Constants": _CONSTANTS,
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(_BUFFERS, fields, strict=True))
         ),

@@ -131,7 +131,7 @@ ROLES = [
 @pytest.mark.parametrize("consumers", [2, 3])
 @pytest.mark.parametrize("shape", ROLES, ids=str)
 def test_the_roles_compute_attention(hopper, monkeypatch, shape, consumers):
-    from tests.kernels.attention.hopper_roles_on_cpu import PrefillOnCPU
+    from tests.kernels.attention.hopper_roles_on_cpu import KernelOnCPU
 
     dtype, heads, kv_heads, head_dim, block_size, features = shape
     asked = AttentionProblem(
@@ -147,7 +147,7 @@ def test_the_roles_compute_attention(hopper, monkeypatch, shape, consumers):
     selection = dataclasses.replace(selection, launches=(tuned,))
     make = make_case if block_size else make_packed_case
     case = make(asked, [20, 90, 1, 0, 33, 70], [100, 90, 200, 5, 64, 71])
-    monkeypatch.setattr(hopper, "prefill", PrefillOnCPU())
+    monkeypatch.setattr(hopper, "prefill", KernelOnCPU(hopper.prefill))
     with triton_interpreter.poisoned_memory():
         out, lse = case.attend(selection)
 

@@ -21,6 +21,7 @@ from tests.kernels.gluon_on_cpu import (
     Pointer,
     Shared,
     array,
+    constants_of,
     copy_box,
     in_place_of_gluon,
     issue_product,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 KERNEL = persistent.persistent_linear.fn
 _NAMES = tuple(inspect.signature(KERNEL).parameters)
+_CONSTANTS = constants_of(persistent.Constants, (persistent,))
 
 
 class Device:
@@ -137,11 +139,9 @@ class PersistentOnCPU:
             assert num_warps == 4
             assert launch_pdl is named["PDL"]
             names = _NAMES[_NAMES.index("N") :]
-            fields = vars(persistent.Constants(**named))
-            plain = SimpleNamespace(**{name: it.value for name, it in fields.items()})
             device = Device(*grid)
             given = [_argument(it) for it in arguments]
-            with _in_place_of_gluon(device, plain):
+            with _in_place_of_gluon(device):
                 for device.program in range(*grid):
                     KERNEL(*given, **{name: named[name] for name in names})
 
@@ -163,9 +163,9 @@ def _argument(x: Any) -> Any:
     return array(x)
 
 
-def _in_place_of_gluon(device: Device, constants: SimpleNamespace) -> AbstractContextManager[None]:
+def _in_place_of_gluon(device: Device) -> AbstractContextManager[None]:
     replaced = {
-        "Constants": lambda *_: constants,
+        "Constants": _CONSTANTS,
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(("x", "w", "o", "full", "empty", "started"), fields, strict=True))
         ),

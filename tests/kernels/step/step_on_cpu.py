@@ -41,6 +41,7 @@ from tests.kernels.gluon_on_cpu import (
     MBarriers,
     Pointer,
     array,
+    let_others_run,
     run_roles,
     start_copy,
     wait_until,
@@ -295,6 +296,7 @@ class Device:
 
     def arrive(self, counter: Pointer, _c: Any = None) -> None:
         counter.memory[int(counter.offset)] += 1
+        let_others_run()
 
     def wait_grid(self, counter: Pointer, arrivals: Any, _fence: bool) -> None:
         place, enough = int(counter.offset), int(arrivals)
@@ -351,6 +353,7 @@ def _launch(
         def run() -> None:
             device.own.program, device.own.copies = program, []
             function(*arguments)
+            assert not device.own.copies, "copies arrive nowhere"
 
         return run
 
@@ -400,8 +403,8 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         )
         if c.TENSOR_CORES
         else shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
-        full=MBarriers(c.STAGES),
-        empty=MBarriers(c.STAGES),
+        full=MBarriers(c.STAGES, 1),
+        empty=MBarriers(c.STAGES, 1),
     )
 
 

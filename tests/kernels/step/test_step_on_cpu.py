@@ -106,6 +106,7 @@ TENSOR_CORES = tuple(
         Case(1, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
         Case(1, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
         Case(1, hidden=4096, inner=1088, layers=1, num_sms=20),
+        Case(1, inner=4160, layers=1, num_sms=20),
     )
 )
 GEMMAS = (
