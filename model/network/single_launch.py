@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _LOCAL_ROPE: Final = "rotary embedding of its own for layers with a sliding window"
-_COMPUTED: Final = {
+_OF_THE_KERNEL: Final = {
     "norms after attention and MLP",
     "gelu_tanh activation",
     _LOCAL_ROPE,
     "factor on embeddings",
 }
-"""Of `ModelConfig.beyond_llama`: what the kernel of one sequence computes."""
+"""Of `ModelConfig.beyond_llama`: what the kernel of one sequence computes; that of several refuses it itself."""
 
 
 class SingleLaunches:
@@ -218,7 +218,7 @@ def unsupported(
         "float32 weights of norms for several sequences": config.norms_add_one and rows > 1,
         f"{_LOCAL_ROPE} for several sequences": _LOCAL_ROPE in config.beyond_llama and rows > 1,
     }
-    beyond = (part for part in config.beyond_llama if part not in _COMPUTED)
+    beyond = (part for part in config.beyond_llama if part not in _OF_THE_KERNEL)
     missing = (*(name for name, has in features.items() if has), *beyond)
     reasons = shape_unsupported(step_shape(config), dtype, arch, rows, weight_dtype)
     return reasons + tuple(f"no {name}" for name in missing)

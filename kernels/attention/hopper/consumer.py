@@ -161,7 +161,8 @@ def pass_over(pipe, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
     """Release tile number `used` of the ring without reading it, because no row of this consumer sees its keys."""
     buffer = used % c.STAGES
     phase = (used // c.STAGES) & 1
-    # An arrive counts toward the mbarrier's current phase, so wait until this tile's phase has begun.
+    # An arrive counts toward the mbarrier's current phase, so wait until this tile's phase has begun. All warps of the
+    # consumer have waited when one thread arrives: the compiler puts a barrier of the consumer before each arrive.
     mbarrier.wait(pipe.k_full.index(buffer), phase)
     barrier_sync(MINE)
     barrier_arrive(NEXT)

@@ -5,8 +5,9 @@ visited from last to first, as in the prefill; after the last visited tile of a 
 that of the parts before (`part_results`).
 
 An item of a single tile of rows, such as every item of a decode, occupies one consumer. Where ALTERNATE, such items
-alternate between the consumers, so that one computes an item while the other computes the next. The consumers then do
-not take turns on the tensor cores, because they are not at the same tile.
+alternate between the consumers: while one computes the last key tiles of an item, as many as the ring has stages, the
+other may begin the next item. The consumers then do not take turns on the tensor cores, because they are not at the
+same key tile.
 
 The bits of a row depend on positions alone: rows of a WGMMA do not change each other, tiles begin at multiples of
 their length, and a tile without a key that a row sees leaves its maximum, sum and output as they are.
@@ -52,7 +53,11 @@ _FIELDS = gl.constexpr(7)
 
 @gluon.jit
 def own_tile(first_row, rows, done, INDEX: gl.constexpr, c):
-    """Return which tile of item number `done` a consumer has: 0 or 1; a tile has rows if it begins before `rows`."""
+    """Return which of the two tiles of item number `done` is this consumer's: 0 or 1.
+
+    An item of a single tile has only tile 0, and the consumer of tile 1 computes nothing. `first_row` is the item's,
+    `rows` are those of its sequence.
+    """
     tile = INDEX
     if c.ALTERNATE:
         tile = gl.where(first_row + ROWS < rows, INDEX, (done + INDEX) % c.CONSUMERS)
@@ -234,7 +239,9 @@ def attend_parts(
     pipe, tiles, tile, my_row, q_len, num_keys, part, consumed, queries, running, scale, window,
     softcap, INDEX: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Compute attention of this consumer's rows of an item, its tile number `tile`, over its key tiles, part by part.
+    """Compute attention of this consumer's rows of an item over the item's key tiles, part by part.
+
+    The rows begin at `my_row` and are those of tile `tile` of the item.
 
     Returns:
         (row maximum, row sum of exponentials, output before the division by that sum, `consumed` plus the tiles).

@@ -63,8 +63,8 @@ def normalized(acc, total):
 def keep(running, acc, m, total, INDEX: gl.constexpr, c):
     """Write the result of the parts so far to this consumer's memory.
 
-    Each output is read back by the thread that wrote it. Maxima and sums are read by four threads, which pass a barrier
-    of the consumer first, the one at their next key tile.
+    Each output is read back by the thread that wrote it. Maxima and sums are read by four threads of the same warp,
+    which pass a barrier of the consumer first: the compiler puts one before it waits for the next key tile.
     """
     # All of them must have read the values that this one replaces.
     gl.thread_barrier()

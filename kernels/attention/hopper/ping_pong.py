@@ -18,13 +18,13 @@ _CHUNK = gl.constexpr(16)
 
 @gluon.constexpr_function
 def consumer_barrier(index):
-    """Return the id of a consumer's named barrier; the compiler uses the low ids. "" is the id of no barrier."""
+    """Return the id of a consumer's named barrier; the compiler uses the low ids."""
     return str(9 + index)
 
 
 @gluon.jit
 def barrier_sync(ID: gl.constexpr):
-    """Wait at this consumer's named barrier until the previous consumer has issued its WGMMAs."""
+    """Wait at this consumer's named barrier until the previous consumer has issued its WGMMAs; nothing if ID is ""."""
     if ID != "":
         code: gl.constexpr = "bar.sync " + ID + ", 256; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -32,7 +32,7 @@ def barrier_sync(ID: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive(ID: gl.constexpr):
-    """Arrive at the next consumer's named barrier, which lets it issue its WGMMAs."""
+    """Arrive at the next consumer's named barrier, which lets it issue its WGMMAs; nothing if ID is ""."""
     if ID != "":
         code: gl.constexpr = "bar.arrive " + ID + ", 256; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -78,7 +78,7 @@ class Constants:
     GROUP_M: gl.constexpr
     SKEW: gl.constexpr
     SPLITS: gl.constexpr
-    IN_PARTS: gl.constexpr
+    FLOAT32: gl.constexpr
     GATED: gl.constexpr
     BIAS: gl.constexpr
     PDL: gl.constexpr
@@ -90,7 +90,7 @@ class Constants:
 
     @gluon.constexpr_function
     def __init__(
-        self, N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, IN_PARTS, GATED, BIAS, PDL
+        self, N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, FLOAT32, GATED, BIAS, PDL
     ) -> None:  # fmt: skip
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
@@ -98,7 +98,7 @@ class Constants:
         self.GROUP_M = gl.constexpr(GROUP_M)
         self.SKEW = gl.constexpr(SKEW)
         self.SPLITS = gl.constexpr(SPLITS)
-        self.IN_PARTS = gl.constexpr(IN_PARTS)
+        self.FLOAT32 = gl.constexpr(FLOAT32)
         self.GATED = gl.constexpr(GATED)
         self.BIAS = gl.constexpr(BIAS)
         self.PDL = gl.constexpr(PDL)
@@ -155,7 +155,7 @@ def persistent_linear(
     GROUP_M: gl.constexpr,
     SKEW: gl.constexpr,
     SPLITS: gl.constexpr,
-    IN_PARTS: gl.constexpr,
+    FLOAT32: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
@@ -167,9 +167,9 @@ def persistent_linear(
     Args:
         x_desc: [num_rows, K] in boxes of [BLOCK_M, COLUMNS].
         w_desc: [N, K], gate above up where GATED, in boxes of BLOCK_N rows and COLUMNS.
-        out_desc: `out` in boxes of a consumer's rows and at most STORED_OUTPUTS; not read where IN_PARTS.
-        bias: [N]; where BIAS, which excludes IN_PARTS and GATED.
-        out: [num_rows, N], or N / 2 where GATED; [1, num_rows, N] float32 where IN_PARTS.
+        out_desc: `out` in boxes of a consumer's rows and at most STORED_OUTPUTS; not read where FLOAT32.
+        bias: [N]; where BIAS, which excludes FLOAT32 and GATED.
+        out: [num_rows, N], or N / 2 where GATED; [1, num_rows, N] float32 where FLOAT32.
         num_rows: of x.
         BLOCK_M: rows of x per tile.
         BLOCK_N: rows of weights per tile.
@@ -178,7 +178,7 @@ def persistent_linear(
         SKEW: chunks by which the second consumer is behind the first; less than CHUNKS and STAGES.
         SPLITS: parts of the inner dimension whose sums are rounded to float32 and added in their order.
     """
-    c = Constants(N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, IN_PARTS, GATED, BIAS, PDL)
+    c = Constants(N, K, BLOCK_M, BLOCK_N, STAGES, GROUP_M, SKEW, SPLITS, FLOAT32, GATED, BIAS, PDL)
     if PDL:
         gdc_launch_dependents()
     pipe = make_pipeline(x_desc.dtype, c)
@@ -196,7 +196,7 @@ def make_pipeline(dtype: gl.constexpr, c):
     x = make_tiles(dtype, c.STAGES, c.BLOCK_M, _COLUMNS)
     w = make_tiles(dtype, c.STAGES, c.BLOCK_N, _COLUMNS)
     o = x
-    if not c.IN_PARTS:
+    if not c.FLOAT32:
         o = make_tiles(dtype, _CONSUMERS, c.OWN_ROWS, stored_outputs(c))
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
@@ -308,7 +308,7 @@ def consume(pipe, out_desc, bias, out, num_rows, INDEX: gl.constexpr, c):
                 total += multiply(pipe, used, INDEX, c)
                 used += c.CHUNKS
             acc = total
-        if c.IN_PARTS:
+        if c.FLOAT32:
             store_sums(acc, out, row, column, num_rows, c)
         else:
             store_outputs(pipe, out_desc, bias, acc, row, column, INDEX, c)
@@ -456,17 +456,17 @@ class PersistentLinear:
         self, x: "Tensor", launch: PersistentLaunch, out: "Tensor | None" = None, *, pdl: bool
     ) -> "Tensor":
         """Compute the projection with given tile sizes; arguments and result as for a call."""
-        in_parts, rows = self._problem.residual, len(x)
-        assert out is None or not in_parts
+        residual, rows = self._problem.residual, len(x)
+        assert out is None or not residual
         stacked, inputs = self._weight.shape
         outputs = self._problem.outputs
-        if in_parts:
+        if residual:
             out = torch.empty((1, rows, outputs), dtype=torch.float32, device=x.device)
         elif out is None:
             out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
         x_boxes = self._describe(x, [launch.rows, COLUMNS])
         out_boxes = x_boxes
-        if not in_parts:
+        if not residual:
             tile = launch.outputs // self._problem.matrices
             out_boxes = self._describe(out, [launch.rows // CONSUMERS, min(tile, STORED_OUTPUTS)])
         tiles = -(-rows // launch.rows) * -(-stacked // launch.outputs)
@@ -485,7 +485,7 @@ class PersistentLinear:
             GROUP_M=launch.group,
             SKEW=launch.skew,
             SPLITS=launch.splits,
-            IN_PARTS=in_parts,
+            FLOAT32=residual,
             GATED=self._problem.gated,
             BIAS=self._bias is not None,
             num_warps=4,

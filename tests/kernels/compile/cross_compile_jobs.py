@@ -232,6 +232,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     every_dim = {
         "hopper_fp8_prefill": _FP8_VARIANTS,
         "hopper_prefill": _HOPPER_VARIANTS,
+        "hopper_alternating_invariant_prefill": _INVARIANT_VARIANTS,
         "hopper_invariant_prefill": _INVARIANT_VARIANTS,
         "blackwell_prefill": _HOPPER_VARIANTS,
     }
