@@ -345,6 +345,29 @@ def start_copy(end: Callable[[], None], *, in_order: bool = False) -> None:
     _OWN.role.start_copy(end, in_order=in_order)
 
 
+def argument(x: Any) -> Any:
+    """Return what stands for an argument of a launch in the kernel: a tensor, a descriptor of one, or a number."""
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    if hasattr(x, "block_shape"):
+        dtype = SimpleNamespace(primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype)
+        return SimpleNamespace(
+            memory=x.base.as_strided(x.shape, x.strides),
+            block_type=SimpleNamespace(shape=x.block_shape),
+            dtype=dtype,
+            layout=None,
+        )
+    return array(x) if isinstance(x, int) else x
+
+
+def box_of(desc: Any, where: list[Any]) -> torch.Tensor:
+    """Return the part that a descriptor's tensor has of its box at the corner `where`."""
+    corner = [int(it) for it in where]
+    ends = map(sum, zip(corner, desc.block_type.shape, strict=True))
+    found: torch.Tensor = desc.memory[tuple(map(slice, corner, ends))]
+    return found
+
+
 def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
     """Start the copy of a box of a tensor to shared memory by TMA; what lies outside of the tensor is 0.
 
@@ -363,13 +386,16 @@ def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
     start_copy(end)
 
 
-def store_box(box: torch.Tensor, source: Shared) -> None:
-    """Start the copy of shared memory to a box of a tensor by TMA.
+def store_box(desc: Any, where: list[Any], source: Shared) -> None:
+    """Start the copy of shared memory to a box of a tensor by TMA; what lies outside of the tensor is dropped.
 
     Args:
-        box: the part of the box that the tensor has.
-        source: has the shape of the whole box.
+        desc: of the tensor, see `argument`.
+        where: the corner of the box.
+        source: has the shape of the box.
     """
+    assert list(map(int, source.memory.shape)) == list(map(int, desc.block_type.shape))
+    box = box_of(desc, where)
     _OWN.stores.append(lambda: box.copy_(source.memory[tuple(map(slice, box.shape))]))
 
 
@@ -409,6 +435,31 @@ def wait_products(left: int, deps: tuple[Any, ...]) -> Any:
 def _end_all_but(pending: list[Callable[[], Any]], left: int) -> None:
     while len(pending) > left:
         pending.pop(0)()
+
+
+def names_of_hopper(device: Any) -> dict[str, Any]:
+    """Return what takes the place of Gluon's names for Hopper: barriers, copies and products.
+
+    Args:
+        device: has `copy`, which starts a copy to shared memory, and `warpgroup_mma`.
+    """
+    return {
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait,
+            arrive=MBarrier.arrive,
+        ),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=device.copy,
+            async_copy_shared_to_global=store_box,
+            store_wait=wait_stores,
+        ),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": device.warpgroup_mma,
+        "warpgroup_mma_init": lambda x: x,
+        "warpgroup_mma_wait": wait_products,
+        "gdc_wait": lambda: None,
+        "gdc_launch_dependents": lambda: None,
+    }  # fmt: skip
 
 
 def constants_of(aggregate: Any, modules: tuple[ModuleType, ...]) -> Callable[..., SimpleNamespace]:

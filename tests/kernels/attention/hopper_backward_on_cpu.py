@@ -21,12 +21,14 @@ from tests.kernels.gluon_on_cpu import (
     NamedBarrier,
     Pointer,
     Shared,
+    argument,
     array,
+    box_of,
     copy_box,
     in_place_of_gluon,
     issue_product,
+    names_of_hopper,
     run_roles,
-    wait_products,
 )
 
 if TYPE_CHECKING:
@@ -101,8 +103,7 @@ class Device:
 
     def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared) -> None:
         """Start to copy a box."""
-        found = desc.memory[tuple(map(slice, where, map(sum, zip(where, desc.box, strict=True))))]
-        copy_box(found, target, full)
+        copy_box(box_of(desc, where), target, full)
 
 
 class BackwardOnCPU:
@@ -150,10 +151,7 @@ def _run(
         do_full=MBarriers(c.STAGES, 1),
     )
     device.named = {9 + i: NamedBarrier() for i in range(c.STAGES)}
-    descs = [
-        SimpleNamespace(memory=it.base, box=it.block_shape, dtype=None, layout=None)
-        for it in (q, k, v, do, stats)
-    ]
+    descs = [argument(it) for it in (q, k, v, do, stats)]
 
     def role(function: Any, *arguments: Any) -> Any:
         return lambda: function.fn(
@@ -181,12 +179,7 @@ def _in_place_of_gluon(device: Device) -> AbstractContextManager[None]:
         return masked(*arguments)
 
     replaced = {
-        "mbarrier": SimpleNamespace(expect=MBarrier.expect, wait=MBarrier.wait),
-        "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
-        "fence_async_shared": lambda: None,
-        "warpgroup_mma": device.warpgroup_mma,
-        "warpgroup_mma_init": lambda x: x,
-        "warpgroup_mma_wait": wait_products,
+        **names_of_hopper(device),
         "_mask": mask,
         "Tile": lambda *fields: SimpleNamespace(**dict(zip(_FIELDS, fields, strict=True))),
     }

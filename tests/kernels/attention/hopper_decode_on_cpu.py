@@ -21,11 +21,12 @@ from tests.kernels.gluon_on_cpu import (
     MBarriers,
     Pointer,
     Shared,
+    argument,
     array,
     constants_of,
     in_place_of_gluon,
+    names_of_hopper,
     run_roles,
-    wait_products,
 )
 
 KERNEL = decode.decode.fn
@@ -130,14 +131,8 @@ class DecodeOnCPU:
             replaced = {
                 "DecodeConstants": _CONSTANTS,
                 "fetch_ahead": lambda _: None,
-                "mbarrier": SimpleNamespace(
-                    MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait
-                ),
-                "tma": SimpleNamespace(async_copy_global_to_shared=device.copy),
-                "fence_async_shared": lambda: None,
-                "warpgroup_mma": device.warpgroup_mma,
-                "warpgroup_mma_wait": wait_products,
-            }  # fmt: skip
+                **names_of_hopper(device),
+            }
             with in_place_of_gluon(_MODULES, device, replaced):
                 for number in programs:
                     device.program = (number, 0, 0)
@@ -145,15 +140,3 @@ class DecodeOnCPU:
                     run_roles([functools.partial(KERNEL, *given, **named)], seed=number)
 
         return launch
-
-
-def argument(x: Any) -> Any:
-    """Return what stands for an argument of a launch in the kernel."""
-    if isinstance(x, torch.Tensor):
-        return Pointer(x)
-    if hasattr(x, "block_shape"):
-        dtype = SimpleNamespace(primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype)
-        return SimpleNamespace(
-            memory=x.base.view(x.shape), box=x.block_shape, dtype=dtype, layout=None
-        )
-    return array(x) if isinstance(x, int) else x

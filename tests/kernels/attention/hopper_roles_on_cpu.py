@@ -27,36 +27,25 @@ from kernels.attention.hopper import (
     producer,
     scores,
 )
-from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice, argument
+from tests.kernels.attention.hopper_decode_on_cpu import DecodeDevice
 from tests.kernels.gluon_on_cpu import (
     Array,
-    MBarrier,
     MBarriers,
     NamedBarrier,
+    argument,
     array,
     constants_of,
-    copy_box,
     in_place_of_gluon,
+    names_of_hopper,
     run_roles,
-    store_box,
-    wait_products,
-    wait_stores,
 )
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _MODULES = (
-    consumer,
-    invariant,
-    invariant_roles,
-    part_results,
-    ping_pong,
-    pipeline,
-    prefill,
-    producer,
-    scores,
-)
+    consumer, invariant, invariant_roles, part_results, ping_pong, pipeline, prefill, producer, scores,
+)  # fmt: skip
 _CONSTANTS = constants_of(pipeline.Constants, _MODULES)
 _FIRST_BARRIER = 9
 _MOST_CONSUMERS = 3
@@ -180,21 +169,6 @@ class RolesDevice(DecodeDevice):
             signal.wait()
         return None
 
-    def copy_in(self, desc: Any, where: list[Any], full: MBarrier, target: Any) -> None:
-        """Start to copy a box to shared memory."""
-        copy_box(_box(desc, where), target, full)
-
-    def copy_out(self, desc: Any, where: list[Any], source: Any) -> None:
-        """Start to copy a box from shared memory; what lies outside of the tensor is not copied."""
-        store_box(_box(desc, where), source)
-
-
-def _box(desc: Any, where: list[Any]) -> torch.Tensor:
-    starts = [int(it) for it in where]
-    ends = map(sum, zip(starts, desc.box, strict=True))
-    found: torch.Tensor = desc.memory[tuple(map(slice, starts, ends))]
-    return found
-
 
 class KernelOnCPU:
     """Takes the place of a kernel.
@@ -216,8 +190,8 @@ class KernelOnCPU:
             assert num_warps == 4
             given = [argument(it) for it in arguments]
             constants = {"PDL": False, **constants}
-            names = list(inspect.signature(self._kernel).parameters)[len(given) :]
-            named = {name: constants[name] for name in names}
+            names = list(inspect.signature(self._kernel).parameters)
+            named = {name: constants[name] for name in names[len(given) :]}
             device = RolesDevice(len(programs))
             with _in_place_of_gluon(device):
                 for number in programs:
@@ -225,6 +199,7 @@ class KernelOnCPU:
                     self._kernel(*given, **named)
             self.products += device.products_of
             assert not any(it.arrived for it in device.signals), "arrivals are left"
+            assert not given[names.index("counter")].memory.any()
 
         return launch
 
@@ -235,16 +210,6 @@ def _in_place_of_gluon(device: RolesDevice) -> AbstractContextManager[None]:
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(_BUFFERS, fields, strict=True))
         ),
-        "mbarrier": SimpleNamespace(
-            MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait,
-            arrive=MBarrier.arrive,
-        ),
-        "tma": SimpleNamespace(
-            async_copy_global_to_shared=device.copy_in, async_copy_shared_to_global=device.copy_out,
-            store_wait=wait_stores,
-        ),
-        "fence_async_shared": lambda: None,
-        "warpgroup_mma": device.warpgroup_mma,
-        "warpgroup_mma_wait": wait_products,
+        **names_of_hopper(device),
     }  # fmt: skip
     return in_place_of_gluon(_MODULES, device, replaced)

@@ -20,15 +20,15 @@ from tests.kernels.gluon_on_cpu import (
     MBarriers,
     Pointer,
     Shared,
+    argument,
     array,
+    box_of,
     constants_of,
     copy_box,
     in_place_of_gluon,
     issue_product,
+    names_of_hopper,
     run_roles,
-    store_box,
-    wait_products,
-    wait_stores,
 )
 
 if TYPE_CHECKING:
@@ -104,12 +104,7 @@ class Device:
 
     def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared) -> None:
         """Start to copy a box."""
-        copy_box(desc.memory[_box(desc, where)], target, full)
-
-    def store_box(self, desc: Any, where: list[Any], source: Shared) -> None:
-        """Start to store a box; what lies outside of the tensor is dropped."""
-        assert tuple(source.memory.shape) == tuple(desc.block_type.shape)
-        store_box(desc.memory[_box(desc, where)], source)
+        copy_box(box_of(desc, where), target, full)
 
     def warpgroup_mma(self, a: Shared, b: Shared, acc: Array, is_async: bool) -> Array:
         assert is_async
@@ -124,11 +119,6 @@ class Device:
         )
 
 
-def _box(desc: Any, where: list[Any]) -> tuple[slice, ...]:
-    corner = [int(it) for it in where]
-    return tuple(map(slice, corner, map(sum, zip(corner, desc.block_type.shape, strict=True))))
-
-
 class PersistentOnCPU:
     """Takes the place of the kernel `persistent_linear`."""
 
@@ -140,27 +130,12 @@ class PersistentOnCPU:
             assert launch_pdl is named["PDL"]
             names = _NAMES[_NAMES.index("N") :]
             device = Device(*grid)
-            given = [_argument(it) for it in arguments]
+            given = [argument(it) for it in arguments]
             with _in_place_of_gluon(device):
                 for device.program in range(*grid):
                     KERNEL(*given, **{name: named[name] for name in names})
 
         return launch
-
-
-def _argument(x: Any) -> Any:
-    """Return what stands for an argument of a launch in the kernel."""
-    if isinstance(x, torch.Tensor):
-        return Pointer(x)
-    if hasattr(x, "block_shape"):
-        dtype = SimpleNamespace(primitive_bitwidth=8 * x.base.dtype.itemsize, of_torch=x.base.dtype)
-        return SimpleNamespace(
-            memory=x.base.as_strided(x.shape, x.strides),
-            block_type=SimpleNamespace(shape=x.block_shape),
-            dtype=dtype,
-            layout=None,
-        )
-    return array(x)
 
 
 def _in_place_of_gluon(device: Device) -> AbstractContextManager[None]:
@@ -169,18 +144,6 @@ def _in_place_of_gluon(device: Device) -> AbstractContextManager[None]:
         "Pipeline": lambda *fields: SimpleNamespace(
             **dict(zip(("x", "w", "o", "full", "empty", "started"), fields, strict=True))
         ),
-        "mbarrier": SimpleNamespace(
-            MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait,
-            arrive=MBarrier.arrive,
-        ),
-        "tma": SimpleNamespace(
-            async_copy_global_to_shared=device.copy, async_copy_shared_to_global=device.store_box,
-            store_wait=wait_stores,
-        ),
-        "fence_async_shared": lambda: None,
-        "warpgroup_mma": device.warpgroup_mma,
-        "warpgroup_mma_wait": wait_products,
-        "gdc_wait": lambda: None,
-        "gdc_launch_dependents": lambda: None,
+        **names_of_hopper(device),
     }  # fmt: skip
     return in_place_of_gluon((persistent,), device, replaced)
