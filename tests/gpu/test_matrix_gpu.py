@@ -177,7 +177,7 @@ def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
     again = decode(model, rows, torch.bfloat16)
     monkeypatch.setattr(registry, "most_rows", lambda _: 0)
     model.optimize()
-    assert model.row_counts == (1, 2, 4, 16, 1024, 2048, 4096)
+    assert not {16, 32, 64} & set(model.row_counts), "still matrix_linear"
     library, truth = decode(model, rows, torch.bfloat16), decode(wide, rows, torch.float32)
 
     assert torch.equal(found, again)
