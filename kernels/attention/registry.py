@@ -222,11 +222,20 @@ each sequence reads those tokens itself."""
 _EQUAL_BITS = "equal bits in every batch and chunk, from one kernel for prompts and decodes"
 
 
-def _both_phases(prefill: KernelSpec) -> tuple[KernelSpec, KernelSpec]:
-    """Return the rows of a batch-invariant kernel, which computes both phases with the same tile."""
+def _both_phases(
+    prefill: KernelSpec, decode_launch: LaunchConfig | None = None
+) -> tuple[KernelSpec, KernelSpec]:
+    """Return the rows of a batch-invariant kernel, which computes both phases with the same key tiles.
+
+    Args:
+        prefill: the row of prompts.
+        decode_launch: if decodes have fewer rows in a tile, their launch by default.
+    """
     name = prefill.name.replace(Phase.PREFILL.value, Phase.DECODE.value)
-    tuned_as = prefill.tuned_as or prefill.name
-    decode = dataclasses.replace(prefill, name=name, phase=Phase.DECODE, tuned_as=tuned_as)
+    decode = dataclasses.replace(prefill, name=name, phase=Phase.DECODE, tuned_as=prefill.name)
+    if decode_launch is not None:
+        rows = frozenset({decode_launch.block_m})
+        decode = dataclasses.replace(decode, launch=decode_launch, row_tiles=rows, tuned_as=None)
     return prefill, decode
 
 
@@ -244,18 +253,8 @@ _HOPPER_INVARIANT = dataclasses.replace(
 )
 INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
     *_both_phases(
-        dataclasses.replace(
-            _HOPPER_INVARIANT,
-            name="hopper_alternating_invariant_prefill",
-            target="kernels.attention.hopper.invariant:HopperAlternatingInvariant",
-            # Larger ones have one stage of queries, so that no item begins before the one before it has ended.
-            head_dims=frozenset(it for it in _HOPPER_INVARIANT_HEAD_DIMS if it <= 128),
-            tuned_as=_HOPPER_INVARIANT.name,
-            measured=frozenset(),
-            note=f"{_EQUAL_BITS}; a thread block computes two decodes at once",
-        )
+        _HOPPER_INVARIANT, LaunchConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
     ),
-    *_both_phases(_HOPPER_INVARIANT),
     *_both_phases(
         KernelSpec(
             name="invariant_prefill",

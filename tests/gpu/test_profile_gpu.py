@@ -27,7 +27,9 @@ def test_a_profile_reports_kernels_busy_time_and_waits(tmp_path, graphs):
     assert len(profiles) == 3
     for profile in profiles:
         gpu = profile["gpu"]
-        assert gpu["launches"] > 10
+        assert gpu["launches"] >= 1
         assert 0 < gpu["busy_us"] < 2 * profile["step_us"]
         assert sum(k["added_us"] for k in gpu["kernels"]) == pytest.approx(gpu["busy_us"], rel=0.01)
         assert profile["phases_us"]["wait"] > 0
+    # A decode step of few sequences is a single launch, a prompt is not.
+    assert profiles[-1]["gpu"]["launches"] > 10

@@ -719,7 +719,7 @@ def test_fp8_weights_reach_the_single_launch_in_an_engine(monkeypatch):
         assert engine.engine.info.plan.one_sequence.startswith(
             "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8"
             if largest
-            else "layer by layer: weights in FP8 and a hidden size of"
+            else "layer by layer: a hidden size of"
         )
         sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
         asked = GenerateRequest(request_id=0, prompt_token_ids=prompt, sampling=sampling)

@@ -242,11 +242,14 @@ def consume_tile(
 def store_output(
     pipe, o_desc, out, acc, my_row, head, q_start, q_len, count, INDEX: gl.constexpr, c
 ):
-    """Write 64 rows: with one TMA store, or with plain stores if some lie past the sequence or belong to no head."""
+    """Write 64 rows: with one TMA store, or with plain stores if some lie past the sequence or belong to no head.
+
+    A single consumer, which has only decodes, always stores plainly.
+    """
     dtype: gl.constexpr = pipe.o.dtype
     # Without OWN_OUTPUT the output is staged in the queries' buffer. An item without keys does not own that buffer:
     # it may already contain the next item's queries.
-    whole: gl.constexpr = c.BOX == c.GROUP
+    whole: gl.constexpr = c.BOX == c.GROUP and c.CONSUMERS > 1
     if whole & (my_row + ROWS <= q_len * c.BOX) & ((count > 0) | c.OWN_OUTPUT):
         # The previous item's TMA store must have read the staging buffer; only the thread that issued it can wait.
         tma.store_wait(0)

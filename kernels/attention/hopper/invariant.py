@@ -1,13 +1,16 @@
 """Attention whose result for a query has the same bits in every step, on Hopper: the prefill kernel, in parts.
 
-One compiled kernel with one launch configuration computes prompts and decodes. Its warp roles are those of `prefill`,
-and its keys are cut into parts of PART_TOKENS from a multiple of PART_TOKENS on:
+One kernel computes prompts and decodes. Its warp roles are those of `prefill`, and its keys are cut into parts of
+PART_TOKENS from a multiple of PART_TOKENS on:
 
     prompts    a tile of query rows visits all of its parts, and merges each into those before
     decodes    a sequence whose queries are a single tile has an item for each part; the last one to finish merges them
 
 Both are the same operations in the same order, so which of the two it is may depend on the batch. The tensor cores
 compute 64 rows of a decode at the cost of one, which does not matter, since a decode waits for its keys.
+
+Steps of decodes alone have a launch with a single consumer. The memory of the other one's queries and of the outputs
+then holds more stages of keys, and the code for a row is the same.
 
 `invariant_roles` says why the bits of a row do not depend on other rows.
 
@@ -48,6 +51,9 @@ if TYPE_CHECKING:
 PART_TOKENS: Final = 1024
 """Keys of a part. Longer ones leave SMs idle while few sequences decode; shorter ones are merged more often."""
 
+_DECODE_REGISTERS: Final = 168
+"""Registers per thread of a launch with a single consumer, on average: it has 256, and the producer's warps have 80."""
+
 
 @gluon.jit(do_not_specialize=["block_table", "table_stride", "window"])
 def invariant(
@@ -81,7 +87,6 @@ def invariant(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
-    ALTERNATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Process all items; one program per SM.
@@ -92,7 +97,7 @@ def invariant(
     """
     c = Constants(
         HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, True, True, WINDOW, SOFTCAP,
-        False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N, ALTERNATE,
+        False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -103,24 +108,27 @@ def invariant(
         window, PDL, c,
     )  # fmt: skip
     # Registers per thread (setmaxnreg), as in `prefill`.
-    gl.warp_specialize([
-        (consume_parts, (pipe, o_desc, out, results, scale, window, softcap, gl.constexpr(0), c)),
-        (consume_parts, (pipe, o_desc, out, results, scale, window, softcap, gl.constexpr(1), c)),
-        (produce_parts, supply),
-    ], [4, 1], [232, 40])  # fmt: skip
+    if c.CONSUMERS == 1:
+        gl.warp_specialize([
+            (consume_parts, (pipe, o_desc, out, results, scale, window, softcap, gl.constexpr(0), c)),
+            (produce_parts, supply),
+        ], [1], [80])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume_parts, (pipe, o_desc, out, results, scale, window, softcap, gl.constexpr(0), c)),
+            (consume_parts, (pipe, o_desc, out, results, scale, window, softcap, gl.constexpr(1), c)),
+            (produce_parts, supply),
+        ], [4, 1], [232, 40])  # fmt: skip
 
 
 class HopperInvariant:
     """Attention of one step on Hopper, of prompts or of decodes; shapes as in `kernels.prefill_attention`."""
 
-    _alternates = False
-    """See `Constants.ALTERNATE`."""
-
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
         assert isinstance(batch, PagedBatch), "the rows of the registry read a paged cache alone"
-        # The launch must not depend on the step, else neither would the order of the sums.
+        # The key tiles must not depend on the step, else neither would the order of the sums.
         launch = selection.launches[-1].launch
         assert PART_TOKENS % launch.block_n == 0
         group = heads_of_tile(problem.group_size)
@@ -154,8 +162,8 @@ class HopperInvariant:
             "PART": PART_TOKENS,
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
-            "ALTERNATE": self._alternates,
             "num_warps": launch.num_warps,
+            **({"maxnreg": _DECODE_REGISTERS} if launch.block_m == ROWS.value else {}),
             **dependent_launch(may_depend(selection.arch, device)),
         }
 
@@ -186,9 +194,3 @@ class HopperInvariant:
             self._softcap,
             **self._constants,
         )
-
-
-class HopperAlternatingInvariant(HopperInvariant):
-    """`HopperInvariant` whose items of a single tile alternate between the consumers."""
-
-    _alternates = True

@@ -4,11 +4,6 @@ An item is a row tile with all of its parts or with one part (`gpu.part_list`). 
 visited from last to first, as in the prefill; after the last visited tile of a part, a consumer merges its result into
 that of the parts before (`part_results`).
 
-An item of a single tile of rows, such as every item of a decode, occupies one consumer. Where ALTERNATE, such items
-alternate between the consumers: while one computes the last key tiles of an item, as many as the ring has stages, the
-other may begin the next item. The consumers then do not take turns on the tensor cores, because they are not at the
-same key tile.
-
 The bits of a row depend on positions alone: rows of a WGMMA do not change each other, tiles begin at multiples of
 their length, and a tile without a key that a row sees leaves its maximum, sum and output as they are.
 """
@@ -49,19 +44,6 @@ from kernels.attention.hopper.scores import all_of
 
 _FIELDS = gl.constexpr(7)
 """Fields of an item: head, first row, first query token, query tokens, keys, its part (-1 for all), its entry."""
-
-
-@gluon.jit
-def own_tile(first_row, rows, done, INDEX: gl.constexpr, c):
-    """Return which of the two tiles of item number `done` is this consumer's: 0 or 1.
-
-    An item of a single tile has only tile 0, and the consumer of tile 1 computes nothing. `first_row` is the item's,
-    `rows` are those of its sequence.
-    """
-    tile = INDEX
-    if c.ALTERNATE:
-        tile = gl.where(first_row + ROWS < rows, INDEX, (done + INDEX) % c.CONSUMERS)
-    return tile
 
 
 @gluon.jit
@@ -158,8 +140,8 @@ def consume_parts(pipe, o_desc, out, results, scale, window, softcap, INDEX: gl.
     HEAD_DIM] float32, partial_sums [parts, heads of items, part_rows, 2] float32, and arrivals
     [parts, heads of items, CONSUMERS] int32, for the parts that have items of their own.
     """
-    MINE: gl.constexpr = "" if c.ALTERNATE else consumer_barrier(INDEX)
-    NEXT: gl.constexpr = "" if c.ALTERNATE else consumer_barrier((INDEX + 1) % c.CONSUMERS)
+    MINE: gl.constexpr = "" if c.CONSUMERS == 1 else consumer_barrier(INDEX)
+    NEXT: gl.constexpr = "" if c.CONSUMERS == 1 else consumer_barrier((INDEX + 1) % c.CONSUMERS)
     if INDEX == c.CONSUMERS - 1:
         barrier_arrive(NEXT)
     done = 0
@@ -168,16 +150,14 @@ def consume_parts(pipe, o_desc, out, results, scale, window, softcap, INDEX: gl.
     head, first_row, q_start, q_len, num_keys, part, entry = peek_item(pipe, done, _FIELDS)
     while head >= 0:
         tiles = item_tiles(first_row, c.BLOCK_M, q_len, num_keys, part, window, c)
-        tile = own_tile(first_row, q_len * c.BOX, done, INDEX, c)
         m, total, acc, consumed = attend_parts(
-            pipe, tiles, tile, first_row + tile * ROWS, q_len, num_keys, part, consumed, queries,
+            pipe, tiles, first_row + INDEX * ROWS, q_len, num_keys, part, consumed, queries,
             results[0], scale, window, softcap, INDEX, MINE, NEXT, c,
         )  # fmt: skip
         queries += (tiles[1] > 0).to(gl.int32)
         # Read again, so that the fields take no registers in between.
         head, first_row, q_start, q_len, num_keys, part, entry = peek_item(pipe, done, _FIELDS)
-        tile = own_tile(first_row, q_len * c.BOX, done, INDEX, c)
-        my_row = first_row + tile * ROWS
+        my_row = first_row + INDEX * ROWS
         if part < 0:
             acc = normalized(acc, total)
             store_output(pipe, o_desc, out, acc, my_row, head, q_start, q_len, tiles[1], INDEX, c)
@@ -185,7 +165,7 @@ def consume_parts(pipe, o_desc, out, results, scale, window, softcap, INDEX: gl.
                 tma.store_wait(0)
         elif my_row < q_len * c.BOX:
             finish_part(
-                out, results, acc, m, total, entry, my_row, head, q_start, q_len, num_keys, tile, c
+                out, results, acc, m, total, entry, my_row, head, q_start, q_len, num_keys, INDEX, c
             )
         release_item(pipe, done)
         if not c.OWN_OUTPUT:
@@ -199,7 +179,19 @@ def consume_parts(pipe, o_desc, out, results, scale, window, softcap, INDEX: gl.
 
 @gluon.jit
 def finish_part(
-    out, results, acc, m, total, entry, my_row, head, q_start, q_len, num_keys, tile, c
+    out,
+    results,
+    acc,
+    m,
+    total,
+    entry,
+    my_row,
+    head,
+    q_start,
+    q_len,
+    num_keys,
+    INDEX: gl.constexpr,
+    c,
 ):
     """Write the result of a part; if all other parts of the sequence have finished, merge them."""
     HEADS: gl.constexpr = c.HEADS // c.GROUP
@@ -216,7 +208,7 @@ def finish_part(
     store_part(partial_out, partial_sums, line, acc, m, total, my_row, q_len, c)
     # The stores of all threads of this consumer must precede its arrival.
     gl.thread_barrier()
-    arrived = arrivals + (first_part * HEADS + head) * c.CONSUMERS + tile
+    arrived = arrivals + (first_part * HEADS + head) * c.CONSUMERS + INDEX
     if gl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
         gl.store(arrived, 0)  # for the next layer
         merge_parts(
@@ -236,12 +228,10 @@ def finish_part(
 
 @gluon.jit
 def attend_parts(
-    pipe, tiles, tile, my_row, q_len, num_keys, part, consumed, queries, running, scale, window,
+    pipe, tiles, my_row, q_len, num_keys, part, consumed, queries, running, scale, window,
     softcap, INDEX: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
     """Compute attention of this consumer's rows of an item over the item's key tiles, part by part.
-
-    The rows begin at `my_row` and are those of tile `tile` of the item.
 
     Returns:
         (row maximum, row sum of exponentials, output before the division by that sum, `consumed` plus the tiles).
@@ -251,7 +241,7 @@ def attend_parts(
     if c.SOFTCAP:
         factor = 1.0
     stage = queries % c.QUERY_STAGES
-    q = pipe.q.index(stage * c.CONSUMERS + tile)
+    q = pipe.q.index(stage * c.CONSUMERS + INDEX)
     q_empty = pipe.q_empty.index(stage)
     last, count, edge, inside = tiles
     passed = 0

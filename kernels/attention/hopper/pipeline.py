@@ -65,16 +65,16 @@ class Constants:
         D: columns of a tile, `padded_dim`.
         HEAD_DIM: of those, the elements of a head.
         PAGE: keys of one TMA copy.
-        OWN_OUTPUT: whether outputs have a staging buffer of their own; else they are staged in the queries' buffer.
+        OWN_OUTPUT: whether outputs are not staged in the queries' buffer: they have a staging buffer of their own, or
+            are not staged.
         OPERAND_BYTES: bytes of an element of a WGMMA operand; 1 for FP8, whose values are transposed.
         QUERY_STAGES: stages of the query ring. Two in FP8, which need the memory of one in half precision, and with
             OWN_OUTPUT in the batch-invariant kernel: an item of a decode has so few keys that it would wait for its
             queries.
-        CONSUMERS: consumer warp groups.
+        CONSUMERS: consumer warp groups. The output of a single one, which has only decodes, is not staged.
         OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
         PART_TILES: key tiles of a part in the batch-invariant kernel, 0 in others. The multiplications and additions
             to fuse are then explicit, because the compiler's choice depends on the code around.
-        ALTERNATE: whether items of a single tile of rows alternate between the consumers (`invariant_roles`).
     """
 
     HEADS: gl.constexpr
@@ -99,7 +99,6 @@ class Constants:
     OWN_RANGE: gl.constexpr
     CONSUMERS: gl.constexpr
     PART_TILES: gl.constexpr
-    ALTERNATE: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     P_LAYOUT: gl.constexpr
@@ -107,7 +106,7 @@ class Constants:
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0, ALTERNATE=False,
+        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         D = padded_dim(HEAD_DIM)
@@ -132,7 +131,6 @@ class Constants:
         two = OPERAND_BYTES == 1 or (PART_TILES > 0 and OWN_OUTPUT)
         self.QUERY_STAGES = gl.constexpr(2 if two else 1)
         self.PART_TILES = gl.constexpr(PART_TILES)
-        self.ALTERNATE = gl.constexpr(ALTERNATE)
         self.OWN_RANGE = gl.constexpr(D <= _WIDEST_OWN_RANGE)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))
@@ -146,10 +144,10 @@ class Pipeline:
     """Shared-memory buffers and their mbarriers.
 
     Attributes:
-        q: [QUERY_STAGES * (2 or 4), ROWS, D] ring of items' queries, a part for each consumer.
+        q: [QUERY_STAGES * (1, 2 or 4), ROWS, D] ring of items' queries, a part for each consumer.
         k: [STAGES, BLOCK_N, D] ring of key tiles.
         v: [STAGES, BLOCK_N, D] ring of value tiles; [STAGES, D, BLOCK_N] in FP8.
-        o: [2 or 4, ROWS, D] staging buffer of the outputs; `q` itself if both do not fit.
+        o: [2 or 4, ROWS, D] staging buffer of the outputs; `q` itself if both do not fit or nothing is staged.
         items: [2 * _ITEM_WORDS, 1] int32, ring of two posted items.
         q_full: mbarriers, one per stage, as are the other attributes that end in _full or _empty.
     """
@@ -191,7 +189,7 @@ class Pipeline:
 @gluon.jit
 def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
     """Allocate all buffers and initialize their mbarriers; `operand` and `output` are element types."""
-    parts: gl.constexpr = 2 if c.CONSUMERS == 2 else 4
+    parts: gl.constexpr = 4 if c.CONSUMERS == 3 else c.CONSUMERS
     q = make_tiles(operand, c.QUERY_STAGES * parts, ROWS, c.D)
     k = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
     if c.OPERAND_BYTES == 1:
@@ -199,7 +197,7 @@ def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
     else:
         v = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
     o = q
-    if c.OWN_OUTPUT:
+    if c.OWN_OUTPUT and c.CONSUMERS > 1:
         o = make_tiles(output, parts, ROWS, c.D)
     item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_WORDS, 1], item_layout)

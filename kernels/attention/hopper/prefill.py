@@ -184,8 +184,9 @@ def shape_constants(problem: AttentionProblem, group: int, launch: LaunchConfig)
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
         "STAGES": launch.num_stages,
-        # With a head dim of 256, shared memory cannot hold queries, output and two stages of keys and values.
-        "OWN_OUTPUT": padded_dim(problem.head_dim) <= 128,
+        # With a head dim of 256, shared memory cannot hold queries, output and two stages of keys and values. A single
+        # consumer stages no output.
+        "OWN_OUTPUT": padded_dim(problem.head_dim) <= 128 or launch.block_m == ROWS.value,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 
 import pytest
 import torch
@@ -38,17 +37,12 @@ SHAPES = [
 ]
 
 
-ALTERNATES = False
-"""Whether the row is chosen whose items of a single tile alternate between the consumers."""
-
-
-@pytest.fixture(autouse=True, params=["in_turns", "alternating"])
-def launches(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
     """Run the kernel on the CPU, with short parts."""
     from kernels.attention.hopper import invariant
     from tests.kernels.attention.hopper_roles_on_cpu import KernelOnCPU
 
-    monkeypatch.setattr(sys.modules[__name__], "ALTERNATES", request.param == "alternating")
     monkeypatch.setattr(invariant, "PART_TOKENS", PART)
     monkeypatch.setattr(invariant, "invariant", KernelOnCPU(invariant.invariant))
     with triton_interpreter.poisoned_memory():
@@ -59,14 +53,12 @@ def problem_of(phase, shape):
     dtype, heads, kv_heads, head_dim, block_size, features = shape
     return AttentionProblem(
         phase, dtype, heads, kv_heads, head_dim, block_size, head_dim**-0.5, **features, batch_invariant=True,
-        unmeasured=ALTERNATES,
     )  # fmt: skip
 
 
 def selection(asked):
     rows = [row for row in INVARIANT_REGISTRY if row.name.startswith("hopper")]
     found = kernels.select(asked, ARCH, registry=rows)
-    assert ("alternating" in found.spec.name) == (ALTERNATES and asked.head_dim <= 128)
     launch = dataclasses.replace(found.launches[-1].launch, block_n=BLOCK_N)
     return dataclasses.replace(
         found, launches=(dataclasses.replace(found.launches[-1], launch=launch),)
@@ -143,11 +135,9 @@ def test_sequences_without_tokens_are_skipped():
     assert not out[1].any()
 
 
-def test_single_tiles_alternate_between_the_consumers_or_are_all_of_the_first(launches):
+def test_a_step_of_decodes_has_a_single_consumer(launches):
     asked = problem_of(Phase.DECODE, SHAPES[0])
     case = make_case(asked, [1] * 8, [40] * 8)
     attend(asked, case.batch, case.q, case.kv, selection(asked))
-    first, second = (launches.products[index] for index in range(2))
 
-    assert (second > 0) == ALTERNATES
-    assert first > 0
+    assert launches.products.keys() == {0}

@@ -176,8 +176,8 @@ def _is_uncommon(job: Job) -> bool:
 
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the registry rows that launch Triton or Gluon kernels on a compute capability."""
-    # Both phases of a batch-invariant problem have the same kernel.
-    invariant = [row for row in INVARIANT_REGISTRY if row.phase is Phase.PREFILL]
+    # Decodes with the launches of another row have the same compiled kernel.
+    invariant = [row for row in INVARIANT_REGISTRY if row.tuned_as is None]
     ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY, *invariant) if row.launch]
     return [row for row in ours if row.sm and sm in row.sm]
 
@@ -232,7 +232,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     every_dim = {
         "hopper_fp8_prefill": _FP8_VARIANTS,
         "hopper_prefill": _HOPPER_VARIANTS,
-        "hopper_alternating_invariant_prefill": _INVARIANT_VARIANTS,
+        "hopper_invariant_decode": _INVARIANT_VARIANTS,
         "hopper_invariant_prefill": _INVARIANT_VARIANTS,
         "blackwell_prefill": _HOPPER_VARIANTS,
     }

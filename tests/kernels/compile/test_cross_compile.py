@@ -32,7 +32,7 @@ FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 BULK_COPIES = {
     "blackwell_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_fp8_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
-    "hopper_alternating_invariant_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
+    "hopper_invariant_decode": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_invariant_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_decode": ("cp.async.bulk.tensor",),
