@@ -185,8 +185,7 @@ class Settings(BaseModel):
         False,
         description="allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103, which no "
         "GPU has run; on sm_90 `hopper_keys_on_m_decode` for other head dims than 64 or more than 8 query heads for "
-        "each key-value head, and `hopper_alternating_invariant_prefill` and `_decode` for deterministic requests, "
-        "which no GPU has run; compare answers and speed before you rely on them",
+        "each key-value head; compare answers and speed before you rely on them",
     )
     cpu_threads: int | None = Field(
         None,
