@@ -10,7 +10,7 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.attention.problem import Phase
-from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
+from kernels.attention.registry import REGISTRY
 from kernels.rope.cache import CacheSlots, rope_and_write_kv
 from tests.gpu.attention_cases import make_problem, selection_of
 
@@ -22,13 +22,12 @@ LAYERS = 8
 REPEATS = 30
 
 
-@pytest.fixture(params=["hopper_keys_on_m_decode", "hopper_decode", "hopper_invariant_decode"])
+@pytest.fixture(params=["hopper_keys_on_m_decode", "hopper_decode"])
 def row(request):
     """Return a row of the registry; on other GPUs than Hopper, none."""
     if kernels.detect("cuda").sm != 90:
         return None
-    rows = (*REGISTRY, *INVARIANT_REGISTRY)
-    return next(row for row in rows if row.name == request.param)
+    return next(row for row in REGISTRY if row.name == request.param)
 
 
 @pytest.fixture(params=[1, 3, 5], ids=["15 sequences", "45", "75"])
@@ -39,8 +38,7 @@ def step(request, row):
     """
     if kernels.detect("cuda").sm < 90:
         pytest.skip("dependent launches need compute capability 9.0")
-    features = {"batch_invariant": row is not None and row.batch_invariant}
-    problem = make_problem(Phase.DECODE, ("bfloat16", 8, 4, 128, SIZE, features))
+    problem = make_problem(Phase.DECODE, ("bfloat16", 8, 4, 128, SIZE, {}))
     heads, kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_dim
     dtype = getattr(torch, problem.dtype)
     seq_lens = LENGTHS * request.param

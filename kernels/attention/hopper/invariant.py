@@ -87,7 +87,6 @@ def invariant(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
-    EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Process all items; one program per SM.
@@ -98,7 +97,7 @@ def invariant(
     """
     c = Constants(
         HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, True, True, WINDOW, SOFTCAP,
-        False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N, EARLY,
+        False, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8, PART // BLOCK_N,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -163,9 +162,8 @@ class HopperInvariant:
             "PART": PART_TOKENS,
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
-            "EARLY": batch.keys_settled and consumers == 1,
             "num_warps": launch.num_warps,
-            **({"maxnreg": _DECODE_REGISTERS} if consumers == 1 else {}),
+            **({"maxnreg": _DECODE_REGISTERS} if launch.block_m == ROWS.value else {}),
             **dependent_launch(may_depend(selection.arch, device)),
         }
 

@@ -39,7 +39,7 @@ from kernels.attention.hopper.pipeline import (
     range_of_rows,
     release_item,
 )
-from kernels.attention.hopper.producer import copy_keys, copy_tile, finish, rows_of_tile
+from kernels.attention.hopper.producer import copy_keys, finish
 from kernels.attention.hopper.scores import all_of
 
 _FIELDS = gl.constexpr(7)
@@ -64,14 +64,8 @@ def produce_parts(
     """Fetch items and issue their copies until none is left; `counter` as in `producer.produce`.
 
     The heads of an entry come together, so that the items with the most keys come first, whatever their head. If PDL,
-    the producer alone waits for the preceding kernel: consumers have no item before. If `c.EARLY`, it first copies keys
-    of its first item that the preceding kernel does not write.
+    the producer alone waits for the preceding kernel: consumers have no item before.
     """
-    early = 0
-    if c.EARLY:
-        early = copy_settled_keys(
-            pipe, k_desc, v_desc, records, block_table, table_stride, k_head_stride, window, c
-        )
     if PDL:
         gdc_wait()
     HEADS: gl.constexpr = c.HEADS // c.GROUP
@@ -105,53 +99,12 @@ def produce_parts(
             first = 0
             if c.WINDOW:
                 first = first_kept(q_len, num_keys, window)
-            if c.EARLY:
-                loaded = copy_keys(
-                    pipe, k_desc, v_desc, table, column, 0, last, 1, first, num_keys, loaded, c
-                )
-                loaded += early
-                last -= 1 + early
-                count -= 1 + early
-                early = 0
             loaded = copy_keys(
                 pipe, k_desc, v_desc, table, column, 0, last, count, first, num_keys, loaded, c
             )
         item = following
     post(pipe, done, (-1,))
     finish(counter)
-
-
-@gluon.jit
-def copy_settled_keys(
-    pipe, k_desc, v_desc, records, block_table, table_stride, k_head_stride, window, c
-):
-    """Issue those copies of the first item that go to the second and later stages, and return their number of tiles.
-
-    The tile of the first stage has keys of the query tokens. The others are copied if none of them has.
-    """
-    HEADS: gl.constexpr = c.HEADS // c.GROUP
-    item = gl.program_id(0)
-    copied = 0
-    if item < gl.load(records) * HEADS:
-        record = records + (item // HEADS + 1) * RECORD_FIELDS
-        table = block_table + gl.load(record) * table_stride
-        first_row = gl.load(record + 1)
-        q_len = gl.load(record + 3)
-        num_keys = gl.load(record + 4)
-        part = gl.load(record + 5)
-        column = item % HEADS // c.KEY_SHARES * k_head_stride
-        first = 0
-        if c.WINDOW:
-            first = first_kept(q_len, num_keys, window)
-        last, count, _, _ = item_tiles(first_row, c.BLOCK_M, q_len, num_keys, part, window, c)
-        if last - 1 <= (num_keys - q_len) // c.BLOCK_N:
-            copied = gl.maximum(gl.minimum(count, c.STAGES) - 1, 0)
-        for j in gl.static_range(1, c.STAGES):
-            if j <= copied:
-                rows = rows_of_tile(table, 0, (last - 1 - j) * c.BLOCK_N, first, num_keys, c)
-                copy_tile(k_desc, rows, column, pipe.k_full.index(j), pipe.k.index(j), c)
-                copy_tile(v_desc, rows, column, pipe.v_full.index(j), pipe.v.index(j), c)
-    return copied
 
 
 @gluon.jit

@@ -75,8 +75,6 @@ class Constants:
         OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
         PART_TILES: key tiles of a part in the batch-invariant kernel, 0 in others. The multiplications and additions
             to fuse are then explicit, because the compiler's choice depends on the code around.
-        EARLY: whether the producer may look up and copy what the preceding kernel does not write before that has ended
-            (`PagedBatch.keys_settled`).
     """
 
     HEADS: gl.constexpr
@@ -101,7 +99,6 @@ class Constants:
     OWN_RANGE: gl.constexpr
     CONSUMERS: gl.constexpr
     PART_TILES: gl.constexpr
-    EARLY: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     P_LAYOUT: gl.constexpr
@@ -109,7 +106,7 @@ class Constants:
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0, EARLY=False,
+        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES, PART_TILES=0,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         D = padded_dim(HEAD_DIM)
@@ -134,7 +131,6 @@ class Constants:
         two = OPERAND_BYTES == 1 or (PART_TILES > 0 and OWN_OUTPUT)
         self.QUERY_STAGES = gl.constexpr(2 if two else 1)
         self.PART_TILES = gl.constexpr(PART_TILES)
-        self.EARLY = gl.constexpr(EARLY)
         self.OWN_RANGE = gl.constexpr(D <= _WIDEST_OWN_RANGE)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))

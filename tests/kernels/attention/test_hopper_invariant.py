@@ -135,17 +135,6 @@ def test_sequences_without_tokens_are_skipped():
     assert not out[1].any()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_settled_keys_are_copied_before_those_of_the_step(shape):
-    asked = problem_of(Phase.DECODE, shape)
-    lengths = [LENGTH, 1, 15, 16, 17, 33, 64, 65, 150, 0, 81]
-    case = make_case(asked, [1] * len(lengths), lengths, layout=Layout.FRAGMENTED)
-    settled = dataclasses.replace(case.batch, keys_settled=True)
-    expected = attend(asked, case.batch, case.q, case.kv, selection(asked))
-
-    assert torch.equal(attend(asked, settled, case.q, case.kv, selection(asked)), expected)
-
-
 def test_a_step_of_decodes_has_a_single_consumer(launches):
     asked = problem_of(Phase.DECODE, SHAPES[0])
     case = make_case(asked, [1] * 8, [40] * 8)
