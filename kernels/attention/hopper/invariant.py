@@ -9,8 +9,8 @@ PART_TOKENS from a multiple of PART_TOKENS on:
 Both are the same operations in the same order, so which of the two it is may depend on the batch. The tensor cores
 compute 64 rows of a decode at the cost of one, which does not matter, since a decode waits for its keys.
 
-Steps of decodes alone have a launch with a single consumer. The memory of the other one's queries and of the outputs
-then holds more stages of keys, and the code for a row is the same.
+Decodes have a launch of their own, with a single consumer. The memory of the other one's queries and of the outputs
+then holds more stages of keys. The key tiles and the code for a row are the same.
 
 `invariant_roles` says why the bits of a row do not depend on other rows.
 

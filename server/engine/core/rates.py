@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import collections
+import math
 from typing import Final
 
-_MEMORY_SECONDS: Final = 10.0
-"""Time after which a measurement counts 1/e; only the time that is measured passes."""
+_WINDOW_SECONDS: Final = 0.5
+"""Shortest window; only the time that is measured passes."""
+_WINDOWS: Final = 2
+"""Windows whose highest rate counts. One alone may have a slow moment, as when kernels are loaded after the start."""
 
 
 class Rate:
-    """An exponentially weighted mean of an amount per second.
+    """An amount per second, the higher of the last two windows: a slow moment says little about the next minute.
 
     Attributes:
-        value: the mean; 0.0 until something was measured.
+        value: the rate; 0.0 until enough was measured.
     """
 
-    __slots__ = ("_amount", "_seconds", "value")
+    __slots__ = ("_amount", "_seconds", "_windows", "value")
 
     def __init__(self) -> None:
         self._amount = 0.0
         self._seconds = 0.0
+        self._windows: collections.deque[float] = collections.deque(maxlen=_WINDOWS)
         self.value = 0.0
 
-    def add(self, amount: float, seconds: float) -> None:
-        """Count an amount that took some time."""
-        kept = max(0.0, 1.0 - seconds / _MEMORY_SECONDS)
-        self._amount = kept * self._amount + amount
-        self._seconds = kept * self._seconds + seconds
-        if self._seconds > 0.0:
-            self.value = self._amount / self._seconds
+    def add(self, amount: float, seconds: float, pending: float = 0.0) -> None:
+        """Count an amount that took some time.
+
+        Args:
+            amount: what was completed.
+            seconds: time that it took.
+            pending: what was begun and is not complete. A window does not end before as much is, because what began
+                together ends together: the sequences of a burst all end late. Until then, the rate is at most what it
+                would be if all of it were complete now.
+        """
+        self._amount += amount
+        self._seconds += seconds
+        if self._seconds >= _WINDOW_SECONDS and self._amount >= pending:
+            self._windows.append(self._amount / self._seconds)
+            self._amount = self._seconds = 0.0
+        found = math.inf
+        if len(self._windows) == _WINDOWS:
+            found = max(self._windows)
+        if pending and self._seconds >= _WINDOW_SECONDS:
+            found = min(found, (self._amount + pending) / self._seconds)
+        if found < math.inf:
+            self.value = found

@@ -384,7 +384,7 @@ class Scheduler:
         """Update the rates after the results of all rows."""
         self._charges.note_first_tokens()
         if self._live.waiting:
-            self.end_rate.add(self._live.num_ended, device_seconds)
+            self.end_rate.add(self._live.num_ended, device_seconds, pending=self.num_running)
         self._live.num_ended = 0
         if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)

@@ -21,7 +21,7 @@ _SUMS: Final = (
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_reserved_tokens",
     "num_prefill_tokens",
 )  # fmt: skip
-_SUMS_OF_READY: Final = ("num_free_places", "prompt_rate", "end_rate")
+_RATES: Final = ("prompt_rate", "end_rate")
 _LIST_SUMS: Final = ("waiting_by_length", "waiting_tokens_by_length")
 
 
@@ -75,7 +75,8 @@ def combine_info(reports: Sequence[EngineReport]) -> EngineInfo | None:
 def combine_stats(reports: Sequence[EngineReport]) -> EngineStats:
     """Return the sums of counters and gauges; the usage of the KV cache is that of all blocks.
 
-    Rates and free places are those of the engines that are ready.
+    Rates and free places are those of the engines that are ready. One whose rate is not known yet counts with the mean
+    of the others.
     """
     all_stats = [report.stats for report in reports]
     if len(all_stats) == 1:
@@ -84,7 +85,8 @@ def combine_stats(reports: Sequence[EngineReport]) -> EngineStats:
     num_blocks = sum(stats.num_blocks for stats in all_stats)
     used = sum(stats.kv_usage * stats.num_blocks for stats in all_stats)
     sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in _SUMS}
-    sums |= {name: sum(getattr(stats, name) for stats in ready) for name in _SUMS_OF_READY}
+    sums["num_free_places"] = sum(stats.num_free_places for stats in ready)
+    sums |= {name: _rate([getattr(stats, name) for stats in ready]) for name in _RATES}
     lists = {
         name: [
             sum(values)
@@ -100,6 +102,12 @@ def combine_stats(reports: Sequence[EngineReport]) -> EngineStats:
         **sums,
         **lists,
     )
+
+
+def _rate(values: list[float]) -> float:
+    """Return the sum of rates, of which those that are 0.0 are not known."""
+    known = [it for it in values if it]
+    return sum(known) * len(values) / len(known) if known else 0.0
 
 
 def combine_past(reports: Sequence[EngineReport]) -> EngineStats:

@@ -34,6 +34,7 @@ SHAPES = [
     ("bfloat16", 6, 3, 80, 16, {"softcap": 15.0}),
     ("bfloat16", 16, 1, 64, 16, {"sliding_window": 1}),
     ("bfloat16", 2, 2, 256, 64, {"sliding_window": 130, "softcap": 15.0}),
+    ("bfloat16", 64, 1, 64, 16, {}),
 ]
 
 
@@ -111,11 +112,13 @@ def test_a_decoded_token_has_the_bits_that_a_prompt_has(shape):
 
 @pytest.mark.parametrize("most", [0, 3, 20])
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=str)
-def test_the_parts_that_have_items_of_their_own_change_no_bit(most, shape, monkeypatch):
+@pytest.mark.parametrize("phase", list(Phase), ids=lambda it: it.value)
+def test_the_parts_that_have_items_of_their_own_change_no_bit(phase, shape, most, monkeypatch):
     from kernels.attention.gpu import part_list
 
-    asked = problem_of(Phase.PREFILL, shape)
-    case = make_case(asked, [5, 1, 3, 7], [LENGTH, 200, 30, 129])
+    asked = problem_of(phase, shape)
+    queries = [1] * 4 if phase is Phase.DECODE else [5, 1, 3, 7]
+    case = make_case(asked, queries, [LENGTH, 200, 30, 129])
     with_all = attend(asked, case.batch, case.q, case.kv, selection(asked))
     monkeypatch.setattr(part_list, "MOST_PART_ROWS", most * 64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 
@@ -273,6 +274,25 @@ def test_a_batch_invariant_problem_has_one_kernel_and_key_tile_for_both_phases(a
     one, other = first.launches[0].launch, second.launches[0].launch
     assert (one.block_n, one.num_warps) == (other.block_n, other.num_warps)
     assert one == other or first.spec.name == "hopper_invariant_prefill"
+
+
+@pytest.mark.parametrize("arch", ["a100", "l4", "h100", "b200"])
+def test_both_phases_have_the_same_key_tiles_for_every_head_dim(arch):
+    for rows in zip(INVARIANT_REGISTRY[::2], INVARIANT_REGISTRY[1::2], strict=True):
+        if CATALOGUE[arch].unsupported(rows[0].sm):
+            continue
+        for dtype, head_dim in itertools.product(rows[0].dtypes, rows[0].head_dims):
+            one, other = (
+                kernels.select(
+                    problem(phase, dtype, head_dim=head_dim, batch_invariant=True),
+                    CATALOGUE[arch],
+                    registry=rows,
+                )
+                .launches[-1]
+                .launch
+                for phase in Phase
+            )
+            assert one.block_n == other.block_n, (dtype, head_dim)
 
 
 def test_hopper_has_a_batch_invariant_kernel_of_its_own_for_half_precision():
