@@ -12,8 +12,7 @@ from kernels.attention.hopper.pipeline import ROWS
 def cap_scores(s, scale, softcap, c):
     """Apply the softcap, if there is one. Arguments as `exponents` returns them."""
     if c.SOFTCAP:
-        # The batch-invariant kernels need the same rounding in every launch, so the fused operation is explicit.
-        s = gl.fma(1.0 / (gl.exp2(s * scale) + 1.0), -2.0 * softcap, softcap)
+        s = softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0)
     return s
 
 

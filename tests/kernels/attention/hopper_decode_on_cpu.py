@@ -81,10 +81,6 @@ class DecodeDevice(Device):
     def max(self, x: Any, axis: int) -> Any:
         return x.amax(axis)
 
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        exact = array(x).double() * array(y).double() + array(z).double()
-        return array(exact.float())
-
     def zeros(self, shape: list[int], dtype: torch.dtype, layout: Any) -> Any:
         return self.full(shape, 0, dtype, layout)
 

@@ -142,6 +142,10 @@ class RolesDevice(DecodeDevice):
         """Compute in float64, because PyTorch's float32 result depends on the number of elements."""
         return array(torch.exp2(array(x).double()).float())
 
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        exact = array(x).double() * array(y).double() + array(z).double()
+        return array(exact.float())
+
     def join(self, one: Any, other: Any) -> Any:
         return array(torch.stack((one, other), -1))
 
