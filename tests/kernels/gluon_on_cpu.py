@@ -115,9 +115,17 @@ class MBarrier:
     def init(self, count: int) -> None:
         self.count = self.pending = int(count)
 
-    def expect(self, size: int) -> None:
-        self.bytes += int(size)
-        self.arrive()
+    def invalidate(self) -> None:
+        """End the use of the barrier; its memory may be used for something else."""
+        assert self.count, "not initialized"
+        assert not self.bytes, "bytes that have not come"
+        assert self.pending == self.count, "a phase has begun"
+        self.count = self.pending = 0
+
+    def expect(self, size: int, pred: Any = True) -> None:
+        if pred:
+            self.bytes += int(size)
+            self.arrive()
 
     def arrive(self, count: int = 1, pred: Any = True) -> None:
         if pred:
@@ -446,7 +454,7 @@ def names_of_hopper(device: Any) -> dict[str, Any]:
     return {
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: None, init=MBarrier.init, expect=MBarrier.expect, wait=MBarrier.wait,
-            arrive=MBarrier.arrive,
+            arrive=MBarrier.arrive, invalidate=MBarrier.invalidate,
         ),
         "tma": SimpleNamespace(
             async_copy_global_to_shared=device.copy,

@@ -1,0 +1,259 @@
+"""The matrix product on a CPU: results, rings of every size, partial sums and stores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.linear import matrix_tiles
+from kernels.linear.matrix_tiles import MANY_ROWS, ROW_COUNTS, MatrixLaunch, plan_matrix
+from kernels.linear.problem import LinearProblem
+from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.testing import reference
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+if HAS_TRITON:
+    from kernels.linear.gpu import matrix
+    from tests.kernels.linear.matrix_on_cpu import MatrixOnCPU
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+KINDS = ("plain", "bias", "gated", "residual")
+SCALE = 2.0**-4
+RINGS = {  # outputs of a program, columns of a chunk, chunks of a split, stages
+    "one chunk": (64, 128, 1, 1),
+    "as many stages as chunks": (64, 64, 3, 3),
+    "one chunk more than two stages": (128, 64, 3, 2),
+    "one chunk more than three stages": (64, 128, 4, 3),
+    "two stages": (64, 64, 7, 2),
+    "three stages": (128, 64, 8, 3),
+}
+ROWS = (  # rows, those of a program, dtype, pdl
+    (5, 16, torch.bfloat16, True),
+    (16, 16, torch.float16, False),
+    (33, 64, torch.float16, True),
+    (64, 64, torch.bfloat16, True),
+    (100, 64, torch.bfloat16, False),
+    (129, 128, torch.bfloat16, True),
+    (256, 256, torch.float16, True),
+)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Return what takes the place of the kernel."""
+    kernel = MatrixOnCPU()
+    monkeypatch.setattr(matrix, "matrix_linear", kernel)
+    return kernel
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Return a function that decides about the tiles and the stages of the layers that are bound next."""
+
+    def plan(launch, stages):
+        chunk_bytes = 2 * (launch.outputs + launch.rows) * launch.columns
+        monkeypatch.setattr(matrix_tiles, "_SHARED_BYTES", stages * chunk_bytes)
+        monkeypatch.setattr(matrix, "plan_matrix", lambda *_, **__: launch)
+
+    return plan
+
+
+def whole_numbers(*shape, seed, dtype=torch.bfloat16):
+    """Return random numbers whose products and sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+class Layer:
+    """A projection of one kind with random weights; `outputs` is the number of their rows."""
+
+    def __init__(
+        self, kind, outputs, inputs, dtype=torch.bfloat16, *, scale=SCALE, invariant=False
+    ):
+        self.kind, self.dtype = kind, dtype
+        self.weight = whole_numbers(outputs, inputs, seed=1, dtype=dtype) * scale
+        self.bias = whole_numbers(outputs, seed=2, dtype=dtype) if kind == "bias" else None
+        gated = kind == "gated"
+        problem = LinearProblem(
+            1, outputs // (1 + gated), inputs, gated=gated, bias=kind == "bias",
+            residual=kind == "residual", layer_weights=1, batch_invariant=invariant,
+        )  # fmt: skip
+        self.linear = matrix.MatrixLinear(LinearWeights(self.weight, self.bias), problem)
+
+    def __call__(self, x, out=None, *, pdl=False):
+        return self.linear(x, None, out, LinearArguments(pdl=pdl))
+
+    def check(self, x, found, splits=1):
+        """Check that a result is the formula in float64, rounded; silu has errors of float32 before it is rounded."""
+        parts = x.double().unflatten(1, (splits, -1)).transpose(0, 1)
+        parts = parts @ self.weight.double().unflatten(1, (splits, -1)).permute(1, 2, 0)
+        if self.kind == "residual":
+            assert found.dtype is torch.float32
+            assert torch.equal(found.double(), parts)
+            return
+        (expected,) = parts
+        assert found.dtype is self.dtype
+        assert found.shape[1] == expected.shape[1] // (1 + (self.kind == "gated"))
+        if self.kind == "gated":
+            expected = reference.silu_and_mul(expected, torch.float64)
+            info = torch.finfo(self.dtype)
+            error = (found.double() - expected).abs()
+            # The exponential of a large number is infinite in float32.
+            least = max(info.tiny, 1e-30)
+            assert bool((error <= 0.501 * info.eps * expected.abs() + least).all())
+            return
+        expected += 0 if self.bias is None else self.bias.double()
+        assert torch.equal(found, expected.to(self.dtype))
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "row_tile", "dtype", "pdl"), ROWS, ids=str)
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize(
+    ("kind", "splits"),
+    [("plain", 1), ("bias", 1), ("gated", 1), ("residual", 1), ("residual", 2), ("residual", 4)],
+)
+def test_every_output_is_the_formula(kernel, plan, kind, splits, ring, rows, row_tile, dtype, pdl):
+    outputs, columns, chunks, stages = RINGS[ring]
+    launch = MatrixLaunch(outputs, row_tile, columns, splits)
+    plan(launch, stages)
+    inputs = splits * chunks * columns
+    layer = Layer(kind, 2 * outputs, inputs, dtype)
+    assert launch.stages(inputs) == stages
+    x = whole_numbers(rows, inputs, seed=3, dtype=dtype)
+
+    found = layer(x, pdl=pdl)
+
+    assert kernel.grids == [(-(-rows // row_tile), 2, splits)]
+    layer.check(x, found, splits)
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 17, 65, 130, 256])
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inputs"),
+    [
+        ("plain", 192, 320), ("bias", 64, 64), ("gated", 320, 640), ("gated", 128, 64),
+        ("residual", 192, 768), ("residual", 256, 1024),
+    ],
+)  # fmt: skip
+def test_planned_tiles_compute_the_formula(kernel, kind, outputs, inputs, rows):
+    layer = Layer(kind, outputs, inputs)
+    x = whole_numbers(rows, inputs, seed=3)
+    found = layer(x, pdl=True)
+
+    ((_, _, splits),) = kernel.grids
+    layer.check(x, found, splits)
+
+
+@needs_triton
+def test_sums_of_any_numbers_are_as_exact_as_float32(kernel):
+    layer = Layer("residual", 128, 640, torch.float16)
+    generator = torch.Generator().manual_seed(0)
+    layer.weight.copy_(torch.randn(128, 640, generator=generator) / 25)
+    x = torch.randn(40, 640, generator=generator).half()
+
+    found = layer(x).double().sum(0)
+
+    error = (found - x.double() @ layer.weight.double().T).abs()
+    assert float(error.max()) < 1e-5
+
+
+@needs_triton
+def test_a_gate_far_from_zero_does_not_overflow(kernel):
+    layer = Layer("gated", 128, 640, scale=2.0)
+    x = whole_numbers(33, 640, seed=3)
+    gate = x.float() @ layer.weight[:64].float().T
+    assert gate.min() < -90 < 90 < gate.max()
+
+    layer.check(x, layer(x))
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [5, 33, 100])
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
+def test_memory_after_the_last_row_is_left_alone(kernel, kind, rows):
+    layer = Layer(kind, 128, 192)
+    x = whole_numbers(rows, 192, seed=3)
+    buffer = torch.full((rows + 64, 128 // (1 + (kind == "gated"))), 7.0, dtype=torch.bfloat16)
+
+    found = layer(x, out=buffer[:rows])
+
+    assert found.data_ptr() == buffer.data_ptr()
+    layer.check(x, buffer[:rows])
+    assert bool((buffer[rows:] == 7.0).all())
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [5, 100])
+def test_a_row_does_not_depend_on_the_others(kernel, kind, rows):
+    layer = Layer(kind, 128, 384)
+    x = whole_numbers(rows, 384, seed=3)
+    others = torch.full_like(x, torch.nan)
+    others[3] = x[3]
+    alone, among = layer(x), layer(others)
+
+    assert torch.equal(alone[..., 3, :], among[..., 3, :])
+    assert bool(among.isnan().sum() == alone.numel() // rows * (rows - 1))
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_invariant_layer_computes_any_number_of_rows(kernel, kind):
+    layer = Layer(kind, 192, 768, invariant=True)
+    x = whole_numbers(300, 768, seed=3)
+    many = layer(x, pdl=True)
+
+    splits = kernel.grids[0][-1]
+    assert splits == (4 if kind == "residual" else 1)
+    layer.check(x, many, splits)
+    for rows in (5, 64, 256, 257):
+        assert torch.equal(layer(x[:rows]), many[..., :rows, :])
+
+
+@needs_triton
+@pytest.mark.parametrize(("chunks", "stages"), [(1, 1), (3, 3), (5, 3)])
+def test_copies_of_weights_fill_the_ring_before_the_wait(kernel, plan, chunks, stages):
+    plan(MatrixLaunch(64, 16, 64, splits=2), stages)
+    layer = Layer("residual", 128, 2 * chunks * 64)
+    x = whole_numbers(20, 2 * chunks * 64, seed=3)
+
+    layer(x)
+    assert kernel.copies_ahead == 0
+    layer(x, pdl=True)
+    assert kernel.copies_ahead == math.prod(kernel.grids[-1]) * stages
+
+
+@needs_triton
+def test_a_ring_of_one_stage_and_more_chunks_would_wait_forever(kernel, plan):
+    plan(MatrixLaunch(64, 16, 64), stages=1)
+    layer = Layer("plain", 64, 128)
+
+    with pytest.raises(AssertionError, match="deadlock"):
+        layer(whole_numbers(5, 128, seed=3))
+
+
+@pytest.mark.parametrize("may_split", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 4096), (28672, 4096), (4096, 14336), (192, 320)]
+)
+def test_a_planned_ring_holds_all_chunks_or_more_than_one(outputs, inputs, may_split):
+    for rows in (*ROW_COUNTS, MANY_ROWS):
+        launch = plan_matrix(outputs, inputs, rows, may_split=may_split)
+        chunks = inputs // launch.splits // launch.columns
+
+        assert launch.stages(inputs) >= min(2, chunks)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["gated", "residual"])
+def test_a_bias_with_a_gate_or_partial_sums_is_refused(kind):
+    problem = LinearProblem(1, 64, 64, gated=kind == "gated", residual=kind == "residual")
+    weight = whole_numbers(128 if kind == "gated" else 64, 64, seed=1)
+
+    with pytest.raises(AssertionError):
+        matrix.MatrixLinear(LinearWeights(weight, weight[:, 0].contiguous()), problem)
