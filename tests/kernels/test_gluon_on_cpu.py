@@ -91,6 +91,10 @@ def test_the_order_of_roles_is_the_same_in_each_run():
     [
         (lambda barrier: (barrier.arrive(), barrier.init(2), barrier.arrive(3)), "more arrivals"),
         (lambda barrier: barrier.receive(1), "more bytes"),
+        (lambda barrier: (barrier.expect(8), barrier.invalidate()), "bytes that have not come"),
+        (lambda barrier: (barrier.init(2), barrier.arrive(), barrier.invalidate()), "has begun"),
+        (lambda barrier: (barrier.invalidate(), barrier.arrive()), "more arrivals"),
+        (lambda barrier: (barrier.invalidate(), barrier.invalidate()), "not initialized"),
     ],
 )
 def test_an_mbarrier_that_is_used_wrongly_is_an_error(misuse, message):

@@ -71,7 +71,7 @@ def matrix_linear(
         OUTPUTS: rows of weights per program, 16 for each of its warps.
         ROWS: rows of x per program, a power of two from 16 to 256.
         COLUMNS: columns that are multiplied at once.
-        STAGES: boxes of weights in shared memory, and as many of rows.
+        STAGES: boxes of weights in shared memory, and as many of rows; those of all chunks, or at least two.
     """
     CHUNKS: gl.constexpr = K // COLUMNS // SPLITS
     dtype: gl.constexpr = x_desc.dtype

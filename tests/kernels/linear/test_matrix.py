@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from kernels.linear import matrix_tiles
-from kernels.linear.matrix_tiles import MANY_ROWS, ROW_COUNTS, MatrixLaunch, plan_matrix
+from kernels.linear.matrix_tiles import (
+    MANY_ROWS,
+    ROW_COUNTS,
+    MatrixLaunch,
+    plan_invariant_matrix,
+    plan_matrix,
+)
 from kernels.linear.problem import LinearProblem
 from kernels.linear.weights import LinearArguments, LinearWeights
 from kernels.testing import reference
@@ -208,11 +214,18 @@ def test_a_batch_invariant_layer_computes_any_number_of_rows(kernel, kind):
     x = whole_numbers(300, 768, seed=3)
     many = layer(x, pdl=True)
 
-    splits = kernel.grids[0][-1]
-    assert splits == (4 if kind == "residual" else 1)
-    layer.check(x, many, splits)
+    launch = plan_invariant_matrix(192, 768, may_split=kind == "residual")[MANY_ROWS]
+    assert kernel.grids == [(-(-300 // launch.rows), 192 // launch.outputs, launch.splits)]
+    assert launch.splits == (4 if kind == "residual" else 1)
+    layer.check(x, many, launch.splits)
     for rows in (5, 64, 256, 257):
         assert torch.equal(layer(x[:rows]), many[..., :rows, :])
+
+
+@needs_triton
+def test_another_layer_computes_at_most_256_rows(kernel):
+    with pytest.raises(KeyError):
+        Layer("plain", 64, 64)(whole_numbers(257, 64, seed=3))
 
 
 @needs_triton
