@@ -102,7 +102,7 @@ def matrix_linear(
 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
-    # Only while chunks are left to copy do the warps wait for each other, so that a stage may be filled again.
+    # While chunks are left to copy, all warps wait for each other, so that a stage may be filled again.
     REFILLS: gl.constexpr = CHUNKS - STAGES + 1 if CHUNKS > STAGES else 0
     for i in range(REFILLS):
         acc = multiply(w, x, full, acc, i)

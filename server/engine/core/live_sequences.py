@@ -45,7 +45,7 @@ class LiveSequences:
         running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until
             `drop_finished`.
         num_preemptions: preemptions so far.
-        num_ended: sequences that ended, for whatever reason, since the scheduler last set it to 0.
+        num_ended: running sequences that ended, for whatever reason, since the scheduler last set it to 0.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class LiveSequences:
         if sequence.status is RUNNING:
             self._leave(sequence)
             self._block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
+            self.num_ended += 1
         else:
             self.waiting.remove(sequence)
         sequence.usage = self._accounting.end(
@@ -138,7 +139,6 @@ class LiveSequences:
         sequence.check_at = 0
         sequence.finish_reason = reason
         del self._by_id[sequence.request_id]
-        self.num_ended += 1
 
     def drop_finished(self) -> None:
         """Remove the sequences that have ended from the running list."""

@@ -155,8 +155,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_prefill_tokens: tokens of the prompts of running sequences that are not computed yet.
         waiting_by_length: sequences in the queue by `waiting_queue.length_class`; empty if none waits.
         waiting_tokens_by_length: tokens of their prompts.
-        prompt_rate: prompt tokens computed per second when steps are full; 0.0 if none was.
-        end_rate: sequences that end per second while others wait; 0.0 if none waited.
+        prompt_rate: prompt tokens computed per second when steps are full; 0.0 until that was measured.
+        end_rate: sequences that end per second while others wait for their places, or the most that it can be; 0.0
+            until none of this is known.
         num_failed_steps: steps that had to be computed again, because they raised an error.
         num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
         computed_tokens: tokens computed, of prompts and outputs.

@@ -6,8 +6,9 @@ import collections
 import math
 from typing import Final
 
-_WINDOW_SECONDS: Final = 0.5
-"""Shortest window; only the time that is measured passes."""
+_FIRST_SECONDS: Final = 0.5
+_SECONDS: Final = 5.0
+"""Shortest windows, while the rate is not known and later; only the time that is measured passes."""
 _WINDOWS: Final = 2
 """Windows whose highest rate counts. One alone may have a slow moment, as when kernels are loaded after the start."""
 
@@ -24,7 +25,7 @@ class Rate:
     def __init__(self) -> None:
         self._amount = 0.0
         self._seconds = 0.0
-        self._windows: collections.deque[float] = collections.deque(maxlen=_WINDOWS)
+        self._windows: collections.deque[tuple[float, float]] = collections.deque(maxlen=_WINDOWS)
         self.value = 0.0
 
     def add(self, amount: float, seconds: float, pending: float = 0.0) -> None:
@@ -35,17 +36,25 @@ class Rate:
             seconds: time that it took.
             pending: what was begun and is not complete. A window does not end before as much is, because what began
                 together ends together: the sequences of a burst all end late. Until then, the rate is at most what it
-                would be if all of it were complete now.
+                would be if all of it were complete now, together with the window before.
         """
         self._amount += amount
         self._seconds += seconds
-        if self._seconds >= _WINDOW_SECONDS and self._amount >= pending:
-            self._windows.append(self._amount / self._seconds)
-            self._amount = self._seconds = 0.0
+        least = _SECONDS if len(self._windows) == _WINDOWS else _FIRST_SECONDS
+        if self._seconds >= least and 0 < self._amount >= pending:
+            self._windows.append((self._amount, self._seconds))
+            self.interrupt()
         found = math.inf
         if len(self._windows) == _WINDOWS:
-            found = max(self._windows)
-        if pending and self._seconds >= _WINDOW_SECONDS:
-            found = min(found, (self._amount + pending) / self._seconds)
+            found = max(done / took for done, took in self._windows)
+        if pending:
+            done, took = self._windows[-1] if self._windows else (0.0, 0.0)
+            took += self._seconds
+            if took >= _FIRST_SECONDS:
+                found = min(found, (done + self._amount + pending) / took)
         if found < math.inf:
             self.value = found
+
+    def interrupt(self) -> None:
+        """Begin a new window: what comes next does not follow what was counted last."""
+        self._amount = self._seconds = 0.0

@@ -85,7 +85,8 @@ class Scheduler:
         admission: decides which waiting sequences are admitted, and counts their prompts.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        end_rate: sequences that ended per second, also by an abort or their deadline, while others waited.
+        end_rate: sequences that ended per second, also by an abort or their deadline, while others waited for their
+            places; at most that until it is known.
         accounting: what sequences and steps used.
     """
 
@@ -97,6 +98,7 @@ class Scheduler:
         self.accounting = Accounting()
         self.prompt_rate = Rate()
         self.end_rate = Rate()
+        self._is_full = False  # whether the last schedule left sequences waiting for a place
         self._charges = StepCharges(self.accounting)
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
@@ -160,6 +162,8 @@ class Scheduler:
             raise EmptyRequestError(sequence)
         if sequence.max_num_tokens > self.max_total_tokens:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
+        if not self._live.waiting and self.num_free_places > 0:
+            self.end_rate.interrupt()
         self._live.add(sequence)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
@@ -239,6 +243,7 @@ class Scheduler:
         if self._results.has_void or decoding != self._decode_batch.sequences:
             self._results.has_void = False
             self._decode_batch = DecodeBatch(decoding)
+        self._is_full = bool(self._live.waiting) and self.num_free_places <= 0
         output = SchedulerOutput(
             step=self.num_steps,
             decode=DecodeRows(self._decode_batch, starts, num_logits),
@@ -383,7 +388,7 @@ class Scheduler:
     def _complete_end(self, output: SchedulerOutput, device_seconds: float) -> None:
         """Update the rates after the results of all rows."""
         self._charges.note_first_tokens()
-        if self._live.waiting:
+        if self._is_full:
             self.end_rate.add(self._live.num_ended, device_seconds, pending=self.num_running)
         self._live.num_ended = 0
         if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:

@@ -367,3 +367,42 @@ def test_places_that_aborted_sequences_free_count_in_the_rate_of_ends():
         commit(scheduler, output, [[Token(7)]], 0.5)
 
     assert scheduler.end_rate.value == pytest.approx(2.0)
+
+
+def test_ends_count_in_their_rate_only_while_others_wait_for_the_places():
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=4)
+    for i in range(20):
+        add(scheduler, i, 4, 20)
+    output = scheduler.schedule()
+    scheduler.start(output)
+    assert scheduler.num_free_places == 3, "the limit of a step makes the others wait"
+    scheduler.abort(0)
+    commit(scheduler, output, [[Token(7)]], 9.0)
+    for i in range(15, 20):
+        scheduler.abort(i)  # they held no place
+
+    assert scheduler.end_rate.value == 0.0
+
+
+def test_an_interrupted_queue_does_not_lower_the_rate_of_ends_for_the_next_burst():
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=2)
+    for i in range(3):
+        add(scheduler, i, 4, 20)
+    output = scheduler.schedule()
+    scheduler.start(output)
+    commit(scheduler, output, [[Token(7)], [Token(7)]], 60.0)
+    slow = scheduler.end_rate.value
+    for i in range(3):
+        scheduler.abort(i)
+    for i in range(3, 9):
+        add(scheduler, i, 4, 20)
+    rates = []
+    for i in range(3, 7):
+        output = scheduler.schedule()
+        scheduler.start(output)
+        scheduler.abort(i)
+        commit(scheduler, output, [[Token(7)]] * 2, 1.0)
+        rates.append(scheduler.end_rate.value)
+
+    assert slow == pytest.approx(2 / 60)
+    assert rates[0] >= 1.0
