@@ -9,8 +9,8 @@ PART_TOKENS from a multiple of PART_TOKENS on:
 Both are the same operations in the same order, so which of the two it is may depend on the batch. The tensor cores
 compute 64 rows of a decode at the cost of one, which does not matter, since a decode waits for its keys.
 
-Decodes have a launch of their own, with a single consumer. The memory of the other one's queries and of the outputs
-then holds more stages of keys. The key tiles and the code for a row are the same.
+Decodes have a launch of their own, with a single consumer: a second one would pass over every key tile. The memory of
+its queries and of the outputs holds more stages of keys. The key tiles and the code for a row are the same.
 
 `invariant_roles` says why the bits of a row do not depend on other rows.
 

@@ -179,20 +179,9 @@ def consume_parts(pipe, o_desc, out, results, scale, window, softcap, INDEX: gl.
 
 @gluon.jit
 def finish_part(
-    out,
-    results,
-    acc,
-    m,
-    total,
-    entry,
-    my_row,
-    head,
-    q_start,
-    q_len,
-    num_keys,
-    INDEX: gl.constexpr,
-    c,
-):
+    out, results, acc, m, total, entry, my_row, head, q_start, q_len, num_keys,
+    INDEX: gl.constexpr, c,
+):  # fmt: skip
     """Write the result of a part; if all other parts of the sequence have finished, merge them."""
     HEADS: gl.constexpr = c.HEADS // c.GROUP
     PART: gl.constexpr = c.PART_TILES * c.BLOCK_N
@@ -231,7 +220,7 @@ def attend_parts(
     pipe, tiles, my_row, q_len, num_keys, part, consumed, queries, running, scale, window,
     softcap, INDEX: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Compute attention of this consumer's rows of an item over the item's key tiles, part by part.
+    """Compute attention of this consumer's rows of an item, from `my_row` on, over the item's key tiles, part by part.
 
     Returns:
         (row maximum, row sum of exponentials, output before the division by that sum, `consumed` plus the tiles).

@@ -163,7 +163,7 @@ class Scheduler:
         if sequence.max_num_tokens > self.max_total_tokens:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
         if not self._live.waiting and self.num_free_places > 0:
-            self.end_rate.interrupt()
+            self.end_rate.interrupt()  # there was no queue, for an unknown time
         self._live.add(sequence)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
