@@ -12,7 +12,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-slow test-gpu check audit sbom lock format docs bench clean
+.PHONY: other-torch help setup dev serve test test-slow test-latency test-gpu check audit sbom lock format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ test: dev ## Run the tests that need no GPU and are not slow
 
 test-slow: dev ## Run the slow tests: compile every launch for every GPU, all combinations
 	$(PYTEST) -m 'slow and not gpu'
+
+test-latency: dev ## Run the tests that measure latencies, one after the other
+	$(PYTEST) -n 0 -m 'latency and not gpu'
 
 test-gpu: dev ## Run the tests that need a CUDA device; fails without one
 	$(PYTEST) -m gpu

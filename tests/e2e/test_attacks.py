@@ -1,6 +1,6 @@
 """Each attack of the list leaves the service as it was, and /health answers all the while.
 
-`pytest -m slow tests/e2e/test_attacks.py`. The same list runs outside of a test by `python -m benchmarks.attacks`.
+`make test-latency`. The same list runs outside of a test by `python -m benchmarks.attacks`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from benchmarks.attacks.registry import ATTACKS
 from benchmarks.attacks.runner import run_attack
 from benchmarks.attacks.service import attacked_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.latency]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def target():
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.id for attack in ATTACKS])
 def test_the_service_withstands(target, attack):
-    # Another test runs beside this one and takes the cores that latencies need: measure again before believing one.
+    # Other programs of this machine may take the cores that latencies need: measure again before believing one.
     for _ in range(3):
         if not (faults := asyncio.run(run_attack(attack, target)).faults()):
             return
