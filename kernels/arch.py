@@ -33,6 +33,10 @@ BLACKWELL: Final = frozenset({100, 103, 120, 121})
 TENSOR_MEMORY: Final = frozenset({100, 103})
 """The data-centre GPUs of Blackwell, which have tcgen05 and tensor memory."""
 
+NOT_ALLOWED: Final = "unmeasured kernels are not allowed"
+NEVER_RUN: Final = f"never run, and {NOT_ALLOWED}"
+"""Reasons against kernels that no GPU has timed, or run, as long as the operator does not allow them."""
+
 TENSOR_CORES: Final = AMPERE | ADA | HOPPER | BLACKWELL
 """Where Triton's `tl.dot` uses tensor cores; it does not on Turing."""
 TRITON: Final = TURING | TENSOR_CORES

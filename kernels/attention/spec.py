@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kernels.arch import NEVER_RUN, NOT_ALLOWED
 from kernels.attention.key_parts import sequences_of_part
 from kernels.attention.problem import Phase
 
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 
 _MOST_PARTS: Final = 8
-
-
-NOT_ALLOWED: Final = "unmeasured kernels are not allowed"
-NEVER_RUN: Final = f"never run, and {NOT_ALLOWED}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
-from kernels.arch import BLACKWELL, HOPPER
+from kernels.arch import BLACKWELL, HOPPER, NEVER_RUN
 from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, on_tensor_cores, step_sizes
 from kernels.step.weights import LayerWeights, MatrixScales, StepShape, StepWeights
 
@@ -51,6 +51,8 @@ def unsupported(
     arch: GPUArch,
     rows: int = 1,
     weight_dtype: torch.dtype | None = None,
+    *,
+    unmeasured: bool = False,
 ) -> tuple[str, ...]:
     """List why the decode steps of a model cannot be single launches; empty if they can.
 
@@ -60,6 +62,7 @@ def unsupported(
         arch: of its device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
         weight_dtype: of the layers' matrices if they are quantized; else None.
+        unmeasured: whether architectures are allowed on which no GPU has run the kernel.
     """
     in_fp8 = weight_dtype is torch.float8_e4m3fn
     most_hidden = _MOST_HIDDEN if rows == 1 else _MOST_HIDDEN_OF_ROWS
@@ -70,6 +73,7 @@ def unsupported(
     # Of several sequences, gate and up are multiplied together.
     least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
+        (arch.sm in BLACKWELL and rows == 1 and not unmeasured, NEVER_RUN),
         (
             weight_dtype is not None and not in_fp8,
             f"no weights in {str(weight_dtype).removeprefix('torch.')}",

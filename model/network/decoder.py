@@ -338,6 +338,7 @@ class DecoderLM(nn.Module):
             self.weight_dtype,
             arch,
             rows,
+            unmeasured=self.unmeasured_kernels,
         )
         if self.communicator is not None:
             reasons = (*reasons, "no tensor parallelism")

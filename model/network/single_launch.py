@@ -202,6 +202,8 @@ def unsupported(
     weight_dtype: torch.dtype | None,
     arch: GPUArch,
     rows: int = 1,
+    *,
+    unmeasured: bool = False,
 ) -> tuple[str, ...]:
     """List why a decode step cannot be a single launch; empty if it can.
 
@@ -211,6 +213,7 @@ def unsupported(
         weight_dtype: dtype of the layers' matrices if they are quantized; else None.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
+        unmeasured: whether kernels may be chosen that were never measured on a GPU.
     """
     features = {
         "a bias of the output projection": config.attention_output_bias,
@@ -220,5 +223,7 @@ def unsupported(
     }
     beyond = (part for part in config.beyond_llama if part not in _OF_THE_KERNEL)
     missing = (*(name for name, has in features.items() if has), *beyond)
-    reasons = shape_unsupported(step_shape(config), dtype, arch, rows, weight_dtype)
+    reasons = shape_unsupported(
+        step_shape(config), dtype, arch, rows, weight_dtype, unmeasured=unmeasured
+    )
     return reasons + tuple(f"no {name}" for name in missing)

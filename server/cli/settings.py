@@ -183,9 +183,10 @@ class Settings(BaseModel):
     )
     unmeasured_kernels: bool = Field(
         False,
-        description="allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103, which no "
-        "GPU has run; on sm_90 `hopper_keys_on_m_decode` for other head dims than 64 or more than 8 query heads for "
-        "each key-value head; compare answers and speed before you rely on them",
+        description="allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103 and decoding "
+        "one sequence in one launch on sm_100 to sm_121, which no GPU has run; on sm_90 `hopper_keys_on_m_decode` for "
+        "other head dims than 64 or more than 8 query heads for each key-value head; compare answers and speed before "
+        "you rely on them",
     )
     cpu_threads: int | None = Field(
         None,

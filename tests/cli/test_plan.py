@@ -61,7 +61,9 @@ def test_kernels_that_never_ran_are_planned_with_the_flag_only(tessera):
 
     assert "prefill: portable_prefill" in default
     assert "blackwell_prefill: never run" in default
+    assert "layer by layer: never run, and unmeasured kernels are not allowed" in default
     assert "prefill: blackwell_prefill (FlashAttention-4 style)" in allowed
+    assert "in one launch" in allowed
     assert "never run" in allowed
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.arch import CATALOGUE
+from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
 from model.checkpoint.config import ModelConfig
@@ -184,7 +184,15 @@ def test_a_gpu_slice_needs_an_sm_for_each_group_of_query_heads():
 def test_less_shared_memory_means_fewer_stages():
     assert step_sizes(QWEN, HOPPER).stages == 12
     assert step_sizes(QWEN, ARCHES[120]).stages == 5
-    assert unsupported(QWEN, torch.bfloat16, ARCHES[120]) == ()
+    assert unsupported(QWEN, torch.bfloat16, ARCHES[120], unmeasured=True) == ()
+
+
+@pytest.mark.parametrize("sm", [100, 103, 120, 121])
+def test_a_gpu_that_has_never_run_the_kernel_needs_permission(sm):
+    arch = dataclasses.replace(ARCHES[120 if sm >= 120 else 100], sm=sm)
+
+    assert unsupported(QWEN, torch.bfloat16, arch) == (NEVER_RUN,)
+    assert unsupported(QWEN, torch.bfloat16, arch, unmeasured=True) == ()
 
 
 def test_query_heads_are_divided_until_all_sms_have_some():
