@@ -87,9 +87,9 @@ def _prefill(rows: list[Row]) -> list[str]:
 def _more_prefill(rows: list[Row]) -> list[str]:
     """Format rows that are not in the peers' tables."""
     lines = [
-        "More prefill, TFLOP/s: `96x(4-2000)` is a mix of lengths as chats have them, `512+8192` are new tokens",
-        "after a history, `full` is not causal, `w1024` a sliding window. cuDNN and FA2 in the same run, where they",
-        "take the problem.",
+        "More prefill, TFLOP/s: `96x(10-2505)` is 96 sequences of 10 to 2505 tokens, as in chats, `512+8192` are new",
+        "tokens after a history, `full` is not causal, `w1024` a sliding window. cuDNN and FA2 in the same run, where",
+        "they take the problem.",
         "",
         "| heads H/K/D | batch x tokens | packed | paged | of a GEMM | cuDNN | FA2 | packed / better |",
         "|---|---|---|---|---|---|---|---|",

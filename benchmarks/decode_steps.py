@@ -29,7 +29,7 @@ from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache
 from model.device.replay import CudaGraphs, Replay
 from model.network.metadata import AttentionMetadata
-from server.cli.bench.engine.options import SHAPES, shapes
+from server.cli.bench.engine.options import shape_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +175,7 @@ def microseconds(replay: Replay, device: torch.device) -> float:
 
 
 def _load(name: str, device: torch.device) -> DecoderLM:
-    path = SHAPES / name if name in shapes() else resolve(name)
+    path = shape_folder(name) or resolve(name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
     if model.config.mixes_attention:

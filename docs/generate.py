@@ -16,6 +16,7 @@ from docs.training_attention import memory_plot, newest_result, speed_plot, trai
 from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
+from server.cli.parsing.setting_flags import allowed_values
 from server.cli.settings import Settings, environment_variable, flag
 
 ROOT = Path(__file__).parent.parent
@@ -29,13 +30,20 @@ def settings_page() -> str:
         "Generated from `server/cli/settings.py` by `make docs`. A flag of `tessera serve` overrides its environment",
         "variable.",
         "",
-        "| flag | environment | default | meaning |",
-        "|---|---|---|---|",
+        "| flag | environment | values | default | meaning |",
+        "|---|---|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"
         meaning = (field.description or "").replace("|", "\\|")
-        lines.append(f"| `{flag(name)}` | `{environment_variable(name)}` | {default} | {meaning} |")
+        cells = (
+            f"`{flag(name)}`",
+            f"`{environment_variable(name)}`",
+            allowed_values(field),
+            default,
+            meaning,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

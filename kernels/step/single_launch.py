@@ -73,7 +73,6 @@ def unsupported(
     # Of several sequences, gate and up are multiplied together.
     least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
-        (arch.sm in BLACKWELL and rows == 1 and not unmeasured, NEVER_RUN),
         (
             weight_dtype is not None and not in_fp8,
             f"no weights in {str(weight_dtype).removeprefix('torch.')}",
@@ -114,9 +113,10 @@ def unsupported(
             f"of {divided.inputs} elements, at least {least}",
         ),
     )
-    return arch.unsupported(_ARCHES if rows == 1 else HOPPER) + tuple(
-        reason for fails, reason in tests if fails
-    )
+    of_arch = arch.unsupported(_ARCHES if rows == 1 else HOPPER)
+    if not (of_arch or arch.is_tested or unmeasured):
+        of_arch = (NEVER_RUN,)
+    return of_arch + tuple(reason for fails, reason in tests if fails)
 
 
 def launch_refusal(error: RuntimeError) -> str | None:

@@ -227,6 +227,7 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
     from model.checkpoint.config import ModelConfig
     from model.checkpoint.hub import resolve
     from model.errors import ModelError
+    from server.cli.bench.engine.options import shape_folder
     from server.cli.command_settings import fail
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU
@@ -234,7 +235,9 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
     if arch is None and settings.device == "cuda" and not may_have_gpu():
         fail(f"{NO_GPU}; use {flag} to plan for a known GPU", command)
     try:
-        folder = resolve(settings.model, settings.revision, config_only=True)
+        folder = shape_folder(settings.model) or resolve(
+            settings.model, settings.revision, config_only=True
+        )
         ModelConfig.from_folder(folder)
     except ModelError as error:
         fail(str(error), command)
@@ -282,8 +285,6 @@ def _warm_up_flags(parser: Parser) -> None:
 
 
 def _warm_up(call: Invocation) -> None:
-    from model.errors import ModelError
-    from server.cli.bench.engine.options import SHAPES, shapes
     from server.cli.command_settings import engine_config, fail, settings_of
 
     settings, arch = settings_of(call.options, "warmup"), call.options.arch
@@ -295,17 +296,7 @@ def _warm_up(call: Invocation) -> None:
 
         warmup_command.warm_up(config, call.began)
         return
-    from model.checkpoint.hub import resolve
-
-    try:
-        is_shape = settings.model in shapes()
-        folder = (
-            SHAPES / settings.model
-            if is_shape
-            else resolve(settings.model, settings.revision, config_only=True)
-        )
-    except ModelError as error:
-        fail(str(error), "warmup")
+    folder = _configuration(settings, arch, "--arch", "warmup")
     from server.cli import warmup as warmup_command
 
     warmup_command.compile_ahead(
@@ -353,13 +344,13 @@ def _bench_engine_flags(parser: Parser) -> None:
 
 def _bench_engine(call: Invocation) -> None:
     from model.errors import ModelError
-    from server.cli.bench.engine.options import SHAPES, shapes
+    from server.cli.bench.engine.options import shape_folder
     from server.cli.command_settings import fail, settings_of
 
     settings = settings_of(call.options, "bench engine")
     given = settings.model_fields_set
-    if settings.model in shapes():
-        changes = {"model": str(SHAPES / settings.model), "load_format": "dummy"}
+    if shape := shape_folder(settings.model):
+        changes = {"model": str(shape), "load_format": "dummy"}
         settings = settings.model_copy(update=changes)
     config = _local_engine(settings, "bench engine")
     from server.cli.bench.engine import command as engine_command
@@ -434,7 +425,8 @@ COMMANDS = {
         _plan,
         "Show which attention kernels run for a model on a GPU, how they are launched, and why. "
         "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and "
-        "--block-size affect the plan; the other settings are accepted.",
+        "--block-size affect the plan; the other settings are accepted. MODEL may also be a shape of "
+        "`tessera bench engine`.",
         _SETTINGS_USAGE,
     ),
     "size": Command(
@@ -443,7 +435,8 @@ COMMANDS = {
         _size,
         "Estimate the memory of weights, activations and KV cache, how many sequences of a length "
         "fit, and the speed by the GPU's bandwidth and arithmetic. The GPU may be absent. --model, "
-        "--dtype, --quantization and the settings of memory affect the estimate.",
+        "--dtype, --quantization and the settings of memory affect the estimate. MODEL may also be "
+        "a shape of `tessera bench engine`.",
         _SETTINGS_USAGE,
     ),
     "warmup": Command(

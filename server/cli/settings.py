@@ -76,7 +76,7 @@ class Settings(BaseModel):
         ge=1,
         le=64,
         description="processes that share the port and the work of HTTP, tokenizing and streaming; one process streams "
-        "about 50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4 and 2 "
+        "about 50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4, plus 2 "
         "for each further engine; else 1",
     )
     data_parallel: int | None = Field(

@@ -53,6 +53,14 @@ def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     assert decode in out
 
 
+def test_a_shape_of_the_benchmark_is_planned_by_its_name(tessera):
+    named = tessera("plan", "qwen3-0.6b", "--arch=h100", "--json")
+    folder = tessera("plan", str(SHAPES / "qwen3-0.6b"), "--arch=h100", "--json")
+
+    assert named == folder
+    assert named[0] == 0
+
+
 def test_kernels_that_never_ran_are_planned_with_the_flag_only(tessera):
     asked = ("plan", "--arch=b200", "--model", str(SHAPES / "llama-3.1-8b"))
 

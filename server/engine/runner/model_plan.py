@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import select
-from kernels.arch import BLACKWELL
 from kernels.cpu.library import instructions
 from model.device.kv_cache import bytes_per_token
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
@@ -97,7 +96,7 @@ def _plan_launches(model: DecoderLM, arch: GPUArch, *, invariant: bool) -> str:
         way = f"layer by layer: {'; '.join(reasons)}" if reasons else "in one launch"
         counts.setdefault(way, []).append(str(rows))
     few = (f"{', '.join(rows)} sequences {way}" for way, rows in counts.items())
-    note = ", which no GPU of this architecture has run" if arch.sm in BLACKWELL else ""
+    note = "" if arch.is_tested else ", which no GPU of this architecture has run"
     return "; ".join((f"in one launch{note}", *few))
 
 

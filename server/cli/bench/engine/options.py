@@ -71,6 +71,11 @@ def shapes() -> list[str]:
     return sorted(folder.name for folder in SHAPES.iterdir())
 
 
+def shape_folder(model: str) -> Path | None:
+    """Return the folder with the configuration of a shape; None if `model` is not the name of one."""
+    return SHAPES / model if model in shapes() else None
+
+
 def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -> EngineConfig:
     """Return the configuration with the plan's values for settings that the operator did not set.
 
