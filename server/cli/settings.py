@@ -198,7 +198,8 @@ class Settings(BaseModel):
     max_concurrent_requests: int | None = Field(
         None,
         ge=1,
-        description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
+        description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs on a CPU, "
+        "16 times on a GPU",
     )
     max_queue_seconds: float = Field(
         60.0,

@@ -8,7 +8,7 @@ A place is taken only when the body is complete, so that clients that send slowl
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from server.errors import OverloadedError, ValidationError
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 FREE_BYTES = 64 * 1024
 """Bytes of a request that the budget does not count: the server itself reads as much ahead from every connection."""
 
-# Until the engine reports its limit: twice the default of a CPU's `max_num_seqs`.
-_DEFAULT_PLACES = 128
+_CPU_PLACES: Final = 2
+_GPU_PLACES: Final = 16
+"""Sequences in flight for each that is computed at the same time. A GPU ends thousands within `max_queue_seconds`."""
+_DEFAULT_PLACES: Final = 128
+"""Until the engine reports its limit; that of a CPU."""
 
 
 class Admission:
@@ -51,11 +54,13 @@ class Admission:
         return self._budget.held
 
     def limit(self, info: EngineInfo | None) -> int:
-        """Return the limit of sequences in flight: the configured one, or twice the engine's `max_num_seqs`."""
+        """Return the limit of sequences in flight: the configured one, or a multiple of the engine's `max_num_seqs`."""
         configured = self._config.max_concurrent_requests
         if configured is not None:
             return configured
-        return _DEFAULT_PLACES if info is None else 2 * info.max_num_seqs
+        if info is None:
+            return _DEFAULT_PLACES
+        return info.max_num_seqs * (_CPU_PLACES if info.device == "cpu" else _GPU_PLACES)
 
     def check(self, info: EngineInfo) -> None:
         """Refuse a request whose body is not read yet if not even one sequence could be admitted.

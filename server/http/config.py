@@ -23,7 +23,7 @@ class HTTPConfig:
         tool_call_format: name of the format of calls of tools (`model.text.tools.formats`); `auto` finds the
             checkpoint's.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
-            `best_of` counts as that many. None means twice the engine's `max_num_seqs`.
+            `best_of` counts as that many. None means a multiple of the engine's `max_num_seqs`.
         max_queue_seconds: a request is refused with 429 if it would wait longer before its computation begins.
         max_queued_tokens: a request is refused with 429 if prompts of more tokens would be queued; None for no limit.
         max_best_of: sequences that one request may ask for.

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from server.errors import OverloadedError, ValidationError
@@ -71,6 +72,11 @@ async def test_requests_that_tokenize_have_places_of_their_own(admission):
     places[0].__exit__(None, None, None)
     with admission.admit_tokenizing(INFO):
         pass
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 128), ("cuda:0", 1024)])
+async def test_a_gpu_has_more_places_for_each_sequence_that_it_computes(admission, device, limit):
+    assert admission.limit(msgspec.structs.replace(INFO, device=device, max_num_seqs=64)) == limit
 
 
 async def test_more_sequences_than_places_are_a_users_mistake(admission):
