@@ -91,7 +91,9 @@ class Generation:
         if options.timeout_ms is not None:
             deadline = request.arrived + options.timeout_ms / 1000
         lengths = [
-            len(prompt.token_ids) for prompt in prompts for _ in range(completions_per_prompt)
+            (len(prompt.token_ids), prompt.sampling.max_new_tokens)
+            for prompt in prompts
+            for _ in range(completions_per_prompt)
         ]
         context.shedding.admit(lengths, context.engine_info(), deadline)
         cache_salt = options.salt_within(request.cache_namespace)

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from server.engine.core.waiting_queue import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
@@ -41,7 +41,8 @@ class LoadShedding:
     that are no longer. The wait is that many tokens at the measured rate of prompts, or that many sequences at the
     measured rate at which sequences end, if places are short. It ends where the prompt's own computation begins: an
     idle engine accepts every request. Until a rate was measured, nothing is refused for its wait. Priorities are not
-    considered.
+    considered. Sequences and the rate at which they end are counted in tokens that they may generate, so that short
+    and long ones have one rate.
 
     Used only on the event loop.
 
@@ -54,19 +55,22 @@ class LoadShedding:
         self._client = client
         self._config = config
         self._stats: EngineStats | None = None
-        self._stats_seen = 0.0
+        self._stats_seen = self._submitted = 0.0
         # Submitted since the newest stats, and between those and the stats before. The engine may have
         # read the latter too late to report them.
         self._recent = _Lengths()
         self._previous = _Lengths()
 
     def admit(
-        self, lengths: Sequence[int], info: EngineInfo, deadline: float | None = None
+        self,
+        lengths: Sequence[tuple[int, int]],
+        info: EngineInfo,
+        deadline: float | None = None,
     ) -> None:
-        """Count prompts as submitted, or refuse them. Call directly before they are submitted.
+        """Count sequences as submitted, or refuse them. Call directly before they are submitted.
 
         Args:
-            lengths: tokens of each prompt.
+            lengths: tokens of each prompt, and most tokens of the output.
             info: reported by the running engine.
             deadline: when the request ends, `time.monotonic` seconds; None for never.
 
@@ -78,25 +82,30 @@ class LoadShedding:
         stats = self._update()
         if stats.waiting_by_length or stats.num_prefill_tokens or self._recent or self._previous:
             self._check(lengths, info, stats, deadline)
-        for length in lengths:
-            self._recent.add(length)
+        for length, output in lengths:
+            self._recent.add(length, output)
+        self._submitted = time.monotonic()
 
     def retry_after(self, sequences: int = 1) -> int:
-        """Return the seconds after which a number of sequences will probably have ended."""
-        rate = self._client.stats.end_rate
-        return _whole_seconds(sequences / rate if rate else 0.0)
+        """Return the seconds in which sequences as long as those that wait will probably have ended."""
+        stats = self._client.stats
+        return _whole_seconds(_seconds_of_ends(sequences, self._queued(stats), stats))
 
     def expected_wait(self, length: int, info: EngineInfo) -> float:
         """Return the seconds that a prompt would wait before its computation begins, as far as is known."""
         return self._expected_wait(length, info, self._update())
 
     def _check(
-        self, lengths: Sequence[int], info: EngineInfo, stats: EngineStats, deadline: float | None
+        self,
+        lengths: Sequence[tuple[int, int]],
+        info: EngineInfo,
+        stats: EngineStats,
+        deadline: float | None,
     ) -> None:
         config = self._config
         most_tokens = config.max_queued_tokens
         if most_tokens is not None:
-            queued, wanted = self._queued_tokens(stats), sum(lengths)
+            queued, wanted = self._queued(stats).tokens, sum(length for length, _ in lengths)
             if queued and queued + wanted > most_tokens:
                 excess = min(queued, queued + wanted - most_tokens)
                 seconds = excess / stats.prompt_rate if stats.prompt_rate else 0.0
@@ -105,10 +114,10 @@ class LoadShedding:
                     f"{most_tokens}",
                     seconds,
                 )
-        wait = self._wait(self._queued_tokens(stats), self._queued_sequences(stats), info, stats)
+        wait = self._wait(self._queued(stats), info, stats)
         if wait <= config.max_queue_seconds and (deadline is None or not wait):
             return  # the usual case: not even the whole queue takes too long
-        wait = self._expected_wait(max(lengths), info, stats)
+        wait = self._expected_wait(max(lengths)[0], info, stats)
         if wait > config.max_queue_seconds:
             raise _overloaded(
                 f"the request would wait about {wait:.0f} s, longer than {config.max_queue_seconds:g} s",
@@ -123,69 +132,88 @@ class LoadShedding:
                 )
 
     def _expected_wait(self, length: int, info: EngineInfo, stats: EngineStats) -> float:
-        stop = length_class(length) + 1
-        recent, previous = self._recent, self._previous
-        tokens = _sum(stats.waiting_tokens_by_length, stop)
-        tokens += _sum(recent.tokens, stop) + _sum(previous.tokens, stop)
-        sequences = _sum(stats.waiting_by_length, stop)
-        sequences += _sum(recent.counts, stop) + _sum(previous.counts, stop)
-        return self._wait(
-            min(2 * tokens, self._queued_tokens(stats)),
-            min(2 * sequences, self._queued_sequences(stats)),
-            info,
-            stats,
-        )
+        shorter = self._queued_classes(stats, length_class(length) + 1)
+        pairs = zip(shorter, self._queued(stats), strict=True)
+        before = _Queue(*(min(2 * part, whole) for part, whole in pairs))
+        return self._wait(before, info, stats)
 
-    def _wait(self, tokens: int, sequences: int, info: EngineInfo, stats: EngineStats) -> float:
-        """Return the seconds until so many tokens and sequences that are queued are computed and have places."""
+    def _wait(self, queue: _Queue, info: EngineInfo, stats: EngineStats) -> float:
+        """Return the seconds until a queue is computed, and a sequence after it has a place."""
         seconds = 0.0
         if stats.prompt_rate:
             # The engine begins several prompts in one step.
-            seconds = max(0, tokens - info.max_num_batched_tokens) / stats.prompt_rate
-        if stats.end_rate:
-            seconds = max(seconds, (sequences + 1 - stats.num_free_places) / stats.end_rate)
-        return seconds
+            seconds = max(0, queue.tokens - info.max_num_batched_tokens) / stats.prompt_rate
+        ends = queue.sequences + 1 - stats.num_free_places
+        return max(seconds, _seconds_of_ends(ends, queue, stats))
 
-    def _queued_tokens(self, stats: EngineStats) -> int:
-        """Return the prompt tokens that are submitted and not computed."""
-        submitted = self._recent.num_tokens + self._previous.num_tokens
-        return stats.num_prefill_tokens + sum(stats.waiting_tokens_by_length) + submitted
+    def _queued(self, stats: EngineStats) -> _Queue:
+        """Return what is submitted and not computed."""
+        reported = _Queue(*(sum(values) for values in _waiting(stats)))
+        sums = map(sum, zip(reported, self._recent.sums, self._previous.sums, strict=True))
+        queue = _Queue(*sums)
+        return queue._replace(tokens=queue.tokens + stats.num_prefill_tokens)
 
-    def _queued_sequences(self, stats: EngineStats) -> int:
-        return sum(stats.waiting_by_length) + self._recent.num + self._previous.num
+    def _queued_classes(self, stats: EngineStats, stop: int) -> _Queue:
+        """Return what waits of the prompts in the first `stop` classes."""
+        parts = zip(_waiting(stats), self._recent.by_class, self._previous.by_class, strict=True)
+        return _Queue(*(sum(_sum(values, stop) for values in part) for part in parts))
 
     def _update(self) -> EngineStats:
         stats = self._client.stats
         if stats is not self._stats:
             self._stats = stats
             if self._recent or self._previous:
-                self._previous, self._recent = self._recent, _Lengths()
-                self._stats_seen = time.monotonic()
+                now = time.monotonic()
+                is_old = now - self._submitted > _REPORTED_SECONDS
+                self._previous = _Lengths() if is_old else self._recent
+                self._recent = _Lengths()
+                self._stats_seen = now
         elif self._previous and time.monotonic() - self._stats_seen > _REPORTED_SECONDS:
             self._previous = _Lengths()
         return stats
 
 
-class _Lengths:
-    """Numbers of prompts and of their tokens, by `length_class` and in all; true if there is one."""
+class _Queue(NamedTuple):
+    """Sequences, the tokens of their prompts, and tokens that they may generate."""
 
-    __slots__ = ("counts", "num", "num_tokens", "tokens")
+    sequences: int
+    tokens: int
+    output: int
+
+
+class _Lengths:
+    """Sums of `_Queue` over the submitted sequences, by `length_class` and in all; true if there is one."""
+
+    __slots__ = ("by_class", "sums")
 
     def __init__(self) -> None:
-        self.counts = [0] * MAX_LENGTH_CLASSES
-        self.tokens = [0] * MAX_LENGTH_CLASSES
-        self.num = 0
-        self.num_tokens = 0
+        self.by_class = tuple([0] * MAX_LENGTH_CLASSES for _ in _Queue._fields)
+        self.sums = [0 for _ in _Queue._fields]
 
     def __bool__(self) -> bool:
-        return self.num > 0
+        return self.sums[0] > 0
 
-    def add(self, length: int) -> None:
+    def add(self, length: int, output: int) -> None:
         at = length_class(length)
-        self.counts[at] += 1
-        self.tokens[at] += length
-        self.num += 1
-        self.num_tokens += length
+        for field, value in enumerate((1, length, output)):
+            self.by_class[field][at] += value
+            self.sums[field] += value
+
+
+def _waiting(stats: EngineStats) -> tuple[list[int], list[int], list[int]]:
+    """Return the fields of `_Queue` of the engine's queue, by `length_class`."""
+    return (
+        stats.waiting_by_length,
+        stats.waiting_tokens_by_length,
+        stats.waiting_output_by_length,
+    )
+
+
+def _seconds_of_ends(ends: int, queue: _Queue, stats: EngineStats) -> float:
+    """Return the seconds in which a number of sequences end that may generate as much as those of a queue."""
+    if not queue.sequences or not stats.end_rate:
+        return 0.0
+    return ends / queue.sequences * queue.output / stats.end_rate
 
 
 def _sum(values: list[int], stop: int) -> int:

@@ -14,7 +14,9 @@ from server.http.config import HTTPConfig
 from server.http.load_shedding import LoadShedding
 from tests.http.fakes import INFO
 
-BUSY = EngineStats(prompt_rate=1000.0, end_rate=4.0, num_free_places=400)
+OUTPUT = 50
+"""Tokens that each sequence may generate."""
+BUSY = EngineStats(prompt_rate=1000.0, end_rate=4.0 * OUTPUT, num_free_places=400)
 
 
 class Engine:
@@ -28,9 +30,12 @@ def waiting(*lengths, **others):
     for length in lengths:
         counts[length_class(length)] += 1
         tokens[length_class(length)] += length
-    return msgspec.structs.replace(
-        BUSY, waiting_by_length=counts, waiting_tokens_by_length=tokens, **others
-    )
+    fields = {
+        "waiting_by_length": counts,
+        "waiting_tokens_by_length": tokens,
+        "waiting_output_by_length": [OUTPUT * count for count in counts],
+    }
+    return msgspec.structs.replace(BUSY, **fields | others)
 
 
 def shedding(stats=BUSY, **limits):
@@ -61,12 +66,12 @@ def test_prompts_submitted_since_the_last_stats_count_until_the_engine_must_have
     shed = LoadShedding(engine, HTTPConfig(model_id="m"))
     waits = []
     for _ in range(3):
-        shed.admit([1256], INFO)
+        shed.admit([(1256, OUTPUT)], INFO)
         waits.append(shed.expected_wait(1256, INFO))
     for _ in range(2):
         engine.stats = msgspec.structs.replace(BUSY)
         waits.append(shed.expected_wait(1256, INFO))
-        shed.admit([16], INFO)
+        shed.admit([(16, OUTPUT)], INFO)
 
     assert waits == pytest.approx([1.0, 2.256, 3.512, 3.512, 0.0])
 
@@ -76,17 +81,40 @@ def test_an_idle_engine_that_reports_nothing_more_accepts_requests_again(monkeyp
     monkeypatch.setattr(load_shedding.time, "monotonic", lambda: now[0])
     engine = Engine()
     shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
-    shed.admit([1000], INFO)
-    shed.admit([1000], INFO)
+    shed.admit([(1000, OUTPUT)], INFO)
+    shed.admit([(1000, OUTPUT)], INFO)
     engine.stats = msgspec.structs.replace(
         BUSY
     )  # all have ended; the last that an idle engine sends
 
     with pytest.raises(OverloadedError):
-        shed.admit([1000], INFO)
+        shed.admit([(1000, OUTPUT)], INFO)
     now[0] += 1.1
 
-    shed.admit([1000], INFO)
+    shed.admit([(1000, OUTPUT)], INFO)
+
+
+def test_an_engine_that_was_idle_for_long_accepts_requests_at_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: now[0])
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
+    for _ in range(100):
+        shed.admit([(10, OUTPUT)], INFO)
+    now[0] += 10.0
+    engine.stats = msgspec.structs.replace(BUSY)
+
+    shed.admit([(2000, OUTPUT)], INFO)
+    shed.admit([(10, OUTPUT)], INFO, deadline=now[0] + 0.1)
+
+
+def test_the_wait_for_places_depends_on_what_the_waiting_sequences_may_generate():
+    short = waiting(*[10] * 20, num_free_places=0)
+    output = [10 * count for count in short.waiting_output_by_length]
+    long = msgspec.structs.replace(short, waiting_output_by_length=output)
+
+    assert shedding(short).expected_wait(10, INFO) == pytest.approx(21 / 4)
+    assert shedding(long).expected_wait(10, INFO) == pytest.approx(10 * 21 / 4)
 
 
 def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_enough():
@@ -94,18 +122,20 @@ def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_
     shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=10))
 
     with pytest.raises(OverloadedError, match="about 24 s, longer than 10 s") as caught:
-        shed.admit([1000], INFO)
+        shed.admit([(1000, OUTPUT)], INFO)
     assert caught.value.retry_after == 14
-    shed.admit([16], INFO)  # short ones do not wait for long ones
+    shed.admit([(16, OUTPUT)], INFO)  # short ones do not wait for long ones
     engine.stats = waiting(*[1000] * 9)
-    shed.admit([1000], INFO)
+    shed.admit([(1000, OUTPUT)], INFO)
 
 
 def test_nothing_is_refused_before_a_rate_was_measured_or_without_a_queue():
     unknown = msgspec.structs.replace(waiting(*[1000] * 100), prompt_rate=0.0, end_rate=0.0)
-    shedding(unknown, max_queue_seconds=1).admit([1000], INFO, deadline=time.monotonic() + 1)
+    shedding(unknown, max_queue_seconds=1).admit(
+        [(1000, OUTPUT)], INFO, deadline=time.monotonic() + 1
+    )
     slow = msgspec.structs.replace(BUSY, prompt_rate=0.5, end_rate=0.01)
-    shedding(slow, max_queue_seconds=1, max_queued_tokens=100).admit([5000], INFO)
+    shedding(slow, max_queue_seconds=1, max_queued_tokens=100).admit([(5000, OUTPUT)], INFO)
 
 
 def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once():
@@ -113,34 +143,35 @@ def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once():
     now = time.monotonic()
 
     with pytest.raises(OverloadedError, match="`timeout_ms`") as caught:
-        shed.admit([1000], INFO, deadline=now + 20)
+        shed.admit([(1000, OUTPUT)], INFO, deadline=now + 20)
     assert caught.value.retry_after in (4, 5)
-    shed.admit([1000], INFO, deadline=now + 30)
+    shed.admit([(1000, OUTPUT)], INFO, deadline=now + 30)
 
 
 def test_the_queued_tokens_are_limited_but_a_request_alone_is_not():
     shed = shedding(waiting(1000, num_prefill_tokens=500), max_queued_tokens=4000)
-    shed.admit([2000], INFO)
+    shed.admit([(2000, OUTPUT)], INFO)
 
     with pytest.raises(OverloadedError, match="3500 tokens of prompts are queued") as caught:
-        shed.admit([3000], INFO)
+        shed.admit([(3000, OUTPUT)], INFO)
 
     assert caught.value.retry_after == 3
-    shedding(max_queued_tokens=4000).admit([5000], INFO)
+    shedding(max_queued_tokens=4000).admit([(5000, OUTPUT)], INFO)
 
 
 def test_the_wait_after_the_limit_of_requests_follows_from_the_rate_at_which_sequences_end():
-    assert shedding().retry_after() == 1
-    assert shedding().retry_after(20) == 5
+    full = waiting(*[10] * 8, num_free_places=0)
+
+    assert shedding(full).retry_after() == 1
+    assert shedding(full).retry_after(20) == 5
     assert shedding(EngineStats()).retry_after(20) == 1
-    assert shedding(EngineStats(end_rate=0.001)).retry_after(20) == 600
+    assert shedding(msgspec.structs.replace(full, end_rate=0.001)).retry_after(20) == 600
 
 
 def test_clients_refused_at_one_moment_return_at_different_times(monkeypatch):
     values = iter([0.0, 0.5, 0.999])
     monkeypatch.setattr(load_shedding.random, "random", lambda: next(values))
-    stats = msgspec.structs.replace(BUSY, end_rate=0.05)
-    shed = shedding(stats)
+    shed = shedding(waiting(10, end_rate=0.05 * OUTPUT))
 
     assert [shed.retry_after() for _ in range(3)] == [20, 25, 30]
 
@@ -183,7 +214,7 @@ def test_requests_that_wait_for_a_restarting_engine_do_not_count_as_its_queue():
     shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
     engine.state = EngineState.RESTARTING
     for _ in range(100):
-        shed.admit([2000], INFO)
+        shed.admit([(2000, OUTPUT)], INFO)
     engine.state = EngineState.READY
 
-    shed.admit([2000], INFO)
+    shed.admit([(2000, OUTPUT)], INFO)

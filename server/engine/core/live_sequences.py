@@ -45,7 +45,9 @@ class LiveSequences:
         running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until
             `drop_finished`.
         num_preemptions: preemptions so far.
-        num_ended: running sequences that ended, for whatever reason, since the scheduler last set it to 0.
+        running_output: tokens that the unfinished running sequences may generate in all, those generated included.
+        ended_output: the same of the running sequences that ended, for whatever reason, since the scheduler last set it
+            to 0.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class LiveSequences:
         self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.num_ended = 0
+        self.running_output = 0
+        self.ended_output = 0
         self._most_running = config.max_num_seqs
         self._block_manager, self._accounting = block_manager, accounting
         self._by_id: dict[int, Sequence] = {}
@@ -98,6 +101,7 @@ class LiveSequences:
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self._accounting.num_reserved_tokens += sequence.max_num_tokens
+        self.running_output += sequence.sampling.max_new_tokens
         return True
 
     def preempt_last(self) -> Sequence:
@@ -126,7 +130,7 @@ class LiveSequences:
         if sequence.status is RUNNING:
             self._leave(sequence)
             self._block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
-            self.num_ended += 1
+            self.ended_output += sequence.sampling.max_new_tokens
         else:
             self.waiting.remove(sequence)
         sequence.usage = self._accounting.end(
@@ -150,6 +154,7 @@ class LiveSequences:
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self._accounting.num_reserved_tokens -= sequence.max_num_tokens
+        self.running_output -= sequence.sampling.max_new_tokens
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
@@ -172,6 +177,7 @@ class LiveSequences:
                 assert rank < sequence.rank, f"{sequence} was overtaken"
         assert len(running) <= self._most_running
         assert all(sequence.status is RUNNING for sequence in running)
+        assert self.running_output == sum(it.sampling.max_new_tokens for it in running)
         for sequence in waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table, f"{sequence} waits and owns blocks"

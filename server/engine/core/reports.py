@@ -111,6 +111,7 @@ class StatsReporter:
             num_prefill_tokens=scheduler.num_prefill_tokens,
             waiting_by_length=list(waiting.num_by_length) if waiting else [],
             waiting_tokens_by_length=list(waiting.num_tokens_by_length) if waiting else [],
+            waiting_output_by_length=list(waiting.output_by_length) if waiting else [],
             prompt_rate=scheduler.prompt_rate.value,
             end_rate=scheduler.end_rate.value,
             computed_tokens=accounting.num_computed_tokens,

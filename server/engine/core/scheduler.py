@@ -85,8 +85,8 @@ class Scheduler:
         admission: decides which waiting sequences are admitted, and counts their prompts.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        end_rate: sequences that ended per second, also by an abort or their deadline, while others waited for their
-            places; at most that until it is known.
+        end_rate: tokens per second that sequences were allowed to generate which ended, also by an abort or their
+            deadline, while others waited for their places; at most that until it is known.
         accounting: what sequences and steps used.
     """
 
@@ -389,8 +389,9 @@ class Scheduler:
         """Update the rates after the results of all rows."""
         self._charges.note_first_tokens()
         if self._is_full:
-            self.end_rate.add(self._live.num_ended, device_seconds, pending=self.num_running)
-        self._live.num_ended = 0
+            live = self._live
+            self.end_rate.add(live.ended_output, device_seconds, pending=live.running_output)
+        self._live.ended_output = 0
         if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
 

@@ -61,11 +61,13 @@ class WaitingQueue:
 
     Attributes:
         num_tokens_by_length, num_by_length: prompt tokens and number of the waiting sequences by `length_class`.
+        output_by_length: tokens that they may generate.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_tokens_by_length = [0] * MAX_LENGTH_CLASSES
         self.num_by_length = [0] * MAX_LENGTH_CLASSES
+        self.output_by_length = [0] * MAX_LENGTH_CLASSES
         self._least_allowance = config.max_num_batched_tokens
         self._least_cost = config.max_num_batched_tokens // config.max_num_seqs
         self._num_added = 0
@@ -143,11 +145,12 @@ class WaitingQueue:
             )
             assert known.by_length == sorted(known.by_start_tag, key=_length)
             assert known.by_start_tag, "a priority without sequences"
-        tokens, counts = [0] * MAX_LENGTH_CLASSES, [0] * MAX_LENGTH_CLASSES
+        sums = [[0] * MAX_LENGTH_CLASSES for _ in range(3)]
         for sequence in waiting:
-            tokens[length_class(sequence.num_prompt_tokens)] += sequence.num_prompt_tokens
-            counts[length_class(sequence.num_prompt_tokens)] += 1
-        assert (tokens, counts) == (self.num_tokens_by_length, self.num_by_length)
+            values = (sequence.num_prompt_tokens, 1, sequence.sampling.max_new_tokens)
+            for counts, value in zip(sums, values, strict=True):
+                counts[length_class(sequence.num_prompt_tokens)] += value
+        assert sums == [self.num_tokens_by_length, self.num_by_length, self.output_by_length]
 
     def _cost(self, sequence: Sequence) -> int:
         return max(sequence.num_prompt_tokens, self._least_cost)
@@ -156,6 +159,7 @@ class WaitingQueue:
         at = length_class(sequence.num_prompt_tokens)
         self.num_by_length[at] += sign
         self.num_tokens_by_length[at] += sign * sequence.num_prompt_tokens
+        self.output_by_length[at] += sign * sequence.sampling.max_new_tokens
 
 
 class _PriorityClass:

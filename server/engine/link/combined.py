@@ -22,7 +22,11 @@ _SUMS: Final = (
     "num_prefill_tokens",
 )  # fmt: skip
 _RATES: Final = ("prompt_rate", "end_rate")
-_LIST_SUMS: Final = ("waiting_by_length", "waiting_tokens_by_length")
+_LIST_SUMS: Final = (
+    "waiting_by_length",
+    "waiting_tokens_by_length",
+    "waiting_output_by_length",
+)
 
 
 def combine_states(reports: Sequence[EngineReport]) -> tuple[EngineState, str]:

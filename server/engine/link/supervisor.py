@@ -290,6 +290,7 @@ class EngineSupervisor:
             num_prefill_tokens=0,
             waiting_by_length=[],
             waiting_tokens_by_length=[],
+            waiting_output_by_length=[],
             num_free_blocks=report.stats.num_blocks,
             kv_usage=0.0,
         )

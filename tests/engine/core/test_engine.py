@@ -156,6 +156,7 @@ def test_the_stats_say_what_waits_and_how_fast_it_goes(harness):
 
     assert (stats.num_waiting, stats.num_free_places) == (2, 0)
     assert (sum(stats.waiting_by_length), sum(stats.waiting_tokens_by_length)) == (2, 10)
+    assert sum(stats.waiting_output_by_length) == 2 * 8
     for _ in range(40):
         harness.clock.now += 0.5
         harness.step()
