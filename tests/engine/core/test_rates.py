@@ -83,7 +83,7 @@ def test_sequences_that_take_much_longer_than_those_before_lower_the_rate_before
 def test_the_first_sequences_lower_the_rate_before_they_end():
     rate = Rate()
     add(rate, 10, 0, 1.0, 4)
-    assert rate.value <= 0.5
+    assert rate.value == pytest.approx(0.4)
 
 
 def test_a_second_turnover_is_not_taken_to_be_much_faster_than_the_first():
@@ -139,4 +139,4 @@ def test_sequences_that_take_much_longer_lower_a_fast_rate_within_seconds():
     add(rate, 2000, 4, 0.01, 4)
     assert rate.value == pytest.approx(400.0)
     add(rate, 10, 0, 1.0, 4)
-    assert rate.value == pytest.approx(0.4)
+    assert rate.value <= 0.5
