@@ -400,6 +400,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.num_known_tokens == sequence.max_num_tokens
         }
         head = scheduler.waiting.head
+        decoding = {
+            sequence
+            for sequence in scheduler._live.running
+            if sequence.num_known_tokens - sequence.num_computed_tokens == 1
+        }
         output = scheduler.schedule()
         scheduler.check_invariants()
         self.end_late()
@@ -408,7 +413,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_tokens == sum(row[2] for row in rows)
         config = scheduler.config
         assert output.num_tokens <= config.prefill_budget
-        if any(row.start >= row.sequence.num_prompt_tokens for row in output.decode):
+        # Not a single token of a prompt, or of a sequence that is admitted again.
+        if any(row.sequence in decoding for row in output.decode):
             assert output.num_tokens <= config.max_num_batched_tokens
         assert not {row[0] for row in rows} & set(output.preempted)
         served = {row[0] for row in rows} | ending
