@@ -33,8 +33,19 @@ def write_to(folder: Path) -> None:
 
 def drop_sources(folder: Path) -> None:
     """Delete the sources of compiled kernels from a folder: most of its size, and nothing reads them."""
-    for path in folder.glob("*/*.source"):
+    for path in _files(folder, "*.source"):
         path.unlink()
+
+
+def num_kernels(folder: Path) -> int:
+    """Return the number of compiled kernels in a folder."""
+    return len(_files(folder, "*.cubin"))
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of kernels, without those that the operator keeps in the same folder."""
+    keys = {path.parent for path in folder.glob(f"*/{_GROUP}*")}
+    return [path for key in keys for path in key.glob(pattern)]
 
 
 def is_cached(key: str) -> bool:

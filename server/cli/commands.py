@@ -290,6 +290,8 @@ def _warm_up(call: Invocation) -> None:
     settings, arch = settings_of(call.options, "warmup"), call.options.arch
     if arch is None and call.options.output is not None:
         fail("--output needs --arch", "warmup", status=2)
+    if call.options.output == "":
+        fail("--output '' names no folder", "warmup", status=2)
     if arch is None:
         config = _local_engine(settings, "warmup")
         from server.cli import warmup as warmup_command

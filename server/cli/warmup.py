@@ -89,8 +89,7 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
     folder = Path(knobs.cache.dir)
     if output is not None:
         kernel_cache.drop_sources(folder)
-    kernels = len(list(folder.glob("*/*.cubin")))
-    seconds = time.perf_counter() - began
+    kernels, seconds = kernel_cache.num_kernels(folder), time.perf_counter() - began
     print(f"{folder} has {kernels} compiled kernels, after {seconds:.1f} s")
 
 

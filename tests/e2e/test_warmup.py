@@ -41,6 +41,13 @@ def test_a_folder_for_kernels_needs_the_gpu_that_they_are_for():
     assert done.stderr == "tessera warmup: error: --output needs --arch\n"
 
 
+def test_a_folder_for_kernels_without_a_name_is_refused():
+    done = warm_up("--arch=h100", "--output=")
+
+    assert done.returncode == 2
+    assert done.stderr == "tessera warmup: error: --output '' names no folder\n"
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused():
     done = warm_up("--arch=t4")

@@ -142,6 +142,22 @@ def test_compiled_kernels_are_found_in_a_folder_that_was_moved(run, tmp_path):
     assert not {".cubin", ".so"} & set(found[1]), "nothing is compiled again"
 
 
+def test_only_the_files_of_kernels_are_counted_and_lose_their_sources(tmp_path):
+    from kernels.gpu import kernel_cache
+
+    names = {"KEY": ("__grp__add.json", "add.cubin", "add.source"), "mine": ("a.cubin", "a.source")}
+    for folder, files in names.items():
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / name).touch()
+
+    kernel_cache.drop_sources(tmp_path)
+
+    assert kernel_cache.num_kernels(tmp_path) == 1
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    assert left == ["KEY/__grp__add.json", "KEY/add.cubin", "mine/a.cubin", "mine/a.source"]
+
+
 ONE_STEP = """
 import dataclasses
 from model.checkpoint.config import ModelConfig
