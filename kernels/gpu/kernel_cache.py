@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,14 @@ def read_also(folder: Path) -> None:
 
 
 def write_to(folder: Path) -> None:
-    """Let Triton keep compiled kernels in a folder, without the code between source and binary; see `drop_sources`."""
+    """Let Triton keep compiled kernels in a folder, without the code between source and binary; see `drop_sources`.
+
+    Raises:
+        OSError: the folder cannot be made, or no file can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
     knobs.cache.dir = str(folder.absolute())
     knobs.compilation.store_binary_only = True
 

@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 pytestmark = pytest.mark.e2e
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 
 
 def warm_up(*arguments):
@@ -48,7 +49,19 @@ def test_a_folder_for_kernels_without_a_name_is_refused():
     assert done.stderr == "tessera warmup: error: --output '' names no folder\n"
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+@needs_triton
+@pytest.mark.parametrize("folder", ["/dev/null", "/proc/self"])
+def test_a_folder_where_kernels_cannot_be_written_is_refused_before_anything_is_compiled(folder):
+    done = warm_up("--arch=h100", f"--output={folder}")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"tessera warmup: error: cannot write compiled kernels to {folder}: "
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@needs_triton
 def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused():
     done = warm_up("--arch=t4")
 
