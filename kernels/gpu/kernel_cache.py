@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
+import struct
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -11,6 +14,8 @@ from typing import Final
 from triton import knobs
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
+_logger = logging.getLogger(__name__)
+_ELF: Final = struct.Struct("<4s28xQQ6x4H2x")  # header of 64-bit ELF files
 _GROUP: Final = "__grp__"  # begins the name of the file that lists a kernel's files
 _shipped: Path | None = None
 
@@ -88,18 +93,43 @@ class _CacheManager(FileCacheManager):  # type: ignore[misc]  # Triton has no ty
         """Return the path of a file, None if there is none."""
         own: str | None = super().get_file(filename)
         path = self.shipped / filename
-        return own if own is not None or not path.exists() else str(path)
+        return str(path) if own is None and path.exists() and _is_whole(path) else own
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Return the paths of a kernel's files by name, None if it is not cached.
+        """Return the paths of a kernel's files by name, None if it is not cached, or shipped with a damaged file.
 
         A list of files has the absolute paths of the cache in which it was written.
         """
         own: dict[str, str] | None = super().get_group(filename)
-        listed = self.shipped / f"{_GROUP}{filename}"
+        listed, metadata = self.shipped / f"{_GROUP}{filename}", self.shipped / filename
         if own is not None or not listed.exists():
             return own
-        paths = {
-            name: self.shipped / name for name in json.loads(listed.read_text())["child_paths"]
-        }
-        return {name: str(path) for name, path in paths.items() if path.exists()}
+        files = (metadata, metadata.with_suffix(".cubin"))
+        if not all(map(_is_whole, (listed, *files))):
+            return None
+        return {path.name: str(path) for path in files}
+
+
+@functools.cache
+def _is_whole(path: Path) -> bool:
+    """Whether a shipped file is there and complete; logs a warning if not."""
+    try:
+        if path.suffix == ".json":
+            # A list of files has the first key, the metadata of a kernel the second.
+            whole = bool({"child_paths", "target"} & json.loads(path.read_text()).keys())
+        else:
+            whole = _has_its_tables(path)
+    except (OSError, ValueError, AttributeError, struct.error):
+        whole = False
+    if not whole:
+        _logger.warning("--compiled-kernels: %s is missing or damaged, so it is made anew", path)
+    return whole
+
+
+def _has_its_tables(path: Path) -> bool:
+    """Whether an ELF file has its tables of segments and sections, which are the last parts of cubins and libraries."""
+    with path.open("rb") as file:
+        header = _ELF.unpack(file.read(_ELF.size))
+    magic, segments, sections, segment_bytes, num_segments, section_bytes, num_sections = header
+    end = max(segments + segment_bytes * num_segments, sections + section_bytes * num_sections)
+    return bool(magic == b"\x7fELF" and end <= path.stat().st_size)

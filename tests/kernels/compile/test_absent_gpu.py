@@ -142,6 +142,54 @@ def test_compiled_kernels_are_found_in_a_folder_that_was_moved(run, tmp_path):
     assert not {".cubin", ".so"} & set(found[1]), "nothing is compiled again"
 
 
+def test_a_damaged_file_of_a_folder_counts_as_absent_with_a_warning_that_names_it(run):
+    damages = {
+        "__grp__add.json": [b"{", b"[]", b"{}", b""],
+        "add.json": [b'{"target": {', b"[]", b"\xff", None],
+        "add.cubin": [b"", b"no binary", "half", None],
+        "__triton_launcher*": [b"", "half"],
+    }
+    found = run(
+        f"""
+        import logging, shutil
+        warnings = []
+        handler = logging.Handler()
+        handler.emit = lambda record: warnings.append(record.getMessage())
+        logging.getLogger("kernels.gpu.kernel_cache").addHandler(handler)
+
+        def launch():
+            add.device_caches.clear()
+            with compile_ahead():
+                add[(1,)](x, 3, SIZE=64)
+
+        def damage_and_launch(name, damage):
+            folder, own = (Path(knobs.cache.dir).with_name(f"{{it}}{{len(found)}}") for it in ("a", "b"))
+            (file,) = shutil.copytree(whole, folder).glob(f"*/{{name}}")
+            if damage == "half":
+                damage = file.read_bytes()[: file.stat().st_size // 2]
+            file.unlink() if damage is None else file.write_bytes(damage)
+            kernel_cache.read_also(folder)
+            knobs.cache.dir = str(own)
+            warnings.clear()
+            launch()
+            made = {{path.suffix for path in own.glob("*/*")}}
+            found.append([[str(file) in it for it in warnings], ".cubin" in made, ".so" in made])
+
+        whole, found = Path(knobs.cache.dir) / "whole", []
+        kernel_cache.write_to(whole)
+        with absent_gpu(CATALOGUE["h100"]) as device:
+            x = torch.zeros(64, device=device)
+            launch()
+            for name, damages in {damages!r}.items():
+                for damage in damages:
+                    damage_and_launch(name, damage)
+        print(json.dumps(found))
+        """,
+    )
+
+    assert found == [[[True], True, False]] * 12 + [[[True], False, True]] * 2
+
+
 def test_only_the_files_of_kernels_are_counted_and_lose_their_sources(tmp_path):
     from kernels.gpu import kernel_cache
 
