@@ -285,7 +285,9 @@ def _warm_up_flags(parser: Parser) -> None:
 
 
 def _warm_up(call: Invocation) -> None:
+    from model.checkpoint.config import ModelConfig
     from server.cli.command_settings import engine_config, fail, settings_of
+    from server.engine.core.start_checks import StartupError, check_start
 
     settings, arch = settings_of(call.options, "warmup"), call.options.arch
     if arch is None and call.options.output is not None:
@@ -298,12 +300,18 @@ def _warm_up(call: Invocation) -> None:
 
         warmup_command.warm_up(config, call.began)
         return
+    if settings.device == "cpu":
+        fail(f"--device cpu: --arch {arch} is a GPU; use --device cuda or auto", "warmup")
     folder = _configuration(settings, arch, "--arch", "warmup")
+    # The folder that the service is to read may be the one that this command makes.
+    config = engine_config(settings.model_copy(update={"compiled_kernels": None}), folder)
+    try:
+        check_start(config, ModelConfig.from_folder(folder), has_gpu=True)
+    except StartupError as error:
+        fail(str(error), "warmup")
     from server.cli import warmup as warmup_command
 
-    warmup_command.compile_ahead(
-        engine_config(settings, folder), arch, call.options.output, call.began
-    )
+    warmup_command.compile_ahead(config, arch, call.options.output, call.began)
 
 
 def _doctor_flags(parser: Parser) -> None:

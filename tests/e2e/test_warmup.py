@@ -62,6 +62,13 @@ def test_a_folder_where_kernels_cannot_be_written_is_refused_before_anything_is_
 
 
 @needs_triton
+def test_the_folder_that_the_service_will_read_need_not_be_there_yet():
+    done = warm_up("--arch=h100", "--compiled-kernels=/no/such", "--output=/dev/null")
+
+    assert done.stderr.startswith("tessera warmup: error: cannot write compiled kernels")
+
+
+@needs_triton
 def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused():
     done = warm_up("--arch=t4")
 
