@@ -72,11 +72,10 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
             "--quantization fp8: weights in FP8 are for our GPU kernels, and this service runs on the CPU; "
             "use --quantization int8, int4, none or auto"
         )
-    value_bytes = _cache_value_bytes(config, model)
-    if value_bytes is None or (config.kv_cache_tokens is None and config.kv_cache_gib is None):
+    if config.kv_cache_tokens is None and config.kv_cache_gib is None:
         return
     scale_bytes = _SCALE_BYTES if config.kv_cache_dtype == "fp8" else 0
-    vector_bytes = model.head_dim * value_bytes + scale_bytes
+    vector_bytes = model.head_dim * _cache_value_bytes(config, model) + scale_bytes
     demand = KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
         requested_gib=config.kv_cache_gib,
@@ -95,10 +94,14 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
         raise StartupError(str(error)) from None
 
 
-def _cache_value_bytes(config: EngineConfig, model: ModelConfig) -> int | None:
-    """Return the bytes of a number in the KV cache on a CPU; None if that depends on the processor."""
+def _cache_value_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the bytes of a number in the KV cache on a CPU, the fewest if that depends on the processor.
+
+    With weights in int8 and int4 the cache is in float16. "auto" is int8 on most processors.
+    """
     if config.kv_cache_dtype == "fp8":
         return 1
-    if config.dtype == "auto":
-        return None if prefers_bfloat16_on_cpu(model) else 4
-    return 4 if config.dtype == "float32" else 2
+    if config.dtype != "auto":
+        return 4 if config.dtype == "float32" else 2
+    may_be_integers = config.quantization != "none" and config.tensor_parallel == 1
+    return 2 if may_be_integers or prefers_bfloat16_on_cpu(model) else 4

@@ -83,13 +83,18 @@ def test_integer_weights_are_accepted_where_the_service_may_run_on_a_cpu(
 @pytest.mark.parametrize(
     ("fields", "value_bytes"),
     [
-        ({}, 4),
+        ({"quantization": "auto"}, 2),
+        ({"quantization": "int4"}, 2),
+        ({"quantization": "none"}, 4),
+        ({"quantization": "auto", "tensor_parallel": 2}, 4),
         ({"dtype": "float32"}, 4),
         ({"dtype": "bfloat16"}, 2),
         ({"kv_cache_dtype": "fp8"}, 1 + 4 / 16),
     ],
 )
-def test_a_cache_larger_than_all_memory_is_refused(memory, fields, value_bytes):
+def test_a_cache_larger_than_all_memory_in_the_dtype_it_will_have_is_refused(
+    memory, fields, value_bytes
+):
     size = int(16 * TOKEN_BYTES * value_bytes)
     memory(size)
     check(kv_cache_tokens=16, **fields)
@@ -103,14 +108,18 @@ def test_a_cache_of_less_than_a_block_is_refused():
         check(kv_cache_gib=1e-9)
 
 
-def test_a_cache_whose_dtype_depends_on_the_processor_is_not_checked(memory):
-    memory(1)
+def test_a_cache_whose_dtype_depends_on_the_processor_is_checked_with_the_smaller_one(memory):
     large = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=200_000, hidden_size=2048, num_heads=32,
         intermediate_size=8192, num_layers=2, max_position_embeddings=2048, dtype="bfloat16",
     )  # fmt: skip
+    size = 16 * 2 * 2 * 2048 * 2
 
-    check(model=large, kv_cache_tokens=10**9)
+    memory(size)
+    check(model=large, kv_cache_tokens=16, quantization="none")
+    memory(size - 1)
+    with pytest.raises(StartupError, match=r"a KV cache of 16 tokens needs"):
+        check(model=large, kv_cache_tokens=16, quantization="none")
 
 
 def test_the_checks_do_not_import_pytorch():
