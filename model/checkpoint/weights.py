@@ -200,7 +200,7 @@ def _allocate(
     communicator: Communicator | None,
 ) -> DecoderLM:
     planned = DecoderLM(config, dtype, "meta", weight_dtype, communicator)
-    num_bytes = sum(parameter.nbytes for parameter in planned.parameters())
+    num_bytes = planned.weight_bytes
     wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
     # Linux overcommits memory: an allocation that is too large succeeds, and the process is killed when it uses it.
     if num_bytes > (free := free_bytes(device)):

@@ -101,6 +101,7 @@ class DecoderLM(nn.Module):
         self._deterministic: BoundNetwork | None = None
         self._single_launches = single_launch.SingleLaunches()
         self._positions_reserved = False
+        self._packed_bytes = 0
         self.cpu_steps: cpu_steps.CPUSteps | None = None
         self.unmeasured_kernels = False
 
@@ -123,9 +124,11 @@ class DecoderLM(nn.Module):
             return
         self._bound, self._deterministic = self._bind(Purpose.SERVING), None
         if all(layer.qkv.copies_weights for layer in self._bound.layers):
+            whole = self.weight_bytes
             self.lm_head = None
             for layer in self.decoder_layers:
                 layer.drop_matrices()
+            self._packed_bytes = whole - self.weight_bytes
 
     def reserve_positions(self, num_positions: int) -> None:
         """Allocate the rotary tables for positions below `num_positions`, the only ones that later steps may use.
@@ -394,6 +397,11 @@ class DecoderLM(nn.Module):
     def is_quantized(self) -> bool:
         """Whether the layers' matrices are quantized."""
         return self.weight_dtype is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters, those included that `optimize` replaced by packed copies of the same dtype."""
+        return self._packed_bytes + sum(parameter.nbytes for parameter in self.parameters())
 
     @property
     def is_packed(self) -> bool:

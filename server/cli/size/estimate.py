@@ -144,7 +144,7 @@ def _memory(
 ) -> Memory:
     model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
     shape = model.config
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    weight_bytes = model.weight_bytes
     activation_bytes = _activations(planned, limits)
     if config.cuda_graphs:
         row_bytes = shape.vocab_size * planned.dtype.itemsize

@@ -104,7 +104,7 @@ def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:
     """Return the memory of the weights and of a token, in a cache of dtype `kv_dtype`."""
     config = model.config
     return MemoryPlan(
-        weight_bytes=None if in_c else sum(it.nbytes for it in model.parameters()),
+        weight_bytes=None if in_c else model.weight_bytes,
         kv_bytes_per_token=bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, getattr(torch, kv_dtype)
         ),

@@ -71,7 +71,7 @@ class ModelWork:
         self.num_layers = config.num_layers
         self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
         model = DecoderLM(config, dtype, "meta", weight_dtype)
-        self._read_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._read_bytes = model.weight_bytes
         if not config.tie_word_embeddings:
             self._read_bytes -= model.embed_tokens.nbytes
         if model.embed_positions is not None:  # of which a step reads its tokens' rows only, too

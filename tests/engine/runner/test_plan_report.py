@@ -138,6 +138,16 @@ def test_a_runner_reports_the_plan_for_its_device_and_cache(config):
     assert [phase.kernel for phase in report.phases] == ["torch_prefill", "torch_decode"]
 
 
+def test_the_weights_of_a_model_that_is_packed_for_a_cpu_are_those_of_the_plan_without_it(config):
+    model = DecoderLM(config, torch.float32)
+    model.init_weights()
+    model.optimize()
+
+    memory = explain_model(model, 16, CATALOGUE["cpu"]).memory
+
+    assert memory == planned(config, "cpu", torch.float32).memory
+
+
 def test_a_model_with_two_kinds_of_layer_has_a_plan_for_each(config):
     mixed = dataclasses.replace(
         config,
