@@ -94,11 +94,14 @@ def test_a_kernel_that_is_not_measured_for_a_head_dim_has_run_and_needs_to_be_al
 def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config):
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     model = DecoderLM(dataclasses.replace(config, **changes), torch.bfloat16, "meta")
+    model.unmeasured_kernels = True
 
     found = [explain_model(model, 16, CATALOGUE[arch]).one_sequence for arch in ("h100", "b200")]
 
     assert found[0] == "in one launch; 2, 4, 8 sequences in one launch"
-    assert found[1].startswith("in one launch; 2, 4, 8 sequences layer by layer: needs sm_90")
+    assert found[1].startswith(
+        "in one launch, which no GPU of this architecture has run; 2, 4, 8 sequences layer by layer: needs sm_90"
+    )
 
 
 def test_the_plan_says_that_weights_in_fp8_are_used_for_one_sequence_up_to_a_size(config):
