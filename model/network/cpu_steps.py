@@ -29,9 +29,25 @@ CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
 
 
-def unsupported(config: ModelConfig) -> tuple[str, ...]:
-    """List why the C library cannot serve a model on this processor; empty if it can."""
-    return shape_unsupported(_shape(config)) + tuple(f"no {part}" for part in config.beyond_llama)
+def unsupported(
+    config: ModelConfig, *, fp8_cache: bool = False, num_ranks: int = 1
+) -> tuple[str, ...]:
+    """List why the C library cannot serve a model on this processor; empty if it can.
+
+    Args:
+        config: the model's configuration.
+        fp8_cache: whether the KV cache is to be in FP8.
+        num_ranks: that share the model.
+    """
+    settings = (
+        (fp8_cache, "the KV cache is in FP8: set --kv-cache-dtype auto"),
+        (num_ranks > 1, f"{num_ranks} ranks share the model: set --tensor-parallel 1"),
+    )
+    return (
+        *(reason for fails, reason in settings if fails),
+        *shape_unsupported(_shape(config)),
+        *(f"no {part}" for part in config.beyond_llama),
+    )
 
 
 class CPUSteps:

@@ -92,7 +92,7 @@ class DecoderLM(nn.Module):
         self.norm = empty(config.hidden_size, kind=norm_dtype(config, dtype))
         self.norm_bias = empty(config.hidden_size) if config.norm == "layer" else None
         tied = config.tie_word_embeddings
-        self._head_rows = head_rows(config.vocab_size, communicator.size if communicator else 1)
+        self._head_rows = head_rows(config.vocab_size, self.num_ranks)
         self.lm_head = None if tied else empty(self._head_rows, config.hidden_size)
         self.rope = self.local_rope = RotaryEmbedding(config.rope, config.head_dim)
         if config.local_rope is not None:
@@ -397,6 +397,11 @@ class DecoderLM(nn.Module):
     def is_quantized(self) -> bool:
         """Whether the layers' matrices are quantized."""
         return self.weight_dtype is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the model."""
+        return 1 if self.communicator is None else self.communicator.size
 
     @property
     def weight_bytes(self) -> int:

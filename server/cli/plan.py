@@ -110,9 +110,10 @@ def _shape(report: PlanReport, model: str) -> str:
     blocks = "" if report.block_size is None else f", blocks of {report.block_size} tokens"
     weights = "" if report.weight_dtype == report.dtype else f", weights in {report.weight_dtype}"
     cache = "" if report.kv_dtype == report.dtype else f", cache in {report.kv_dtype}"
+    ranks = "" if report.num_ranks == 1 else f"; this is one of {report.num_ranks} ranks"
     return (
         f"{model} in {report.dtype}{weights}{cache}: {report.num_heads} query heads, "
-        f"{report.num_kv_heads} key-value heads, head dim {report.head_dim}{blocks}"
+        f"{report.num_kv_heads} key-value heads, head dim {report.head_dim}{blocks}{ranks}"
     )
 
 

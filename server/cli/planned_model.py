@@ -11,10 +11,11 @@ from kernels import FP8, detect
 from kernels.arch import CATALOGUE
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, weight_dtype
+from model.device.dtypes import gpu_dtype, resolve_dtype, weight_dtype
 from model.errors import UnsupportedModelError
-from model.network import cpu_steps
+from server.cli.command_settings import engine_config
 from server.engine.core.start_checks import NO_GPU
+from server.engine.runner.startup import resolved_quantization
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,12 +83,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     if reasons := config.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
     kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
-    quantization = resolve_quantization(
-        settings.quantization,
-        arch,
-        settings.dtype,
-        lambda: ("the KV cache is in FP8",) if kv_dtype else cpu_steps.unsupported(config),
-    )
+    quantization = resolved_quantization(engine_config(settings, folder), config, arch)
     return PlannedModel(
         config=config,
         ranks=AbsentRanks(num_ranks) if num_ranks > 1 else None,

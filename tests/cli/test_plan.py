@@ -204,6 +204,19 @@ def test_integer_weights_are_in_the_plan_of_a_cpu_and_refused_on_a_gpu(
     assert f"quantization {quantization}: weights in int8 and int4 are for a CPU" in error
 
 
+def test_ranks_on_a_cpu_are_planned_without_the_library_as_the_service_runs_them(tessera):
+    asked = ("plan", "--arch=cpu", "--tensor-parallel=2")
+
+    plan = json.loads(tessera(*asked, "--json")[1])
+    text = " ".join(tessera(*asked)[1].split())
+
+    assert (plan["dtype"], plan["weight_dtype"], plan["kv_dtype"]) == ("float32",) * 3
+    assert [phase["kernel"] for phase in plan["phases"]] == ["torch_prefill", "torch_decode"]
+    assert (plan["num_ranks"], plan["num_heads"], plan["num_kv_heads"]) == (2, 3, 1)
+    assert "3 query heads, 1 key-value heads" in text
+    assert "this is one of 2 ranks" in text
+
+
 def test_a_model_that_the_cpu_library_does_not_support_is_refused_with_the_reasons(
     tessera, checkpoint
 ):

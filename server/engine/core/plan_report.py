@@ -76,7 +76,8 @@ class DeterminismPlan(msgspec.Struct, frozen=True, kw_only=True):
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The attention kernels of a model on a processor; constant while the engine runs.
 
-    `num_engines` is the number of engine processes that run it, each on a processor of its own.
+    `num_engines` is the number of engines that run it, each on processors of its own. With `num_ranks` above 1, several
+    processors share the model, and the plan is that of one: its heads, its part of the weights and of the cache.
     """
 
     arch: str
@@ -98,6 +99,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     phases: list[PhasePlan]
     deterministic: DeterminismPlan
     num_engines: int = 1
+    num_ranks: int = 1
 
     def __str__(self) -> str:
         """Return one line for the log."""

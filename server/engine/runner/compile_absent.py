@@ -41,7 +41,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
     try:
         model_config = ModelConfig.from_folder(Path(config.model_path))
         with absent_gpu(arch) as device:
-            quantization = resolved_quantization(config, model_config, device)
+            quantization = resolved_quantization(config, model_config, arch)
             dtype = resolve_dtype(config.dtype, model_config, device)
             limits = step_limits(config, model_config, arch)
             size = config.tensor_parallel

@@ -82,6 +82,7 @@ def explain_model(
             if in_c
             else _plan_determinism(model, block_size, arch, kv_dtype, always=deterministic)
         ),
+        num_ranks=model.num_ranks,
     )
 
 

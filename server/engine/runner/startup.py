@@ -202,7 +202,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
         limits = step_limits(config, model_config, detect(device))
-        quantization = resolved_quantization(config, model_config, device)
+        quantization = resolved_quantization(config, model_config, detect(device))
         dtype = resolve_dtype(config.dtype, model_config, device)
         threads = _set_threads(config, device, quantization)
     communicator = None
@@ -307,15 +307,14 @@ def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def resolved_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
-    """Return the quantization of the weights; see `resolve_quantization`."""
+def resolved_quantization(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> str:
+    """Return the quantization of the weights on a processor; see `resolve_quantization`."""
 
     def unsupported() -> tuple[str, ...]:
-        cache = ("the KV cache is in FP8",) if config.kv_cache_dtype == "fp8" else ()
-        ranks = ("several ranks share the model",) if config.tensor_parallel > 1 else ()
-        return cache + ranks + cpu_steps.unsupported(model)
+        in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
+        return cpu_steps.unsupported(model, fp8_cache=in_fp8, num_ranks=num_ranks)
 
-    return resolve_quantization(config.quantization, detect(device), config.dtype, unsupported)
+    return resolve_quantization(config.quantization, arch, config.dtype, unsupported)
 
 
 def _set_threads(config: EngineConfig, device: torch.device, quantization: str) -> int:

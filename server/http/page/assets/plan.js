@@ -22,6 +22,7 @@ function facts(plan) {
   const list = element("dl", { class: "facts" });
   define(list, [
     ["attention heads", `${plan.num_heads} query, ${plan.num_kv_heads} key-value, dimension ${plan.head_dim}`],
+    ...(plan.num_ranks > 1 ? [["one rank of", plan.num_ranks]] : []),
     ["dtype", plan.dtype],
     ["weights", plan.weight_dtype],
     ["KV cache", plan.block_size === null ? plan.kv_dtype : `${plan.kv_dtype}, blocks of ${plan.block_size} tokens`],
