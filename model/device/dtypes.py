@@ -129,7 +129,10 @@ def _check_integers(
     if dtype != "auto":
         reasons = (f"it determines the dtypes, so set dtype to auto, not {dtype}", *reasons)
     if reasons:
-        raise ModelError(f"quantization {requested}: {'; '.join(reasons)}; or set it to none")
+        raise ModelError(
+            f"quantization {requested} is not supported here: {'; '.join(reasons)}; "
+            "set quantization to none or auto to serve the model without it"
+        )
 
 
 def stored_dtype(config: ModelConfig) -> torch.dtype:

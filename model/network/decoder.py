@@ -371,7 +371,13 @@ class DecoderLM(nn.Module):
         if self.cpu_steps is not None:
             return ()
         if arch.is_cpu:
-            return ("on a CPU the model must be quantized: --quantization int8 or int4",)
+            in_c = cpu_steps.unsupported(
+                self._whole_config, fp8_cache=kv_dtype is not None, num_ranks=self.num_ranks
+            )
+            needed = "on a CPU the weights must be in int8 or int4"
+            if in_c:
+                return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
+            return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
         reasons = rope_unsupported(dtype, arch)
         try:

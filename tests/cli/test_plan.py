@@ -225,9 +225,18 @@ def test_a_model_that_the_cpu_library_does_not_support_is_refused_with_the_reaso
     status, _, error = tessera(*asked, f"--model={checkpoint(head_dim=48)}")
 
     assert status == 1
-    assert "quantization int8: " in error
+    assert "quantization int8 is not supported here: " in error
     assert "heads of 48" in error
-    assert "or set it to none" in error
+    assert "set quantization to none or auto" in error
+
+
+def test_integer_weights_over_a_cache_in_fp8_are_refused_with_the_flag_to_change(tessera):
+    asked = ("plan", "--arch=cpu", "--quantization=int8", "--kv-cache-dtype=fp8")
+
+    status, _, error = tessera(*asked)
+
+    assert status == 1
+    assert "int8 is not supported here: the KV cache is in FP8: set --kv-cache-dtype auto" in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
