@@ -105,21 +105,20 @@ def select(
         launches: returns a row's tile sizes, in the order of `Selection.launches`.
 
     Raises:
-        NoKernelError: no row supports it; the message has a line for each row.
+        NoKernelError: no row supports it; the message has the reasons of every row of the problem's phase.
     """
     if registry is None:
         registry = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
     refusals: list[Refusal] = []
     for spec in registry:
+        if spec.phase is not problem.phase:
+            continue
         reasons = spec.unsupported(problem, arch)
         if not reasons:
-            passed = tuple(
-                r for r, row in zip(refusals, registry, strict=False) if row.phase is spec.phase
-            )
             why = f"{spec.name} is the first row that supports {problem} on {arch}"
             why = f"{why}; {spec.note}" if spec.note else why
             tuned = launches(spec, problem, arch) if spec.launch else ()
-            return Selection(spec, arch, tuned, why, passed)
+            return Selection(spec, arch, tuned, why, tuple(refusals))
         refusals.append(Refusal(spec.name, reasons))
-    lines = "".join(f"\n  {refusal}" for refusal in refusals)
-    raise NoKernelError(f"no kernel for {problem} on {arch}:{lines or ' the registry is empty'}")
+    rows = "; ".join(map(str, refusals)) or f"the registry has no row for {problem.phase.value}"
+    raise NoKernelError(f"no kernel for {problem} on {arch}: {rows}")

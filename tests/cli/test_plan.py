@@ -305,6 +305,16 @@ def test_a_float8_cache_is_planned_for_kernels_that_support_it(tessera):
     assert "no float8_e4m3fn cache" in refused["hopper_prefill"]
 
 
+def test_the_reason_against_deterministic_requests_is_one_line_of_rows_of_the_phase(tessera):
+    plan = json.loads(tessera("plan", "--arch=a100", "--kv-cache-dtype=fp8", "--json")[1])
+
+    why = plan["deterministic"]["why"]
+    assert plan["deterministic"]["requests"] == "none"
+    assert "\n" not in why
+    assert "; invariant_prefill: a float8_e4m3fn cache needs sm_89" in why
+    assert "decode" not in why
+
+
 def test_float8_weights_are_in_the_plan_or_refused_if_the_gpu_does_not_support_them(
     tessera,
 ):

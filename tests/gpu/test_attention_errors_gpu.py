@@ -132,7 +132,7 @@ def test_a_write_that_does_not_fit_the_cache_is_refused(change):
     ],
     ids=["head dim", "block size"],
 )
-def test_an_unsupported_problem_raises_an_error_with_the_reasons_of_every_row(
+def test_an_unsupported_problem_raises_an_error_with_the_reasons_of_every_row_of_the_phase(
     phase, fields, reason
 ):
     problem = case_of(phase).problem
@@ -146,7 +146,7 @@ def test_an_unsupported_problem_raises_an_error_with_the_reasons_of_every_row(
     message = str(raised.value)
     assert reason in message
     assert "no log-sum-exp" in message
-    assert all(f"{row.name}: " in message for row in REGISTRY)
+    assert all(f"{row.name}: " in message for row in REGISTRY if row.phase is phase)
 
 
 def test_an_unsupported_dtype_is_refused_by_name():

@@ -453,22 +453,23 @@ def test_rows_of_the_other_phase_are_not_reported_as_passed_over():
     assert all(name.endswith("_decode") for name in refused)
 
 
-def test_without_a_kernel_the_error_lists_every_row_and_all_its_reasons():
+def test_without_a_kernel_the_error_lists_every_row_of_the_phase_and_all_its_reasons():
     cpu_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
+    decode = KernelSpec("a_decode", Phase.DECODE, "m:f", HALF)
 
     with pytest.raises(NoKernelError) as caught:
-        select(problem(dtype="float32"), CATALOGUE["t4"], (HOPPER, cpu_only), tiles)
+        select(problem(dtype="float32"), CATALOGUE["t4"], (HOPPER, decode, cpu_only), tiles)
 
     assert str(caught.value) == (
-        "no kernel for prefill float32 H=16 K=8 D=128 S=16 on NVIDIA T4 (sm_75):\n"
-        "  hopper_prefill: needs sm_90, this is sm_75; no float32\n"
-        "  host_only: runs on the CPU only; no float32"
+        "no kernel for prefill float32 H=16 K=8 D=128 S=16 on NVIDIA T4 (sm_75): "
+        "hopper_prefill: needs sm_90, this is sm_75; no float32; "
+        "host_only: runs on the CPU only; no float32"
     )
 
 
-def test_an_empty_registry_is_named_as_such():
-    with pytest.raises(NoKernelError, match="the registry is empty"):
-        select(problem(), CPU, (), tiles)
+def test_a_registry_without_the_problems_phase_is_named_as_such():
+    with pytest.raises(NoKernelError, match="the registry has no row for decode"):
+        select(problem(Phase.DECODE), CATALOGUE["h100"], (HOPPER,), tiles)
 
 
 @pytest.mark.parametrize(
