@@ -18,6 +18,7 @@ from model.network.decoder import DecoderLM
 from server.cli.output import write_result
 from server.cli.planned_model import NoDeviceError, find_arch, resolve_model
 from server.engine.core.kv_demand import GIB
+from server.engine.core.start_checks import StartupError
 from server.engine.runner.model_plan import explain_model
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
         report = explain_settings(
             settings, folder, find_arch(options.arch, settings.device, "--arch")
         )
-    except (ModelError, KernelError, NoDeviceError) as error:
+    except (ModelError, KernelError, NoDeviceError, StartupError) as error:
         print(f"tessera plan: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if options.json:
@@ -62,6 +63,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
         ModelError: the model is not supported, or the processor does not support the
             quantization.
         NoKernelError: no kernel supports its attention; lists every reason.
+        StartupError: not all requests can be deterministic; lists every reason.
     """
     planned = resolve_model(settings, folder, arch)
     model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)

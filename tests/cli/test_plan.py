@@ -315,6 +315,24 @@ def test_the_reason_against_deterministic_requests_is_one_line_of_rows_of_the_ph
     assert "decode" not in why
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["--arch=cpu", "--kv-cache-dtype=fp8"], "on a CPU the weights must be in int8 or int4"),
+        (["--arch=t4"], "this is sm_75"),
+    ],
+    ids=["cpu", "gpu"],
+)
+def test_a_service_that_cannot_be_deterministic_is_refused_as_serve_refuses_it(
+    tessera, settings, reason
+):
+    status, out, error = tessera("plan", "--deterministic", *settings)
+
+    assert (status, out, error.count("\n")) == (1, "", 1)
+    assert error.startswith("tessera plan: error: --deterministic is not supported here: ")
+    assert reason in error
+
+
 def test_float8_weights_are_in_the_plan_or_refused_if_the_gpu_does_not_support_them(
     tessera,
 ):

@@ -19,6 +19,7 @@ from server.engine.core.plan_report import (
     PlanReport,
     RefusedRow,
 )
+from server.engine.core.start_checks import StartupError
 
 if TYPE_CHECKING:
     from kernels import AttentionProblem, GPUArch
@@ -46,9 +47,12 @@ def explain_model(
 
     Raises:
         NoKernelError: no kernel supports the model's attention on the processor; lists every reason.
+        StartupError: not all requests can be deterministic; lists every reason.
     """
     in_c = cpu_quantization is not None
     invariant = deterministic and not in_c
+    if invariant:
+        check_deterministic(model, block_size, arch, kv_dtype)
     problems = model.attention.problems(block_size, kv_dtype, deterministic=invariant)
     shape, weight_dtype = problems[0], model.weight_dtype
     return PlanReport(
@@ -84,6 +88,18 @@ def explain_model(
         ),
         num_ranks=model.num_ranks,
     )
+
+
+def check_deterministic(
+    model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None = None
+) -> None:
+    """Check that all requests can be deterministic; arguments as for `explain_model`.
+
+    Raises:
+        StartupError: they cannot; lists every reason.
+    """
+    if reasons := model.deterministic_unsupported(arch, block_size, kv_dtype):
+        raise StartupError(f"--deterministic is not supported here: {'; '.join(reasons)}")
 
 
 def _plan_launches(model: DecoderLM, arch: GPUArch, *, invariant: bool) -> str:

@@ -37,6 +37,7 @@ from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
 from server.engine.runner.device_errors import explain
+from server.engine.runner.model_plan import check_deterministic
 from server.engine.runner.runner_start import start_follower, start_runner
 from server.engine.runner.startup_progress import Phases
 
@@ -223,7 +224,8 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         model.optimize(quantization, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
         if config.deterministic:
-            _check_deterministic(model, config, device)
+            kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else None
+            check_deterministic(model, config.block_size, detect(device), kv_dtype)
     return _Loaded(model, model_config, limits, quantization)
 
 
@@ -237,14 +239,6 @@ def _read_compiled_kernels(folder: Path, device: torch.device) -> None:
         log.warning("--compiled-kernels has no effect: Triton is not installed")
     else:
         read_also(folder)
-
-
-def _check_deterministic(model: DecoderLM, config: EngineConfig, device: torch.device) -> None:
-    """Raise a `StartupError` unless the model's steps can be deterministic on a device."""
-    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else None
-    reasons = model.deterministic_unsupported(detect(device), config.block_size, kv_dtype)
-    if reasons:
-        raise StartupError(f"--deterministic is not supported here: {'; '.join(reasons)}")
 
 
 def release_memory() -> None:
