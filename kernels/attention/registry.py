@@ -128,8 +128,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         quantized=_FP8_ON_HOPPER,
         copied_bytes=2,
         tuned_as=HOPPER_PREFILL.name,
-        note="hopper_prefill, after a pass that converts the cache to the queries' dtype; for many long sequences "
-        "portable_prefill",
+        note="hopper_prefill, after a pass that converts the cache to the queries' dtype",
     ),
     KernelSpec(
         name="portable_prefill",

@@ -88,6 +88,16 @@ def _without(problem: AttentionProblem, arch: GPUArch, passed: tuple[str, ...]) 
         return None
 
 
+def _for_many_long_sequences(
+    problem: AttentionProblem, arch: GPUArch, registry: Sequence[KernelSpec]
+) -> str:
+    """Name the row that `select_for` takes for a step whose keys are too many to copy; empty if there is none."""
+    for row in registry:
+        if row.launch and not row.copied_bytes and not row.unsupported(problem, arch):
+            return f"; for many long sequences {row.name}"
+    return ""
+
+
 def select(
     problem: AttentionProblem,
     arch: GPUArch,
@@ -110,13 +120,15 @@ def select(
     if registry is None:
         registry = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
     refusals: list[Refusal] = []
-    for spec in registry:
+    for index, spec in enumerate(registry):
         if spec.phase is not problem.phase:
             continue
         reasons = spec.unsupported(problem, arch)
         if not reasons:
             why = f"{spec.name} is the first row that supports {problem} on {arch}"
             why = f"{why}; {spec.note}" if spec.note else why
+            if spec.copied_bytes:
+                why += _for_many_long_sequences(problem, arch, registry[index + 1 :])
             tuned = launches(spec, problem, arch) if spec.launch else ()
             return Selection(spec, arch, tuned, why, tuple(refusals))
         refusals.append(Refusal(spec.name, reasons))

@@ -16,7 +16,7 @@ from kernels.attention import functional
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import DTYPES, AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
-from kernels.attention.select import select
+from kernels.attention.select import select, select_for
 from kernels.attention.spec import KernelSpec
 from kernels.errors import NoKernelError, ShapeError
 from kernels.fp8 import FP8
@@ -451,6 +451,22 @@ def test_rows_of_the_other_phase_are_not_reported_as_passed_over():
     refused = [refusal.kernel for refusal in selection.refusals]
     assert "portable_decode" in refused
     assert all(name.endswith("_decode") for name in refused)
+
+
+@pytest.mark.parametrize("head_dim", [64, 112, 128])
+def test_a_row_that_copies_keys_names_the_row_for_many_long_sequences_only_if_there_is_one(
+    head_dim,
+):
+    asked, h100 = problem(head_dim=head_dim, kv_dtype=FP8), CATALOGUE["h100"]
+    selection = kernels.select(asked, h100)
+    ends, lengths = torch.arange(4097, dtype=torch.int32), torch.full((4096,), 100_000)
+    batch = PagedBatch(ends, lengths, torch.empty(4096, 0), 4096, 1, 100_000)
+
+    taken = select_for(selection, asked, batch).spec.name
+
+    clause = f"for many long sequences {taken}"
+    assert selection.why.endswith(clause) == (taken != selection.spec.name)
+    assert ("for many long sequences" in selection.why) == (head_dim != 112)
 
 
 def test_without_a_kernel_the_error_lists_every_row_of_the_phase_and_all_its_reasons():
