@@ -64,6 +64,9 @@ def unsupported(
         weight_dtype: of the layers' matrices if they are quantized; else None.
         unmeasured: whether architectures are allowed on which no GPU has run the kernel.
     """
+    of_arch = arch.unsupported(_ARCHES if rows == 1 else HOPPER)
+    if arch.is_cpu:
+        return of_arch
     in_fp8 = weight_dtype is torch.float8_e4m3fn
     most_hidden = _MOST_HIDDEN if rows == 1 else _MOST_HIDDEN_OF_ROWS
     tensor_cores = rows == 1 and on_tensor_cores(shape, fp8_weights=in_fp8)
@@ -113,7 +116,6 @@ def unsupported(
             f"of {divided.inputs} elements, at least {least}",
         ),
     )
-    of_arch = arch.unsupported(_ARCHES if rows == 1 else HOPPER)
     if not (of_arch or arch.is_tested or unmeasured):
         of_arch = (NEVER_RUN,)
     return of_arch + tuple(reason for fails, reason in tests if fails)

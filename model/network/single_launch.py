@@ -216,7 +216,7 @@ def unsupported(
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
     """
     features = {
-        "a bias of the output projection": config.attention_output_bias,
+        "bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
         "float32 weights of norms for several sequences": config.norms_add_one and rows > 1,
         f"{_LOCAL_ROPE} for several sequences": _LOCAL_ROPE in config.beyond_llama and rows > 1,
