@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from kernels import KernelError, detect
 from kernels.collective.communicator import TorchCommunicator
+from kernels.cpu.library import load
 from kernels.fp8 import FP8
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_part
@@ -306,7 +307,10 @@ def resolved_quantization(config: EngineConfig, model: ModelConfig, arch: GPUArc
 
     def unsupported() -> tuple[str, ...]:
         in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
-        return cpu_steps.unsupported(model, fp8_cache=in_fp8, num_ranks=num_ranks)
+        reasons = cpu_steps.unsupported(model, fp8_cache=in_fp8, num_ranks=num_ranks)
+        if config.quantization == "auto" and reasons == (load(),):
+            log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
+        return reasons
 
     return resolve_quantization(config.quantization, arch, config.dtype, unsupported)
 

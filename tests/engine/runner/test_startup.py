@@ -7,13 +7,13 @@ import weakref
 import pytest
 
 from kernels import detect
-from kernels.arch import CATALOGUE
+from kernels.arch import CATALOGUE, CPU
 from model.checkpoint.config import ModelConfig
 from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
 from server.engine.link import process
 from server.engine.link.protocol import EngineLaunch
-from server.engine.runner.startup import step_limits
+from server.engine.runner.startup import resolved_quantization, step_limits
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -83,6 +83,31 @@ def test_a_small_model_computes_more_tokens_of_prompts_alone(
     config = EngineConfig(model_path="", model_id="", tensor_parallel=num_ranks)
 
     assert step_limits(config, model, processor(arch)).prefill_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "warnings"),
+    [
+        ({"quantization": "auto"}, 1),
+        ({"quantization": "auto", "dtype": "float32"}, 0),
+        ({"quantization": "auto", "kv_cache_dtype": "fp8"}, 0),
+        ({"quantization": "none"}, 0),
+    ],
+    ids=str,
+)
+def test_weights_that_are_not_in_int8_for_want_of_the_library_alone_are_warned_about(
+    monkeypatch, caplog, fields, warnings
+):
+    for module in ("kernels.cpu.decoder", "server.engine.runner.startup"):
+        monkeypatch.setattr(f"{module}.load", lambda: "the CPU library cannot be loaded")
+    model = dataclasses.replace(
+        MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32
+    )
+    config = EngineConfig(model_path="", model_id="", **fields)
+
+    assert resolved_quantization(config, model, CPU) == "none"
+    assert [it.levelname for it in caplog.records] == ["WARNING"] * warnings
+    assert caplog.text.count("int8, so steps take longer: the CPU library cannot be") == warnings
 
 
 def test_the_memory_of_a_failed_start_is_free_before_the_failure_is_reported(monkeypatch):
