@@ -141,8 +141,9 @@ class Settings(BaseModel):
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        description="auto stores keys and values in --dtype; fp8 in float8_e4m3fn with a scale per vector, which takes "
-        "about half the memory and is efficient on GPUs from sm_89 on",
+        description="auto stores keys and values in --dtype, with int8 and int4 weights in float16; fp8 in "
+        "float8_e4m3fn with a scale per vector, which takes about half the memory and is "
+        "efficient on GPUs from sm_89 on",
     )
     kv_cache_tokens: int | None = Field(
         None,
