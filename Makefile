@@ -43,7 +43,7 @@ test: dev ## Run the tests that need no GPU and are not slow
 	$(PYTEST)
 
 test-slow: dev ## Run the slow tests: compile every launch for every GPU, all combinations
-	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) --timeout=600 -m 'slow and not gpu'
 
 test-latency: dev ## Run the tests that measure latencies, one after the other
 	$(PYTEST) -n 0 -m 'latency and not gpu'
