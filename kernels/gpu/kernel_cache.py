@@ -115,11 +115,10 @@ def _is_whole(path: Path) -> bool:
     """Whether a shipped file is there and complete; logs a warning if not."""
     try:
         if path.suffix == ".json":
-            # A list of files has the first key, the metadata of a kernel the second.
-            whole = bool({"child_paths", "target"} & json.loads(path.read_text()).keys())
+            whole = isinstance(json.loads(path.read_text()), dict)
         else:
             whole = _has_its_tables(path)
-    except (OSError, ValueError, AttributeError, struct.error):
+    except (OSError, ValueError, struct.error):
         whole = False
     if not whole:
         _logger.warning("--compiled-kernels: %s is missing or damaged, so it is made anew", path)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 __all__ = [
-    "ROW_COUNTS", "LayerWeights", "MatrixScales", "StepShape", "StepWeights", "bind_step", "launch_refusal",
+    "ROW_COUNTS", "LayerWeights", "MatrixScales", "StepShape", "StepWeights", "bind_step", "has_run", "launch_refusal",
     "unsupported",
 ]  # fmt: skip
 
@@ -116,9 +116,14 @@ def unsupported(
             f"of {divided.inputs} elements, at least {least}",
         ),
     )
-    if not (of_arch or arch.is_tested or unmeasured):
+    if not (of_arch or unmeasured or has_run(arch)):
         of_arch = (NEVER_RUN,)
     return of_arch + tuple(reason for fails, reason in tests if fails)
+
+
+def has_run(arch: GPUArch) -> bool:
+    """Whether a GPU of an architecture has run the kernel."""
+    return not arch.unsupported(HOPPER)
 
 
 def launch_refusal(error: RuntimeError) -> str | None:

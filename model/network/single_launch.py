@@ -16,13 +16,15 @@ from kernels.step.single_launch import (
     StepShape,
     StepWeights,
     bind_step,
+    has_run,
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
 from model.network.step import StepOutput
 
 __all__ = [
-    "ROW_COUNTS", "SingleLaunches", "bind_single_launch", "launch_once", "launch_refusal", "step_shape", "unsupported",
+    "ROW_COUNTS", "SingleLaunches", "bind_single_launch", "has_run", "launch_once", "launch_refusal", "step_shape",
+    "unsupported",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

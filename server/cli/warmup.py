@@ -80,9 +80,12 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
         from kernels.gpu import kernel_cache  # noqa: PLC0415 - imports Triton
     except ImportError:
         _fail("Triton is not installed: pip install triton==3.6.0")
-    try:
-        if output is not None:
+    if output is not None:
+        try:
             kernel_cache.write_to(Path(output))
+        except OSError as error:
+            _fail(f"cannot write compiled kernels to {output}: {error}")
+    try:
         folder = Path(knobs.cache.dir)
         compile_for(config, CATALOGUE[arch], lambda _: None)
         if output is not None:
@@ -90,7 +93,7 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
     except StartupError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"cannot write compiled kernels to {output or knobs.cache.dir}: {error}")
+        _fail(f"compiling into {knobs.cache.dir}: {error}")
     kernels, seconds = kernel_cache.num_kernels(folder), time.perf_counter() - began
     print(f"{folder} has {kernels} compiled kernels, after {seconds:.1f} s")
 

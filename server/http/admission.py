@@ -25,7 +25,9 @@ FREE_BYTES = 64 * 1024
 
 _CPU_PLACES: Final = 2
 _GPU_PLACES: Final = 16
-"""Sequences in flight for each that is computed at the same time. A GPU ends thousands within `max_queue_seconds`."""
+"""Sequences in flight for each that is computed at the same time. On a GPU thousands may wait, as in other services;
+`LoadShedding` refuses those that would wait too long once the rates are known.
+"""
 _DEFAULT_PLACES: Final = 128
 """Until the engine reports its limit; that of a CPU."""
 

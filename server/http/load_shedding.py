@@ -11,6 +11,7 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from server.engine.core.expected_output import expected_output
 from server.engine.core.waiting_queue import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
@@ -38,11 +39,10 @@ class LoadShedding:
 
     A prompt waits for the shorter ones and for those whose turn it is, each of which get half of the engine
     (`server.engine.core.waiting_queue`). So at most the whole queue is before it, and at most about twice the prompts
-    that are no longer. The wait is that many tokens at the measured rate of prompts, or that many sequences at the
-    measured rate at which sequences end, if places are short. It ends where the prompt's own computation begins: an
-    idle engine accepts every request. Until a rate was measured, nothing is refused for its wait. Priorities are not
-    considered. Sequences and the rate at which they end are counted in tokens that they may generate, so that short
-    and long ones have one rate.
+    that are no longer. The wait is that many tokens at the measured rate of prompts, or, if places are short, what
+    those sequences will probably generate at the measured rate of output. It ends where the prompt's own computation
+    begins: an idle engine accepts every request. Until a rate was measured, nothing is refused for its wait. Priorities
+    are not considered.
 
     Used only on the event loop.
 
@@ -55,7 +55,8 @@ class LoadShedding:
         self._client = client
         self._config = config
         self._stats: EngineStats | None = None
-        self._stats_seen = self._submitted = 0.0
+        self._stats_seen = 0.0
+        self._steps_seen = 0  # of the engine at the last submission
         # Submitted since the newest stats, and between those and the stats before. The engine may have
         # read the latter too late to report them.
         self._recent = _Lengths()
@@ -70,7 +71,7 @@ class LoadShedding:
         """Count sequences as submitted, or refuse them. Call directly before they are submitted.
 
         Args:
-            lengths: tokens of each prompt, and most tokens of the output.
+            lengths: tokens of each prompt, and the limit of its output.
             info: reported by the running engine.
             deadline: when the request ends, `time.monotonic` seconds; None for never.
 
@@ -82,9 +83,9 @@ class LoadShedding:
         stats = self._update()
         if stats.waiting_by_length or stats.num_prefill_tokens or self._recent or self._previous:
             self._check(lengths, info, stats, deadline)
-        for length, output in lengths:
-            self._recent.add(length, output)
-        self._submitted = time.monotonic()
+        for length, limit in lengths:
+            self._recent.add(length, expected_output(limit, stats.output_means))
+        self._steps_seen = stats.num_steps
 
     def retry_after(self, sequences: int = 1) -> int:
         """Return the seconds in which sequences as long as those that wait will probably have ended."""
@@ -163,18 +164,21 @@ class LoadShedding:
         if stats is not self._stats:
             self._stats = stats
             if self._recent or self._previous:
-                now = time.monotonic()
-                is_old = now - self._submitted > _REPORTED_SECONDS
-                self._previous = _Lengths() if is_old else self._recent
+                self._previous = _Lengths() if self._are_reported(stats) else self._recent
                 self._recent = _Lengths()
-                self._stats_seen = now
+                self._stats_seen = time.monotonic()
         elif self._previous and time.monotonic() - self._stats_seen > _REPORTED_SECONDS:
             self._previous = _Lengths()
         return stats
 
+    def _are_reported(self, stats: EngineStats) -> bool:
+        """Whether stats include all that was submitted, which the engine reads between two steps."""
+        has_work = stats.num_running or stats.num_waiting
+        return not has_work or stats.num_steps >= self._steps_seen + 2
+
 
 class _Queue(NamedTuple):
-    """Sequences, the tokens of their prompts, and tokens that they may generate."""
+    """Sequences, the tokens of their prompts, and those that they will probably generate."""
 
     sequences: int
     tokens: int
@@ -210,10 +214,10 @@ def _waiting(stats: EngineStats) -> tuple[list[int], list[int], list[int]]:
 
 
 def _seconds_of_ends(ends: int, queue: _Queue, stats: EngineStats) -> float:
-    """Return the seconds in which a number of sequences end that may generate as much as those of a queue."""
-    if not queue.sequences or not stats.end_rate:
+    """Return the seconds in which a number of sequences end that generate as much as those of a queue."""
+    if not queue.sequences or not stats.output_rate:
         return 0.0
-    return ends / queue.sequences * queue.output / stats.end_rate
+    return ends / queue.sequences * queue.output / stats.output_rate
 
 
 def _sum(values: list[int], stop: int) -> int:

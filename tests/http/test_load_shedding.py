@@ -15,8 +15,8 @@ from server.http.load_shedding import LoadShedding
 from tests.http.fakes import INFO
 
 OUTPUT = 50
-"""Tokens that each sequence may generate."""
-BUSY = EngineStats(prompt_rate=1000.0, end_rate=4.0 * OUTPUT, num_free_places=400)
+"""Tokens that each sequence generates."""
+BUSY = EngineStats(prompt_rate=1000.0, output_rate=4.0 * OUTPUT, num_free_places=400, num_running=1)
 
 
 class Engine:
@@ -83,9 +83,8 @@ def test_an_idle_engine_that_reports_nothing_more_accepts_requests_again(monkeyp
     shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
     shed.admit([(1000, OUTPUT)], INFO)
     shed.admit([(1000, OUTPUT)], INFO)
-    engine.stats = msgspec.structs.replace(
-        BUSY
-    )  # all have ended; the last that an idle engine sends
+    # All have ended, but these stats may have been sent before the requests came.
+    engine.stats = msgspec.structs.replace(BUSY)
 
     with pytest.raises(OverloadedError):
         shed.admit([(1000, OUTPUT)], INFO)
@@ -94,21 +93,28 @@ def test_an_idle_engine_that_reports_nothing_more_accepts_requests_again(monkeyp
     shed.admit([(1000, OUTPUT)], INFO)
 
 
-def test_an_engine_that_was_idle_for_long_accepts_requests_at_once(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: now[0])
+@pytest.mark.parametrize("change", [{"num_running": 0}, {"num_steps": 2}])
+def test_what_newer_stats_must_include_does_not_count_twice(change):
     engine = Engine()
     shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
     for _ in range(100):
         shed.admit([(10, OUTPUT)], INFO)
-    now[0] += 10.0
-    engine.stats = msgspec.structs.replace(BUSY)
+    engine.stats = msgspec.structs.replace(BUSY, **change)
 
-    shed.admit([(2000, OUTPUT)], INFO)
-    shed.admit([(10, OUTPUT)], INFO, deadline=now[0] + 0.1)
+    shed.admit([(2000, OUTPUT)], INFO, deadline=time.monotonic() + 0.1)
 
 
-def test_the_wait_for_places_depends_on_what_the_waiting_sequences_may_generate():
+def test_what_came_during_a_long_step_counts_until_the_next_one_has_ended():
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=10.0))
+    for _ in range(10):
+        shed.admit([(1000, OUTPUT)], INFO)
+    engine.stats = msgspec.structs.replace(BUSY, num_steps=1)
+
+    assert shed.expected_wait(1000, INFO) == pytest.approx((10_000 - 256) / 1000)
+
+
+def test_the_wait_for_places_depends_on_what_the_waiting_sequences_will_generate():
     short = waiting(*[10] * 20, num_free_places=0)
     output = [10 * count for count in short.waiting_output_by_length]
     long = msgspec.structs.replace(short, waiting_output_by_length=output)
@@ -130,11 +136,11 @@ def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_
 
 
 def test_nothing_is_refused_before_a_rate_was_measured_or_without_a_queue():
-    unknown = msgspec.structs.replace(waiting(*[1000] * 100), prompt_rate=0.0, end_rate=0.0)
+    unknown = msgspec.structs.replace(waiting(*[1000] * 100), prompt_rate=0.0, output_rate=0.0)
     shedding(unknown, max_queue_seconds=1).admit(
         [(1000, OUTPUT)], INFO, deadline=time.monotonic() + 1
     )
-    slow = msgspec.structs.replace(BUSY, prompt_rate=0.5, end_rate=0.01)
+    slow = msgspec.structs.replace(BUSY, prompt_rate=0.5, output_rate=0.01)
     shedding(slow, max_queue_seconds=1, max_queued_tokens=100).admit([(5000, OUTPUT)], INFO)
 
 
@@ -165,13 +171,13 @@ def test_the_wait_after_the_limit_of_requests_follows_from_the_rate_at_which_seq
     assert shedding(full).retry_after() == 1
     assert shedding(full).retry_after(20) == 5
     assert shedding(EngineStats()).retry_after(20) == 1
-    assert shedding(msgspec.structs.replace(full, end_rate=0.001)).retry_after(20) == 600
+    assert shedding(msgspec.structs.replace(full, output_rate=0.001)).retry_after(20) == 600
 
 
 def test_clients_refused_at_one_moment_return_at_different_times(monkeypatch):
     values = iter([0.0, 0.5, 0.999])
     monkeypatch.setattr(load_shedding.random, "random", lambda: next(values))
-    shed = shedding(waiting(10, end_rate=0.05 * OUTPUT))
+    shed = shedding(waiting(10, output_rate=0.05 * OUTPUT))
 
     assert [shed.retry_after() for _ in range(3)] == [20, 25, 30]
 

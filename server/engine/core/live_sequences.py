@@ -6,6 +6,7 @@ import bisect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from server.engine.core.expected_output import OutputMeans, expected_output
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import DuplicateRequestError
 from server.engine.core.sequence import SequenceStatus
@@ -45,9 +46,7 @@ class LiveSequences:
         running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until
             `drop_finished`.
         num_preemptions: preemptions so far.
-        running_output: tokens that the unfinished running sequences may generate in all, those generated included.
-        ended_output: the same of the running sequences that ended, for whatever reason, since the scheduler last set it
-            to 0.
+        output_means: how much ended sequences have generated.
     """
 
     def __init__(
@@ -56,8 +55,7 @@ class LiveSequences:
         self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.running_output = 0
-        self.ended_output = 0
+        self.output_means = OutputMeans()
         self._most_running = config.max_num_seqs
         self._block_manager, self._accounting = block_manager, accounting
         self._by_id: dict[int, Sequence] = {}
@@ -79,6 +77,8 @@ class LiveSequences:
         if sequence.request_id in self._by_id:
             raise DuplicateRequestError(sequence.request_id)
         self._by_id[sequence.request_id] = sequence
+        limit = sequence.sampling.max_new_tokens
+        sequence.expected_output = expected_output(limit, self.output_means.means)
         self.waiting.add(sequence)
 
     def admit(self, sequence: Sequence) -> bool:
@@ -101,7 +101,6 @@ class LiveSequences:
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self._accounting.num_reserved_tokens += sequence.max_num_tokens
-        self.running_output += sequence.sampling.max_new_tokens
         return True
 
     def preempt_last(self) -> Sequence:
@@ -130,7 +129,7 @@ class LiveSequences:
         if sequence.status is RUNNING:
             self._leave(sequence)
             self._block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
-            self.ended_output += sequence.sampling.max_new_tokens
+            self.output_means.add(sequence.sampling.max_new_tokens, sequence.num_output_tokens)
         else:
             self.waiting.remove(sequence)
         sequence.usage = self._accounting.end(
@@ -154,7 +153,6 @@ class LiveSequences:
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self._accounting.num_reserved_tokens -= sequence.max_num_tokens
-        self.running_output -= sequence.sampling.max_new_tokens
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
@@ -177,7 +175,6 @@ class LiveSequences:
                 assert rank < sequence.rank, f"{sequence} was overtaken"
         assert len(running) <= self._most_running
         assert all(sequence.status is RUNNING for sequence in running)
-        assert self.running_output == sum(it.sampling.max_new_tokens for it in running)
         for sequence in waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table, f"{sequence} waits and owns blocks"

@@ -155,10 +155,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_prefill_tokens: tokens of the prompts of running sequences that are not computed yet.
         waiting_by_length: sequences in the queue by `waiting_queue.length_class`; empty if none waits.
         waiting_tokens_by_length: tokens of their prompts.
-        waiting_output_by_length: tokens that they may generate.
+        waiting_output_by_length: tokens that they will probably generate.
         prompt_rate: prompt tokens computed per second when steps are full; 0.0 until that was measured.
-        end_rate: tokens per second that the sequences may generate which end while others wait for their places, or the
-            most that it can be; 0.0 until none of this is known.
+        output_rate: tokens generated per second while sequences wait for a place; 0.0 until that was measured.
+        output_means: mean numbers of tokens that sequences have generated; see `expected_output.OutputMeans`.
         num_failed_steps: steps that had to be computed again, because they raised an error.
         num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
         computed_tokens: tokens computed, of prompts and outputs.
@@ -190,7 +190,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens_by_length: list[int] = []
     waiting_output_by_length: list[int] = []
     prompt_rate: float = 0.0
-    end_rate: float = 0.0
+    output_rate: float = 0.0
+    output_means: list[float] = []
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0
@@ -207,7 +208,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 _GAUGES = {
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
     "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
-    "waiting_output_by_length", "prompt_rate", "end_rate",
+    "waiting_output_by_length", "prompt_rate", "output_rate", "output_means",
 }  # fmt: skip
 _COUNTERS = tuple(
     n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"engine", "totals"}

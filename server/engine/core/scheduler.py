@@ -85,8 +85,7 @@ class Scheduler:
         admission: decides which waiting sequences are admitted, and counts their prompts.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        end_rate: tokens per second that sequences were allowed to generate which ended, also by an abort or their
-            deadline, while others waited for their places; at most that until it is known.
+        output_rate: tokens generated per second, of the steps while which sequences waited for a place.
         accounting: what sequences and steps used.
     """
 
@@ -97,7 +96,8 @@ class Scheduler:
         self.num_prefill_tokens = 0
         self.accounting = Accounting()
         self.prompt_rate = Rate()
-        self.end_rate = Rate()
+        self.output_rate = Rate()
+        self._num_counted = 0  # of the generated tokens, those of steps before
         self._is_full = False  # whether the last schedule left sequences waiting for a place
         self._charges = StepCharges(self.accounting)
         self._live = LiveSequences(config, block_manager, self.accounting)
@@ -106,6 +106,11 @@ class Scheduler:
         self._scheduled: SchedulerOutput | None = None
         self._decode_batch = DecodeBatch([])  # of the latest `schedule`
         self._started: deque[SchedulerOutput] = deque()
+
+    @property
+    def output_means(self) -> list[float]:
+        """Mean numbers of tokens that sequences have generated; see `OutputMeans`."""
+        return self._live.output_means.means
 
     @property
     def num_waiting(self) -> int:
@@ -162,8 +167,6 @@ class Scheduler:
             raise EmptyRequestError(sequence)
         if sequence.max_num_tokens > self.max_total_tokens:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
-        if not self._live.waiting and self.num_free_places > 0:
-            self.end_rate.interrupt()  # there was no queue, for an unknown time
         self._live.add(sequence)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
@@ -389,9 +392,8 @@ class Scheduler:
         """Update the rates after the results of all rows."""
         self._charges.note_first_tokens()
         if self._is_full:
-            live = self._live
-            self.end_rate.add(live.ended_output, device_seconds, pending=live.running_output)
-        self._live.ended_output = 0
+            self.output_rate.add(self.num_generated_tokens - self._num_counted, device_seconds)
+        self._num_counted = self.num_generated_tokens
         if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
 

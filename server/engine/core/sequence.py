@@ -45,6 +45,7 @@ class Sequence:
         num_tokens_in_flight: tokens that started steps sample and that are not committed yet.
         num_void_results: results of started steps that will be ignored, since other tokens took their positions.
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends at this length.
+        expected_output: tokens that it will probably generate; set by `LiveSequences.add`.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         capacity: number of known tokens up to which it is scheduled without another look: those that its blocks hold,
             and fewer than `max_num_tokens`.
@@ -86,6 +87,7 @@ class Sequence:
         "deterministic",
         "end_token_ids",
         "error",
+        "expected_output",
         "finish_reason",
         "first_scheduled_step",
         "is_expired",
@@ -118,6 +120,7 @@ class Sequence:
         self.num_tokens_in_flight = 0
         self.num_void_results = 0
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
+        self.expected_output = sampling.max_new_tokens
         self.block_table: list[int] = []
         self.capacity = 0
         self.check_at = 0

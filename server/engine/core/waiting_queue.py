@@ -61,7 +61,7 @@ class WaitingQueue:
 
     Attributes:
         num_tokens_by_length, num_by_length: prompt tokens and number of the waiting sequences by `length_class`.
-        output_by_length: tokens that they may generate.
+        output_by_length: tokens that they will probably generate.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -147,7 +147,7 @@ class WaitingQueue:
             assert known.by_start_tag, "a priority without sequences"
         sums = [[0] * MAX_LENGTH_CLASSES for _ in range(3)]
         for sequence in waiting:
-            values = (sequence.num_prompt_tokens, 1, sequence.sampling.max_new_tokens)
+            values = (sequence.num_prompt_tokens, 1, sequence.expected_output)
             for counts, value in zip(sums, values, strict=True):
                 counts[length_class(sequence.num_prompt_tokens)] += value
         assert sums == [self.num_tokens_by_length, self.num_by_length, self.output_by_length]
@@ -159,7 +159,7 @@ class WaitingQueue:
         at = length_class(sequence.num_prompt_tokens)
         self.num_by_length[at] += sign
         self.num_tokens_by_length[at] += sign * sequence.num_prompt_tokens
-        self.output_by_length[at] += sign * sequence.sampling.max_new_tokens
+        self.output_by_length[at] += sign * sequence.expected_output
 
 
 class _PriorityClass:

@@ -21,7 +21,7 @@ _SUMS: Final = (
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_reserved_tokens",
     "num_prefill_tokens",
 )  # fmt: skip
-_RATES: Final = ("prompt_rate", "end_rate")
+_RATES: Final = ("prompt_rate", "output_rate")
 _LIST_SUMS: Final = (
     "waiting_by_length",
     "waiting_tokens_by_length",
@@ -100,18 +100,26 @@ def combine_stats(reports: Sequence[EngineReport]) -> EngineStats:
         ]
         for name in _LIST_SUMS
     }
+    # The engines of a service get requests of the same clients.
+    means = zip(*(stats.output_means for stats in ready if stats.output_means), strict=True)
     return msgspec.structs.replace(
         functools.reduce(add_counters, all_stats),
+        output_means=[_mean_of_known(values) for values in means],
         kv_usage=used / num_blocks if num_blocks else 0.0,
         **sums,
         **lists,
     )
 
 
-def _rate(values: list[float]) -> float:
+def _rate(values: Sequence[float]) -> float:
     """Return the sum of rates, of which those that are 0.0 are not known."""
+    return len(values) * _mean_of_known(values)
+
+
+def _mean_of_known(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not 0.0, else 0.0."""
     known = [it for it in values if it]
-    return sum(known) * len(values) / len(known) if known else 0.0
+    return sum(known) / len(known) if known else 0.0
 
 
 def combine_past(reports: Sequence[EngineReport]) -> EngineStats:

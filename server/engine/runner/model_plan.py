@@ -10,7 +10,7 @@ from kernels import select
 from kernels.cpu.library import instructions
 from model.device.kv_cache import bytes_per_token
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
-from model.network.single_launch import ROW_COUNTS
+from model.network.single_launch import ROW_COUNTS, has_run
 from server.engine.core.plan_report import (
     DeterminismPlan,
     LaunchPlan,
@@ -113,7 +113,7 @@ def _plan_launches(model: DecoderLM, arch: GPUArch, *, invariant: bool) -> str:
         way = f"layer by layer: {'; '.join(reasons)}" if reasons else "in one launch"
         counts.setdefault(way, []).append(str(rows))
     few = (f"{', '.join(rows)} sequences {way}" for way, rows in counts.items())
-    note = "" if arch.is_tested else ", which no GPU of this architecture has run"
+    note = "" if has_run(arch) else ", which no GPU of this architecture has run"
     return "; ".join((f"in one launch{note}", *few))
 
 

@@ -356,53 +356,36 @@ def test_the_rest_of_a_prompt_that_got_a_single_token_counts_as_queued():
     assert scheduler.num_prefill_tokens == 19 + 57
 
 
-def test_places_that_aborted_sequences_free_count_in_the_rate_of_ends():
-    scheduler = make_scheduler(num_blocks=100, max_num_seqs=1)
-    for i in range(5):
-        add(scheduler, i, 4, 20)
-    for i in range(3):
-        output = scheduler.schedule()
-        scheduler.start(output)
-        scheduler.abort(i)
-        commit(scheduler, output, [[Token(7)]], 0.5)
-
-    assert scheduler.end_rate.value == pytest.approx(2.0 * 20)
-
-
-def test_ends_count_in_their_rate_only_while_others_wait_for_the_places():
-    scheduler = make_scheduler(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=4)
-    for i in range(20):
-        add(scheduler, i, 4, 20)
-    output = scheduler.schedule()
-    scheduler.start(output)
-    assert scheduler.num_free_places == 3, "the limit of a step makes the others wait"
-    scheduler.abort(0)
-    commit(scheduler, output, [[Token(7)]], 9.0)
-    for i in range(15, 20):
-        scheduler.abort(i)  # they held no place
-
-    assert scheduler.end_rate.value == 0.0
-
-
-def test_an_interrupted_queue_does_not_lower_the_rate_of_ends_for_the_next_burst():
+def test_generated_tokens_count_in_their_rate_only_while_sequences_wait_for_a_place():
     scheduler = make_scheduler(num_blocks=100, max_num_seqs=2)
-    for i in range(3):
+    for i in range(2):
         add(scheduler, i, 4, 20)
-    output = scheduler.schedule()
-    scheduler.start(output)
-    commit(scheduler, output, [[Token(7)], [Token(7)]], 60.0)
-    slow = scheduler.end_rate.value
-    for i in range(3):
-        scheduler.abort(i)
-    for i in range(3, 9):
-        add(scheduler, i, 4, 20)
-    rates = []
-    for i in range(3, 7):
+    for _ in range(3):
         output = scheduler.schedule()
         scheduler.start(output)
-        scheduler.abort(i)
-        commit(scheduler, output, [[Token(7)]] * 2, 1.0)
-        rates.append(scheduler.end_rate.value)
+        commit(scheduler, output, [[Token(7)]] * 2, 9.0)
+    assert scheduler.output_rate.value == 0.0
+    add(scheduler, 2, 4, 20)
+    for _ in range(3):
+        output = scheduler.schedule()
+        scheduler.start(output)
+        commit(scheduler, output, [[Token(7)]] * 2, 0.5)
 
-    assert slow == pytest.approx(2 / 60 * 20)
-    assert rates[0] >= 1.0 * 20
+    assert scheduler.output_rate.value == pytest.approx(2 / 0.5)
+
+
+def test_waiting_sequences_are_expected_to_generate_what_others_with_such_a_limit_did():
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=1)
+    for i in range(3):
+        add(scheduler, i, 4, 20)
+    assert sum(scheduler.waiting.output_by_length) == 60
+    output = scheduler.schedule()
+    scheduler.start(output)
+    scheduler.abort(0)
+    commit(scheduler, output, [[Token(7)]], 0.5)
+    scheduler.abort(1)
+    scheduler.abort(2)
+    add(scheduler, 3, 4, 20)
+    add(scheduler, 4, 4, 200)
+
+    assert sum(scheduler.waiting.output_by_length) == 1 + 200
