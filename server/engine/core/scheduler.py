@@ -85,7 +85,7 @@ class Scheduler:
         admission: decides which waiting sequences are admitted, and counts their prompts.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        output_rate: tokens generated per second, of the steps while which sequences waited for a place.
+        output_rate: tokens generated per second, of the steps during which sequences waited for a place.
         accounting: what sequences and steps used.
     """
 
