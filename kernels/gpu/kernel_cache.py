@@ -115,7 +115,8 @@ def _is_whole(path: Path) -> bool:
     """Whether a shipped file is there and complete; logs a warning if not."""
     try:
         if path.suffix == ".json":
-            whole = isinstance(json.loads(path.read_text()), dict)
+            found = json.loads(path.read_text())
+            whole = isinstance(found, dict) and bool(found)
         else:
             whole = _has_its_tables(path)
     except (OSError, ValueError, struct.error):
