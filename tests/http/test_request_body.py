@@ -3,15 +3,23 @@
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     MalformedBodyError,
+    ValidationError,
 )
 from server.http.admission import Admission
-from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
+from server.http.request_body import (
+    MOST_KEYS,
+    ClientDisconnectedError,
+    ClientWatch,
+    decode,
+    read_json,
+)
 from tests.http.conftest import CONFIG
 
 pytestmark = pytest.mark.anyio
@@ -127,3 +135,19 @@ async def test_the_watch_ends_with_its_block():
     await asyncio.sleep(0)
 
     assert len(asyncio.all_tasks()) == before
+
+
+@pytest.mark.parametrize(("extra", "refused"), [(0, False), (1, True)])
+def test_a_body_with_too_many_keys_is_refused_before_it_is_decoded(extra, refused):
+    body = b"{" + b",".join(b'"%x":0' % i for i in range(MOST_KEYS + extra)) + b"}"
+    if refused:
+        with pytest.raises(ValidationError, match=r"at most 65536 keys\. Given: 65537"):
+            decode(body)
+    else:
+        assert len(decode(body)) == MOST_KEYS
+
+
+def test_a_text_with_as_many_quotes_and_colons_is_no_object_with_keys():
+    text = '{"a": 1}' * (MOST_KEYS + 1)
+
+    assert decode(msgspec.json.encode({"inputs": text})) == {"inputs": text}
