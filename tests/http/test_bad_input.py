@@ -78,7 +78,7 @@ BAD_PARAMETERS = [
     ({"logit_bias": {"a\nb": 101}}, "`logit_bias.a\\nb` must be <= 100. Given: 101"),
     ({"logit_bias": {"9" * 9000: 1}}, "Given: `" + "9" * 60 + "...`"),
     (
-        {"logit_bias": {str(i): "x" for i in range(100_000)}},
+        {"logit_bias": {str(i): "x" for i in range(60_000)}},
         "`logit_bias` supports up to 1024 entries. Given: 100000",
     ),
     ({"bad_words": "a"}, "`bad_words` must be a list. Given: a string"),
@@ -207,12 +207,12 @@ async def test_the_error_for_a_misplaced_parameter_names_the_right_place(client)
     assert "unknown field `top_k`; did you mean `parameters.top_k`?" in error
 
 
-async def test_a_hundred_thousand_unknown_fields_are_counted_not_listed(client):
-    body = {"inputs": "x"} | {f"k{i}": 0 for i in range(100_000)}
+async def test_sixty_thousand_unknown_fields_are_counted_not_listed(client):
+    body = {"inputs": "x"} | {f"k{i}": 0 for i in range(60_000)}
 
     error = await refused(client, json.dumps(body))
 
-    assert error.endswith("and 99995 more")
+    assert error.endswith("and 59995 more")
     assert len(error) < 1000
 
 
