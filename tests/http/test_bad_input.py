@@ -79,7 +79,7 @@ BAD_PARAMETERS = [
     ({"logit_bias": {"9" * 9000: 1}}, "Given: `" + "9" * 60 + "...`"),
     (
         {"logit_bias": {str(i): "x" for i in range(60_000)}},
-        "`logit_bias` supports up to 1024 entries. Given: 100000",
+        "`logit_bias` supports up to 1024 entries. Given: 60000",
     ),
     ({"bad_words": "a"}, "`bad_words` must be a list. Given: a string"),
     ({"bad_words": ["a", ""]}, "`bad_words.1` cannot be empty"),
