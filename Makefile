@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 .PHONY: other-torch help setup dev serve test test-slow test-latency test-gpu check audit sbom lock format docs bench clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 # Another choice than the last one installs again.
 ifeq ($(filter auto $(shell cat .venv/.torch 2>/dev/null),$(TORCH)),)
@@ -43,7 +43,7 @@ test: dev ## Run the tests that need no GPU and are not slow
 	$(PYTEST)
 
 test-slow: dev ## Run the slow tests: compile every launch for every GPU, all combinations
-	$(PYTEST) --timeout=600 -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not gpu'
 
 test-latency: dev ## Run the tests that measure latencies, one after the other
 	$(PYTEST) -n 0 -m 'latency and not gpu'

@@ -258,6 +258,7 @@ def _bodies() -> list[Case]:
         cases += [
             Case(path, body_of(path) | {"unknown": 1}, 422 if strict else SERVED),
             Case(path, b'{"a":' * 60_000, _MALFORMED),
+            Case(path, b'{"a":' * 100_000, REFUSED[path]),  # more keys than are decoded
             Case(path, b"[" * 100_000 + b"]" * 100_000, _MALFORMED),
             Case(path, b'{"a": ' + b"9" * 5000 + b"}", _MALFORMED),
             Case(path, b"", _MALFORMED),

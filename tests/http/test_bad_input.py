@@ -216,6 +216,15 @@ async def test_sixty_thousand_unknown_fields_are_counted_not_listed(client):
     assert len(error) < 1000
 
 
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_hundred_thousand_fields_are_too_many_to_decode(client, path):
+    fields = [{"inputs": "x"} | {f"k{i}": 0 for i in range(100_000)}]
+    fields.append(parameters(logit_bias={str(i): 1 for i in range(100_000)}))
+    for body in fields:
+        error = await refused(client, body if isinstance(body, str) else json.dumps(body), path)
+        assert "at most 65536 keys. Given: 10000" in error
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

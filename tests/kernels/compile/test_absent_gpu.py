@@ -263,6 +263,7 @@ with absent_gpu(CATALOGUE[ARCH]) as device, compile_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # compiles all kernels of a model: a minute, two beside other work
 @pytest.mark.parametrize(
     ("model", "arch"),
     [("model/bundled", "h100"), ("server/cli/bench/shapes/qwen2.5-0.5b", "a100")],
