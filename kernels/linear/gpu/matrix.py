@@ -71,7 +71,7 @@ def matrix_linear(
         OUTPUTS: rows of weights per program, 16 for each of its warps.
         ROWS: rows of x per program, a power of two from 16 to 256.
         COLUMNS: columns that are multiplied at once.
-        STAGES: boxes of weights in shared memory, and as many of rows; those of all chunks, or at least two.
+        STAGES: boxes of weights in shared memory, and as many of rows.
     """
     CHUNKS: gl.constexpr = K // COLUMNS // SPLITS
     dtype: gl.constexpr = x_desc.dtype
@@ -80,11 +80,9 @@ def matrix_linear(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     w = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, COLUMNS], w_layout)
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], x_layout)
-    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for s in gl.static_range(STAGES):
-        mbarrier.init(w_full.index(s), count=1)
-        mbarrier.init(x_full.index(s), count=1)
+        mbarrier.init(full.index(s), count=1)
     # The copies' proxy must see the barriers initialized.
     fence_async_shared()
     gl.thread_barrier()
@@ -95,41 +93,46 @@ def matrix_linear(
     part = gl.program_id(2)
     first = part * (CHUNKS * COLUMNS)
     for s in gl.static_range(STAGES):
-        copy_weights(w_desc, tile, first + s * COLUMNS, w_full.index(s), w.index(s), True, GATED)
+        expect_copies(w_desc, full.index(s), w.index(s), x.index(s), True)
+        copy_weights(w_desc, tile, first + s * COLUMNS, full.index(s), w.index(s), True, GATED)
     if PDL:
         gdc_wait()
     for s in gl.static_range(STAGES):
-        copy_rows(x_desc, first_row, first + s * COLUMNS, x_full.index(s), x.index(s), True)
+        copy_rows(x_desc, first_row, first + s * COLUMNS, full.index(s), x.index(s), True)
 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
-    for i in range(CHUNKS):
-        now = i % STAGES
-        mbarrier.wait(w_full.index(now), i // STAGES & 1)
-        mbarrier.wait(x_full.index(now), i // STAGES & 1)
-        acc = warpgroup_mma(w.index(now), x.index(now).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        # The stage that the previous products have read may be filled again.
+    # Only while chunks are left to copy do the warps wait for each other, so that a stage may be filled again.
+    REFILLS: gl.constexpr = CHUNKS - STAGES + 1 if CHUNKS > STAGES else 0
+    for i in range(REFILLS):
+        acc = multiply(w, x, full, acc, i)
+        # The stage that the previous products have read.
         gl.thread_barrier()
         following = i - 1 + STAGES
-        more = (i > 0) & (following < CHUNKS)
         then = following % STAGES
         column = first + following * COLUMNS
-        copy_weights(w_desc, tile, column, w_full.index(then), w.index(then), more, GATED)
-        copy_rows(x_desc, first_row, column, x_full.index(then), x.index(then), more)
+        expect_copies(w_desc, full.index(then), w.index(then), x.index(then), i > 0)
+        copy_weights(w_desc, tile, column, full.index(then), w.index(then), i > 0, GATED)
+        copy_rows(x_desc, first_row, column, full.index(then), x.index(then), i > 0)
+    for i in range(REFILLS, CHUNKS):
+        acc = multiply(w, x, full, acc, i)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(w_full.index(s))
-        mbarrier.invalidate(x_full.index(s))
     store(acc, bias, out, first_row, tile, part, num_rows, N, OUTPUTS, ROWS, IN_PARTS, GATED, BIAS)
+    # The store needs shared memory. Used after it, the barriers keep theirs.
+    mbarrier.invalidate(full.index(0))
+
+
+@gluon.jit
+def expect_copies(w_desc, full, w, x, pred):
+    """Announce the bytes of a stage's weights and rows, if `pred`."""
+    columns: gl.constexpr = w.shape[1] * w_desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, (w.shape[0] + x.shape[0]) * columns, pred=pred)
 
 
 @gluon.jit
 def copy_weights(w_desc, tile, column, full, target, pred, GATED: gl.constexpr):
     """Start to copy a box of weights to shared memory, if `pred`."""
     OUTPUTS: gl.constexpr = target.shape[0]
-    size: gl.constexpr = OUTPUTS * target.shape[1] * w_desc.dtype.primitive_bitwidth // 8
-    mbarrier.expect(full, size, pred=pred)
     if GATED:
         box = target._reinterpret(target.dtype, w_desc.block_type.shape, w_desc.layout)
         place = [tile * (OUTPUTS // 16), 0, 0, column]
@@ -141,9 +144,17 @@ def copy_weights(w_desc, tile, column, full, target, pred, GATED: gl.constexpr):
 @gluon.jit
 def copy_rows(x_desc, row, column, full, target, pred):
     """Start to copy the same columns of ROWS rows, if `pred`; rows that do not exist are zeros."""
-    size: gl.constexpr = target.shape[0] * target.shape[1] * x_desc.dtype.primitive_bitwidth // 8
-    mbarrier.expect(full, size, pred=pred)
     tma.async_copy_global_to_shared(x_desc, [row, column], full, target, pred=pred)
+
+
+@gluon.jit
+def multiply(w, x, full, acc, i):
+    """Start the products of chunk `i`; those of the chunk before have ended then."""
+    STAGES: gl.constexpr = w.shape[0]
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), i // STAGES & 1)
+    acc = warpgroup_mma(w.index(stage), x.index(stage).permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=(acc,))
 
 
 @gluon.jit
