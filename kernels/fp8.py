@@ -31,11 +31,12 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
         rows: [..., D], any float dtype.
 
     Returns:
-        [..., D] float8_e4m3fn, and the scales [...] float32, which are 1 for rows of zeros.
+        [..., D] float8_e4m3fn, and the scales [...] float32, which are 1 for rows of zeros, and not finite for rows
+        that are not.
     """
     wide = rows.float()
     largest = wide.abs().amax(-1)
-    scale = torch.where(largest >= SMALLEST_AMAX, largest / LARGEST_E4M3, torch.ones_like(largest))
+    scale = torch.where(largest < SMALLEST_AMAX, torch.ones_like(largest), largest / LARGEST_E4M3)
     return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 

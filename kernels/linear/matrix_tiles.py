@@ -19,6 +19,7 @@ MANY_ROWS: Final = 1024
 """Number of rows that the tiles for more rows, of batch-invariant layers alone, are chosen for."""
 _MANY_WEIGHTS: Final = 32 << 20
 _FEW_ROWS: Final = 128
+_FEW_FP8_ROWS: Final = 64
 _OUTPUTS: Final = (64, 128)
 _SPLITS: Final = (1, 2, 4, 8)
 _INVARIANT_ROWS: Final = 64
@@ -29,35 +30,55 @@ _NUM_SM: Final = 132
 _BYTES_PER_US: Final = 80e3
 _FLOPS_PER_US: Final = 4.5e6
 """Bytes that an SM reads from the second-level cache, and operations that it computes."""
+_CONVERTS_PER_US: Final = 70e3
+"""Weights in FP8 that an SM converts."""
 _PROGRAM_US: Final = 1.0
 """Time of a program before its first product and after its last."""
 
 
-def most_rows(num_weights: int) -> int:
-    """Return the number of rows up to which this kernel is used in a decoder layer of `num_weights` weights.
+def most_rows(num_weights: int, *, fp8: bool = False) -> int:
+    """Return the number of rows up to which this kernel is used in a decoder layer.
 
-    Measured on an H100: a layer of Qwen3-0.6B gains at 256 rows, those of Llama-3.2-1B and 3.1-8B up to 128.
+    Measured on an H100: a layer of Qwen3-0.6B gains at 256 rows, with weights in FP8 too; those of Llama-3.2-1B and
+    3.1-8B up to 128; the latter with weights in FP8 up to 64, since the library's product multiplies in FP8.
+
+    Args:
+        num_weights: of the layer.
+        fp8: whether they are in FP8.
     """
-    return _FEW_ROWS if num_weights > _MANY_WEIGHTS else ROW_COUNTS[-1]
+    if num_weights <= _MANY_WEIGHTS:
+        return ROW_COUNTS[-1]
+    return _FEW_FP8_ROWS if fp8 else _FEW_ROWS
 
 
 class MatrixLaunch(NamedTuple):
-    """The tile sizes of a layer; see the module."""
+    """The tile sizes of a layer, see the module, and whether its weights are in FP8."""
 
     outputs: int
     rows: int
     columns: int
     splits: int = 1
+    fp8: bool = False
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the weights and the rows that are multiplied at once."""
+        return ((1 if self.fp8 else 2) * self.outputs + 2 * self.rows) * self.columns
 
     def stages(self, inputs: int) -> int:
         """Return how many chunks of weights, and as many of rows, shared memory holds."""
         chunks = inputs // self.splits // self.columns
-        chunk_bytes = 2 * (self.outputs + self.rows) * self.columns
-        return min(chunks, _SHARED_BYTES // chunk_bytes)
+        return min(chunks, _SHARED_BYTES // self.chunk_bytes)
 
 
 def plan_matrix(
-    outputs: int, inputs: int, rows: int, *, may_split: bool, splits: tuple[int, ...] = _SPLITS
+    outputs: int,
+    inputs: int,
+    rows: int,
+    *,
+    may_split: bool,
+    splits: tuple[int, ...] = _SPLITS,
+    fp8: bool = False,
 ) -> MatrixLaunch:
     """Return the tile sizes with the smallest `estimate`.
 
@@ -67,9 +88,10 @@ def plan_matrix(
         rows: of x, one of `ROW_COUNTS`, or `MANY_ROWS`.
         may_split: whether the result may be partial sums.
         splits: numbers of splits to choose from, if it may.
+        fp8: whether the weights are in FP8.
     """
     candidates = [
-        MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, count)
+        MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, count, fp8)
         for tile in _OUTPUTS
         if outputs % tile == 0
         for row_tile in ROW_COUNTS
@@ -102,8 +124,11 @@ def plan_invariant_matrix(outputs: int, inputs: int, *, may_split: bool) -> dict
 def estimate(launch: MatrixLaunch, outputs: int, inputs: int, rows: int) -> float:
     """Estimate the microseconds of a layer, without the time that is the same for all tile sizes."""
     columns = inputs // launch.splits
-    loads = 2 * (launch.outputs + min(launch.rows, rows)) * columns / _BYTES_PER_US
+    missing = 2 * max(0, launch.rows - rows) * launch.columns
+    loads = columns // launch.columns * (launch.chunk_bytes - missing) / _BYTES_PER_US
     computes = 2 * launch.outputs * launch.rows * columns / _FLOPS_PER_US
+    if launch.fp8:
+        computes = max(computes, launch.outputs * columns / _CONVERTS_PER_US)
     parts = 0.0
     if launch.splits > 1:
         parts = 8 * launch.splits * rows * outputs / (_NUM_SM * _BYTES_PER_US)

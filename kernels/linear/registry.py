@@ -99,7 +99,6 @@ def _hopper_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
             problem.layer_weights == 0 and not problem.batch_invariant,
             "for the projections of a decoder layer only",
         ),
-        (problem.weight_dtype is not None, "weights are quantized"),
         (problem.dtype not in _HALF_DTYPES, f"no {problem.dtype}"),
         (problem.bias and (problem.gated or problem.residual), "no bias with a gate or a residual"),
         (odd is not None, f"a size of {odd} is not a multiple of {_MATRIX_MULTIPLE}"),
@@ -113,6 +112,7 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
         INVARIANT_FEWEST_ROWS - 1 if problem.batch_invariant else most_rows(problem.layer_weights)
     )
     return _hopper_unsupported(problem, arch) + _reasons(
+        (problem.weight_dtype is not None, "weights are quantized"),
         (problem.rows <= most, f"{problem.rows} rows: others are used up to {most}"),
         (
             not problem.batch_invariant and not problem.gated,
@@ -122,8 +122,12 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
 
 
 def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    most = most_rows(problem.layer_weights)
+    most = most_rows(problem.layer_weights, fp8=problem.weight_dtype is not None)
     return _hopper_unsupported(problem, arch) + _reasons(
+        (
+            problem.weight_dtype is not None and problem.batch_invariant,
+            "weights are quantized",
+        ),
         (
             not problem.batch_invariant and not FEWEST_ROWS <= problem.rows <= most,
             f"{problem.rows} rows: others are faster outside {FEWEST_ROWS} to {most}",
@@ -199,7 +203,7 @@ MATRIX: Final = LinearSpec(
     prefetches=True,
     row_counts=ROW_COUNTS,
 )
-"""5 to 256 rows, on Hopper's tensor cores; batch invariant for any number of rows."""
+"""5 to 256 rows, on Hopper's tensor cores, with weights in FP8 too; batch invariant for any number of rows."""
 INVARIANT: Final = LinearSpec(
     name="invariant",
     target="kernels.linear.gpu.invariant:InvariantLinear",

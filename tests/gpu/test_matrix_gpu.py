@@ -10,6 +10,7 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
+from kernels.fp8 import FP8, quantize_rows
 from kernels.linear import registry
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
@@ -39,19 +40,24 @@ def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
 
 
 class Product:
-    """A projection bound to its weights."""
+    """A projection bound to its weights; `dtype` is that of its inputs, by default of the weights."""
 
-    def __init__(self, weight, bias=None, *, gated=False, in_parts=False, kernel=MatrixLinear):
+    def __init__(
+        self, weight, bias=None, scale=None, *, gated=False, in_parts=False, kernel=MatrixLinear, dtype=None
+    ):  # fmt: skip
         outputs, inputs = weight.shape
         problem = LinearProblem(
-            1, outputs // (1 + gated), inputs, gated=gated, residual=in_parts, layer_weights=1
-        )
-        self.linear = kernel(LinearWeights(weight, bias), problem)
+            1, outputs // (1 + gated), inputs, gated=gated, residual=in_parts, layer_weights=1,
+            dtype=str(dtype or weight.dtype).removeprefix("torch."),
+            weight_dtype=None if scale is None else FP8,
+        )  # fmt: skip
+        self.linear = kernel(LinearWeights(weight, bias, scale), problem)
 
     def __call__(self, x, *, pdl):
         return self.linear(x, None, None, LinearArguments(pdl=pdl))
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("outputs", "inputs", "kind"),
@@ -69,10 +75,16 @@ class Product:
         (128, 64, "gated"),
     ],
 )
-def test_a_layer_agrees_with_its_formula(outputs, inputs, kind, dtype):
+def test_a_layer_agrees_with_its_formula(outputs, inputs, kind, dtype, fp8):
     weight = random(outputs, inputs, dtype=dtype, scale=inputs**-0.5, seed=1)
     bias = random(outputs, dtype=dtype, seed=2) if kind == "bias" else None
-    layer = Product(weight, bias, gated=kind == "gated", in_parts=kind == "parts")
+    named = {"gated": kind == "gated", "in_parts": kind == "parts", "dtype": dtype}
+    if fp8:
+        numbers, scale = quantize_rows(weight)
+        weight = numbers.float() * scale[:, None]
+        layer = Product(numbers, bias, scale, **named)
+    else:
+        layer = Product(weight, bias, **named)
     for rows in ROWS:
         x = random(rows, inputs, dtype=dtype)
 
@@ -85,6 +97,18 @@ def test_a_layer_agrees_with_its_formula(outputs, inputs, kind, dtype):
 
             out = out.sum(0).to(dtype) if kind == "parts" else out
             assert_no_worse_than(out, formula(torch.float64).float(), formula(dtype), factor=3.0)
+
+
+def test_all_numbers_of_fp8_are_converted_exactly():
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    numbers = numbers[~numbers.isnan()].repeat(2)[:256].repeat(64, 1)
+    scale = torch.ones(64, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.eye(256, dtype=dtype, device="cuda")
+        for rows in (slice(16), slice(256)):
+            found = Product(numbers, None, scale, dtype=dtype)(x[rows], pdl=True)
+
+            assert torch.equal(found, numbers.to(dtype).T[rows])
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "parts"])
@@ -101,14 +125,22 @@ def test_a_row_does_not_depend_on_the_other_rows(kind):
         assert torch.equal(alone[..., 3, :], among[..., 3, :])
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("rows", [8, 64, 256])
-def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows):
+def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, fp8):
+    def product(*shape, seed, **named):
+        weight = random(*shape, scale=shape[1] ** -0.5, seed=seed)
+        if not fp8:
+            return Product(weight, **named)
+        numbers, scale = quantize_rows(weight)
+        return Product(numbers, None, scale, dtype=weight.dtype, **named)
+
     layers = [
         (
-            Product(random(4096, 1024, scale=1 / 32, seed=4 * i)),
-            Product(random(1024, 4096, scale=1 / 64, seed=4 * i + 1), in_parts=True),
-            Product(random(6144, 1024, scale=1 / 32, seed=4 * i + 2), gated=True),
-            Product(random(1024, 3072, scale=1 / 55, seed=4 * i + 3), in_parts=True),
+            product(4096, 1024, seed=4 * i),
+            product(1024, 4096, seed=4 * i + 1, in_parts=True),
+            product(6144, 1024, seed=4 * i + 2, gated=True),
+            product(1024, 3072, seed=4 * i + 3, in_parts=True),
         )
         for i in range(6)
     ]
@@ -175,7 +207,7 @@ def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
     assert 256 in model.row_counts
     found = decode(model, rows, torch.bfloat16)
     again = decode(model, rows, torch.bfloat16)
-    monkeypatch.setattr(registry, "most_rows", lambda _: 0)
+    monkeypatch.setattr(registry, "most_rows", lambda *_, **__: 0)
     model.optimize()
     assert not {16, 32, 64} & set(model.row_counts), "still matrix_linear"
     library, truth = decode(model, rows, torch.bfloat16), decode(wide, rows, torch.float32)

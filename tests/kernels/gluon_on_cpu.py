@@ -440,6 +440,11 @@ def wait_products(left: int, deps: tuple[Any, ...]) -> Any:
     return deps if len(deps) > 1 else deps[0]
 
 
+def products_in_flight() -> int:
+    """Return how many products of this role may still read their operands."""
+    return len(_OWN.products)
+
+
 def _end_all_but(pending: list[Callable[[], Any]], left: int) -> None:
     while len(pending) > left:
         pending.pop(0)()

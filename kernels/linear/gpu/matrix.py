@@ -4,6 +4,9 @@ Such a step is bound by reading the weights, by the wait of each kernel for the 
 bandwidth of the second-level cache. A program computes 64 or 128 outputs of some rows over a part of the inner
 dimension. It starts to copy weights, as many as shared memory holds, before it waits for the kernel whose output it
 multiplies. It writes partial sums; the norm that follows adds them to the residual stream in a fixed order.
+
+Weights in FP8 take half of the bytes. The tensor cores multiply only numbers of one dtype, so a thread loads its part
+of a chunk to registers and converts it, exactly, while the chunk before is multiplied; the scales are applied to sums.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -44,6 +48,7 @@ def matrix_linear(
     x_desc,
     w_desc,
     bias,
+    scale,
     out,
     num_rows,
     N: gl.constexpr,
@@ -66,6 +71,7 @@ def matrix_linear(
         x_desc: [num_rows, K] in boxes of [ROWS, COLUMNS].
         w_desc: [N, K], gate above up where GATED, in boxes of OUTPUTS rows and COLUMNS.
         bias: [N]; where BIAS, which excludes IN_PARTS and GATED.
+        scale: [N] float32; where the weights are in FP8.
         out: [num_rows, N], or N / 2 where GATED; [SPLITS, num_rows, N] float32 where IN_PARTS.
         num_rows: of x.
         OUTPUTS: rows of weights per program, 16 for each of its warps.
@@ -75,10 +81,12 @@ def matrix_linear(
     """
     CHUNKS: gl.constexpr = K // COLUMNS // SPLITS
     dtype: gl.constexpr = x_desc.dtype
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, COLUMNS], dtype)
+    w_dtype: gl.constexpr = w_desc.dtype
+    FP8: gl.constexpr = w_dtype != dtype
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, COLUMNS], w_dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    w = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, COLUMNS], w_layout)
+    w = gl.allocate_shared_memory(w_dtype, [STAGES, OUTPUTS, COLUMNS], w_layout)
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for s in gl.static_range(STAGES):
@@ -93,68 +101,126 @@ def matrix_linear(
     part = gl.program_id(2)
     first = part * (CHUNKS * COLUMNS)
     for s in gl.static_range(STAGES):
-        expect_copies(w_desc, full.index(s), w.index(s), x.index(s), True)
-        copy_weights(w_desc, tile, first + s * COLUMNS, full.index(s), w.index(s), True, GATED)
+        expect_copies(w_desc, x_desc, full.index(s), w.index(s), x.index(s))
+        copy_weights(w_desc, tile, first + s * COLUMNS, full.index(s), w.index(s), GATED)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    factors = ()
+    if FP8:
+        factors = (load_scales(scale, tile, layout, N, OUTPUTS, GATED),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
     for s in gl.static_range(STAGES):
-        copy_rows(x_desc, first_row, first + s * COLUMNS, full.index(s), x.index(s), True)
+        copy_rows(x_desc, first_row, first + s * COLUMNS, full.index(s), x.index(s))
 
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
-    # Only while chunks are left to copy do the warps wait for each other, so that a stage may be filled again.
-    REFILLS: gl.constexpr = CHUNKS - STAGES + 1 if CHUNKS > STAGES else 0
-    for i in range(REFILLS):
-        acc = multiply(w, x, full, acc, i)
-        # The stage that the previous products have read.
-        gl.thread_barrier()
+    if FP8:
+        acc = warpgroup_mma_init(acc)
+    for i in range(CHUNKS):
+        acc = multiply(w, x, full, acc, i, layout)
         following = i - 1 + STAGES
-        then = following % STAGES
-        column = first + following * COLUMNS
-        expect_copies(w_desc, full.index(then), w.index(then), x.index(then), i > 0)
-        copy_weights(w_desc, tile, column, full.index(then), w.index(then), i > 0, GATED)
-        copy_rows(x_desc, first_row, column, full.index(then), x.index(then), i > 0)
-    for i in range(REFILLS, CHUNKS):
-        acc = multiply(w, x, full, acc, i)
+        # Only while chunks are left to copy do the warps wait for each other, so that the stage of the previous
+        # products may be filled again.
+        if (i > 0) & (following < CHUNKS):
+            gl.thread_barrier()
+            then = following % STAGES
+            column = first + following * COLUMNS
+            expect_copies(w_desc, x_desc, full.index(then), w.index(then), x.index(then))
+            copy_weights(w_desc, tile, column, full.index(then), w.index(then), GATED)
+            copy_rows(x_desc, first_row, column, full.index(then), x.index(then))
     acc = warpgroup_mma_wait(0, deps=(acc,))
+    if FP8:
+        acc = acc * factors[0][:, None]  # type: ignore[misc]
     store(acc, bias, out, first_row, tile, part, num_rows, N, OUTPUTS, ROWS, IN_PARTS, GATED, BIAS)
     # The store needs shared memory. Used after it, the barriers keep theirs.
     mbarrier.invalidate(full.index(0))
 
 
 @gluon.jit
-def expect_copies(w_desc, full, w, x, pred):
-    """Announce the bytes of a stage's weights and rows, if `pred`."""
-    columns: gl.constexpr = w.shape[1] * w_desc.dtype.primitive_bitwidth // 8
-    mbarrier.expect(full, (w.shape[0] + x.shape[0]) * columns, pred=pred)
+def expect_copies(w_desc, x_desc, full, w, x):
+    """Announce the bytes of a stage's weights and rows."""
+    w_bits: gl.constexpr = w.shape[0] * w.shape[1] * w_desc.dtype.primitive_bitwidth
+    x_bits: gl.constexpr = x.shape[0] * x.shape[1] * x_desc.dtype.primitive_bitwidth
+    mbarrier.expect(full, (w_bits + x_bits) // 8)
 
 
 @gluon.jit
-def copy_weights(w_desc, tile, column, full, target, pred, GATED: gl.constexpr):
-    """Start to copy a box of weights to shared memory, if `pred`."""
+def copy_weights(w_desc, tile, column, full, target, GATED: gl.constexpr):
+    """Start to copy a box of weights to shared memory."""
     OUTPUTS: gl.constexpr = target.shape[0]
     if GATED:
         box = target._reinterpret(target.dtype, w_desc.block_type.shape, w_desc.layout)
         place = [tile * (OUTPUTS // 16), 0, 0, column]
-        tma.async_copy_global_to_shared(w_desc, place, full, box, pred=pred)
+        tma.async_copy_global_to_shared(w_desc, place, full, box)
     else:
-        tma.async_copy_global_to_shared(w_desc, [tile * OUTPUTS, column], full, target, pred=pred)
+        tma.async_copy_global_to_shared(w_desc, [tile * OUTPUTS, column], full, target)
 
 
 @gluon.jit
-def copy_rows(x_desc, row, column, full, target, pred):
-    """Start to copy the same columns of ROWS rows, if `pred`; rows that do not exist are zeros."""
-    tma.async_copy_global_to_shared(x_desc, [row, column], full, target, pred=pred)
+def copy_rows(x_desc, row, column, full, target):
+    """Start to copy the same columns of ROWS rows; rows that do not exist are zeros."""
+    tma.async_copy_global_to_shared(x_desc, [row, column], full, target)
 
 
 @gluon.jit
-def multiply(w, x, full, acc, i):
+def load_scales(
+    scale, tile, layout: gl.constexpr, N: gl.constexpr, OUTPUTS: gl.constexpr, GATED: gl.constexpr
+):
+    """Load the scales of a program's rows of weights, [OUTPUTS] float32, in their order in shared memory."""
+    row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
+    place = tile * OUTPUTS + row
+    if GATED:
+        place = row // 8 % 2 * (N // 2) + tile * (OUTPUTS // 2) + row // 16 * 8 + row % 8
+    return gl.load(scale + place)
+
+
+@gluon.jit
+def multiply(w, x, full, acc, i, layout: gl.constexpr):
     """Start the products of chunk `i`; those of the chunk before have ended then."""
     STAGES: gl.constexpr = w.shape[0]
     stage = i % STAGES
     mbarrier.wait(full.index(stage), i // STAGES & 1)
-    acc = warpgroup_mma(w.index(stage), x.index(stage).permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma_wait(1, deps=(acc,))
+    rows = x.index(stage).permute((1, 0))
+    if w.dtype != x.dtype:
+        operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+        numbers = w.index(stage).load(operand)
+        # The tensor cores may still read the registers of the last chunk's weights.
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma(widen(numbers, x.dtype), rows, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(w.index(stage), rows, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+    return acc
+
+
+@gluon.constexpr_function
+def widen_assembly(dtype):
+    """Return the assembly of `widen`: a shift, and a product with the quotient of the two formats' scales."""
+    if dtype == gl.bfloat16:
+        shift, numbers, product, factor = 4, "0x07f007f0", "bf16x2", "0x7b807b80"  # 2^120
+    else:
+        shift, numbers, product, factor = 1, "0x3f803f80", "f16x2", "0x5c005c00"  # 2^8
+    return f"""{{
+        .reg .b32 pair, low, factor;
+        cvt.u32.u16 pair, $1;
+        prmt.b32 pair, pair, 0, 0x1404;
+        shr.u32 low, pair, {shift};
+        and.b32 low, low, {numbers};
+        lop3.b32 low, pair, 0x80008000, low, 0xea;
+        mov.b32 factor, {factor};
+        mul.{product} $0, low, factor;
+    }}"""
+
+
+@gluon.jit
+def widen(numbers, dtype: gl.constexpr):
+    """Convert float8_e4m3fn to bfloat16 or float16, exactly but for NaN, which becomes 480.
+
+    The order of calls of this and of waits for products is kept.
+    """
+    assembly: gl.constexpr = widen_assembly(dtype)
+    return gl.inline_asm_elementwise(
+        assembly, "=r,h", [numbers], dtype=dtype.value, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
@@ -196,23 +262,27 @@ class MatrixLinear:
     It computes up to 256 rows, and any number of them for a batch-invariant problem: a row then has the same bits
     whatever the number.
 
-    The weights are [N, C], float16 or bfloat16, N and C multiples of 64; [2 * N, C], gate above up, where the problem
-    is gated. A projection with a gate or for the residual stream has no bias.
+    The weights are [N, C], N and C multiples of 64; [2 * N, C], gate above up, where the problem is gated. They have
+    the inputs' dtype, float16 or bfloat16, or are in FP8 with scales. A projection with a gate or for the residual
+    stream has no bias.
     """
 
     def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
-        self._weight, self._bias, _ = weights
+        self._weight, self._bias, self._scale = weights
         self._gated, self._in_parts = problem.gated, problem.residual
         stacked, inputs = self._weight.shape
         assert stacked % 64 == inputs % 64 == 0, self._weight.shape
         assert self._bias is None or not (self._gated or self._in_parts)
         self._outputs = stacked // 2 if self._gated else stacked
-        self._dtype = getattr(gl, str(self._weight.dtype).removeprefix("torch."))
+        self._dtype = getattr(gl, problem.dtype)
+        self._weight_dtype = self._dtype if self._scale is None else gl.float8e4nv
         if problem.batch_invariant:
             self._launches = plan_invariant_matrix(stacked, inputs, may_split=self._in_parts)
         else:
             self._launches = {
-                rows: plan_matrix(stacked, inputs, rows, may_split=self._in_parts)
+                rows: plan_matrix(
+                    stacked, inputs, rows, may_split=self._in_parts, fp8=self._scale is not None
+                )
                 for rows in ROW_COUNTS
             }
         shapes = {(it.outputs, it.columns) for it in self._launches.values()}
@@ -245,12 +315,14 @@ class MatrixLinear:
         elif out is None:
             out = torch.empty((rows, self._outputs), dtype=x.dtype, device=x.device)
         box = [launch.rows, launch.columns]
+        layout = gl.NVMMASharedLayout.get_default_for(box, self._dtype)
         stacked = self._weight.shape[0]
         grid = (-(-rows // launch.rows), stacked // launch.outputs, launch.splits)
         matrix_linear[grid](
-            TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, self._layout(box)),
+            TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, layout),
             self._boxes[launch.outputs, launch.columns],
             out if self._bias is None else self._bias,
+            out if self._scale is None else self._scale,
             out,
             rows,
             N=stacked,
@@ -276,7 +348,5 @@ class MatrixLinear:
             shape = [self._outputs // 8, 2, 8, inputs]
             strides = [8 * inputs, self._outputs * inputs, inputs, 1]
             box = [outputs // 16, 2, 8, columns]
-        return TensorDescriptor(self._weight, shape, strides, box, self._layout(box))
-
-    def _layout(self, box: list[int]) -> gl.NVMMASharedLayout:
-        return gl.NVMMASharedLayout.get_default_for(box, self._dtype)
+        layout = gl.NVMMASharedLayout.get_default_for(box, self._weight_dtype)
+        return TensorDescriptor(self._weight, shape, strides, box, layout)

@@ -113,9 +113,9 @@ class FusedJob:
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`, of
-            the latter also "invariant"; of "invariant" some of "parts", "fp8", "float32"; of "sum_ranks" "norm" and
-            with it "parts"; of "training" some of "all", "window", "softcap", "alibi", "dropout", "mask", "float32",
-            "float16", "one head a group".
+            the former also "fp8", of the latter "invariant"; of "invariant" some of "parts", "fp8", "float32"; of
+            "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window", "softcap", "alibi",
+            "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
@@ -230,14 +230,17 @@ class FusedCompiler(Compiler):
         self._many_rows(job, PersistentLinear, pdl, batch_invariant="invariant" in job.around)
 
     def _many_rows(self, job: FusedJob, layer: Any, pdl: bool, *, batch_invariant: bool) -> None:
-        outputs, inputs = MATRICES[tuple(it for it in job.around if it != "invariant")]
-        weight = torch.empty((outputs, inputs), dtype=torch.bfloat16)
+        outputs, inputs = MATRICES[tuple(it for it in job.around if it not in {"invariant", "fp8"})]
+        weight, scale = torch.empty((outputs, inputs), dtype=torch.bfloat16), None
+        bias = weight[:, 0] if "bias" in job.around else None
+        if "fp8" in job.around:
+            weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(outputs)
         gated = "gated" in job.around
         problem = LinearProblem(
             job.tokens, outputs // (1 + gated), inputs, gated=gated, residual="parts" in job.around
         )
         problem = dataclasses.replace(problem, batch_invariant=batch_invariant)
-        weights = LinearWeights(weight, weight[:, 0] if "bias" in job.around else None)
+        weights = LinearWeights(weight, bias, scale)
         x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
         layer(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
 

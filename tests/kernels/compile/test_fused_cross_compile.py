@@ -115,10 +115,11 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "gate", around=("plain", "relu"), tokens=64),
         *(FusedJob(sm, "gate", around=(name,), tokens=64) for name in ("gelu", "gelu_tanh")),
         *(
-            FusedJob(sm, "matrix", around=around, tokens=rows)
+            FusedJob(sm, "matrix", around=(*around, *fp8), tokens=rows)
             for around in MATRICES
+            for fp8, most in (((), 1000), (("fp8",), 256))
             for rows in (5, 64, 128, 256, 1000)
-            if sm == HOPPER
+            if sm == HOPPER and rows <= most
         ),
         *(
             FusedJob(sm, "persistent", around=(*around, *invariant), tokens=rows)

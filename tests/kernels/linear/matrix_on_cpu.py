@@ -26,6 +26,7 @@ from tests.kernels.gluon_on_cpu import (
     array,
     in_place_of_gluon,
     names_of_hopper,
+    products_in_flight,
     run_roles,
 )
 from tests.kernels.linear.persistent_on_cpu import Device
@@ -94,22 +95,24 @@ class MatrixDevice(Device):
         assert self._pdl
         self._has_waited = True
 
-    def copy(
-        self, desc: Any, where: list[Any], full: MBarrier, target: Shared, pred: Any = True
-    ) -> None:
-        """Start to copy a box, if `pred`."""
-        if pred:
-            assert self._are_fenced, "the barriers may not be initialized for copies"
-            assert self._are_together, "a thread may still be before its wait"
-            assert self._has_waited or desc is self._weights, "an earlier kernel may write the rows"
-            self.copies_ahead += not self._has_waited
-            assert list(target.memory.shape) == list(map(int, desc.block_type.shape))
-            super().copy(desc, where, full, target)
+    def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared) -> None:
+        """Start to copy a box."""
+        assert self._are_fenced, "the barriers may not be initialized for copies"
+        assert self._are_together, "a thread may still be before its wait"
+        assert self._has_waited or desc is self._weights, "an earlier kernel may write the rows"
+        self.copies_ahead += not self._has_waited
+        assert list(target.memory.shape) == list(map(int, desc.block_type.shape))
+        super().copy(desc, where, full, target)
 
     def wait_products(self, products: Any, left: int, deps: tuple[Any, ...]) -> Any:
         """Wait by `products`."""
         self._are_together = False
         return products(left, deps)
+
+    def widen(self, numbers: Array, dtype: torch.dtype) -> Array:
+        """Convert weights in FP8, in registers that an earlier product may not read any more."""
+        assert products_in_flight() == 0, "an earlier product may read these registers"
+        return numbers.to(dtype)
 
     def convert_layout(self, value: Array, layout: Any, assert_trivial: bool = False) -> Array:
         return super().convert_layout(value, layout, assert_trivial)
@@ -174,6 +177,7 @@ def _in_place_of_gluon(device: MatrixDevice) -> AbstractContextManager[None]:
         "fence_async_shared": device.fence,
         "gdc_launch_dependents": device.launch_dependents,
         "gdc_wait": device.wait_for_earlier,
+        "widen": device.widen,
         "warpgroup_mma_wait": functools.partial(device.wait_products, names["warpgroup_mma_wait"]),
     }
     return in_place_of_gluon((matrix,), device, replaced)

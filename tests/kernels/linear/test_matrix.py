@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from kernels.fp8 import FP8
 from kernels.linear import matrix_tiles
 from kernels.linear.matrix_tiles import (
     MANY_ROWS,
@@ -60,8 +62,7 @@ def plan(monkeypatch):
     """Return a function that decides about the tiles and the stages of the layers that are bound next."""
 
     def plan(launch, stages):
-        chunk_bytes = 2 * (launch.outputs + launch.rows) * launch.columns
-        monkeypatch.setattr(matrix_tiles, "_SHARED_BYTES", stages * chunk_bytes)
+        monkeypatch.setattr(matrix_tiles, "_SHARED_BYTES", stages * launch.chunk_bytes)
         monkeypatch.setattr(matrix, "plan_matrix", lambda *_, **__: launch)
 
     return plan
@@ -74,20 +75,39 @@ def whole_numbers(*shape, seed, dtype=torch.bfloat16):
 
 
 class Layer:
-    """A projection of one kind with random weights; `outputs` is the number of their rows."""
+    """A projection of one kind with random weights; `outputs` is the number of their rows.
+
+    Where `fp8`, the scales of neighbouring rows differ.
+    """
 
     def __init__(
-        self, kind, outputs, inputs, dtype=torch.bfloat16, *, scale=SCALE, invariant=False
+        self,
+        kind,
+        outputs,
+        inputs,
+        dtype=torch.bfloat16,
+        *,
+        scale=SCALE,
+        invariant=False,
+        fp8=False,
     ):
         self.kind, self.dtype = kind, dtype
-        self.weight = whole_numbers(outputs, inputs, seed=1, dtype=dtype) * scale
+        numbers = whole_numbers(outputs, inputs, seed=1, dtype=dtype)
+        self.weight = numbers * scale
         self.bias = whole_numbers(outputs, seed=2, dtype=dtype) if kind == "bias" else None
         gated = kind == "gated"
         problem = LinearProblem(
             1, outputs // (1 + gated), inputs, gated=gated, bias=kind == "bias",
             residual=kind == "residual", layer_weights=1, batch_invariant=invariant,
+            dtype=str(dtype).removeprefix("torch."),
         )  # fmt: skip
-        self.linear = matrix.MatrixLinear(LinearWeights(self.weight, self.bias), problem)
+        weights = LinearWeights(self.weight, self.bias)
+        if fp8:
+            scales = scale * 2.0 ** -(torch.arange(outputs) % 3)
+            self.weight = numbers * scales[:, None].to(dtype)
+            weights = LinearWeights(numbers.to(torch.float8_e4m3fn), self.bias, scales)
+            problem = dataclasses.replace(problem, weight_dtype=FP8)
+        self.linear = matrix.MatrixLinear(weights, problem)
 
     def __call__(self, x, out=None, *, pdl=False):
         return self.linear(x, None, out, LinearArguments(pdl=pdl))
@@ -118,16 +138,19 @@ class Layer:
 @needs_triton
 @pytest.mark.parametrize(("rows", "row_tile", "dtype", "pdl"), ROWS, ids=str)
 @pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize(
     ("kind", "splits"),
     [("plain", 1), ("bias", 1), ("gated", 1), ("residual", 1), ("residual", 2), ("residual", 4)],
 )
-def test_every_output_is_the_formula(kernel, plan, kind, splits, ring, rows, row_tile, dtype, pdl):
+def test_every_output_is_the_formula(
+    kernel, plan, kind, splits, fp8, ring, rows, row_tile, dtype, pdl
+):
     outputs, columns, chunks, stages = RINGS[ring]
-    launch = MatrixLaunch(outputs, row_tile, columns, splits)
+    launch = MatrixLaunch(outputs, row_tile, columns, splits, fp8)
     plan(launch, stages)
     inputs = splits * chunks * columns
-    layer = Layer(kind, 2 * outputs, inputs, dtype)
+    layer = Layer(kind, 2 * outputs, inputs, dtype, fp8=fp8)
     assert launch.stages(inputs) == stages
     x = whole_numbers(rows, inputs, seed=3, dtype=dtype)
 
@@ -139,6 +162,7 @@ def test_every_output_is_the_formula(kernel, plan, kind, splits, ring, rows, row
 
 @needs_triton
 @pytest.mark.parametrize("rows", [1, 17, 65, 130, 256])
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize(
     ("kind", "outputs", "inputs"),
     [
@@ -146,8 +170,8 @@ def test_every_output_is_the_formula(kernel, plan, kind, splits, ring, rows, row
         ("residual", 192, 768), ("residual", 256, 1024),
     ],
 )  # fmt: skip
-def test_planned_tiles_compute_the_formula(kernel, kind, outputs, inputs, rows):
-    layer = Layer(kind, outputs, inputs)
+def test_planned_tiles_compute_the_formula(kernel, kind, outputs, inputs, fp8, rows):
+    layer = Layer(kind, outputs, inputs, fp8=fp8)
     x = whole_numbers(rows, inputs, seed=3)
     found = layer(x, pdl=True)
 
@@ -256,10 +280,11 @@ def test_a_ring_of_one_stage_and_more_chunks_would_wait_forever(kernel, plan):
 )
 def test_a_planned_ring_holds_all_chunks_or_more_than_one(outputs, inputs, may_split):
     for rows in (*ROW_COUNTS, MANY_ROWS):
-        launch = plan_matrix(outputs, inputs, rows, may_split=may_split)
-        chunks = inputs // launch.splits // launch.columns
+        for fp8 in (False, True):
+            launch = plan_matrix(outputs, inputs, rows, may_split=may_split, fp8=fp8)
+            chunks = inputs // launch.splits // launch.columns
 
-        assert launch.stages(inputs) >= min(2, chunks)
+            assert launch.stages(inputs) >= min(2, chunks)
 
 
 @needs_triton

@@ -38,11 +38,12 @@ def test_tiles_divide_the_layer_and_fit_shared_memory(outputs, inputs, rows, may
     assert 2 * stages * (launch.outputs + launch.rows) * launch.columns < HOPPER_SHARED_BYTES
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("rows", ROW_COUNTS)
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
-def test_a_layer_that_may_be_split_has_a_program_for_nearly_every_sm(model, rows):
+def test_a_layer_that_may_be_split_has_a_program_for_nearly_every_sm(model, rows, fp8):
     for outputs, inputs in (LAYERS[model][1], LAYERS[model][3]):
-        launch = plan_matrix(outputs, inputs, rows, may_split=True)
+        launch = plan_matrix(outputs, inputs, rows, may_split=True, fp8=fp8)
 
         programs = -(-rows // launch.rows) * (outputs // launch.outputs) * launch.splits
         assert 100 <= programs <= 132, launch
@@ -62,6 +63,13 @@ def test_large_layers_use_the_library_beyond_128_rows():
 
     assert most_rows(weights["qwen3-0.6b"]) == 256
     assert most_rows(weights["llama-3.2-1b"]) == most_rows(weights["llama-3.1-8b"]) == 128
+
+
+def test_large_layers_in_fp8_use_the_library_beyond_64_rows():
+    weights = {name: sum(n * k for n, k in layers) for name, layers in LAYERS.items()}
+
+    assert most_rows(weights["qwen3-0.6b"], fp8=True) == 256
+    assert most_rows(weights["llama-3.1-8b"], fp8=True) == 64
 
 
 @pytest.mark.parametrize("may_split", [False, True])

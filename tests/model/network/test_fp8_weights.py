@@ -1,5 +1,6 @@
 """Float8 weights: how a checkpoint is quantized, and the effect on the bundled model's predictions."""
 
+import math
 import re
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_each_row_of_a_layers_matrices_is_quantized_with_its_own_scale(tmp_path,
             assert torch.equal(part.scale, scale)
         else:
             assert torch.equal(part.values, exact.to(part.values.dtype)), name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_outputs_of_a_row_that_is_not_finite_are_not_finite(bad):
+    weight = torch.ones(2, 16)
+    weight[0, 3] = bad
+    numbers, scale = quantize_rows(weight)
+
+    # Kernels multiply finite numbers, whatever a NaN in FP8 becomes, by the scale.
+    assert scale.isfinite().tolist() == [False, True]
+    assert torch.equal(dequantize_rows(numbers, scale, torch.float32)[1], weight[1])
 
 
 def test_a_model_without_quantization_has_no_scales(tmp_path):
