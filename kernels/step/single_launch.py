@@ -34,7 +34,7 @@ _MOST_HIDDEN: Final = 4096
 _MOST_HIDDEN_OF_ROWS: Final = 3072
 """Largest measured hidden sizes of one sequence and of several."""
 _STAGE: Final = PARTS * COLUMNS
-"""Columns of weights in a stage."""
+"""Columns of weights in a stage; twice as many of FP8 weights."""
 _MOST_SMS: Final = 256
 """Programs whose results the argmax reduces, at most."""
 _REFUSALS: Final = ("too many blocks in cooperative launch", "operation not supported")
@@ -74,7 +74,8 @@ def unsupported(
     divided = step_sizes(shape, arch, rows, tensor_cores=tensor_cores)
     units = rows * kv_heads * divided.group_splits
     # Of several sequences, gate and up are multiplied together.
-    least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
+    stage = 2 * _STAGE if in_fp8 else _STAGE
+    least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // stage))
     tests = (
         (
             weight_dtype is not None and not in_fp8,
@@ -83,7 +84,6 @@ def unsupported(
         *(
             (rows > 1 and has, f"no {what} for several sequences")
             for what, has in (
-                ("weights in FP8", in_fp8),
                 ("norms after attention and MLP", shape.post_norms),
                 (f"{shape.activation} activation", shape.activation != "silu"),
                 ("factor on embeddings", shape.embedding_factor != 1.0),

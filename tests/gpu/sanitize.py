@@ -13,7 +13,7 @@ memcheck detects it. The parts, by default all:
 - products: vector and tensor-core products with norm, gate, bias, residual and FP8 weights, of sizes
   that fill no tile;
 - sampling: rows of all filters, of lists of candidates that hold all, some and hardly any of them;
-- step: single-launch steps with and without early arrival, also over an FP8 cache.
+- step: single-launch steps of one and of several sequences, with and without early arrival, also over an FP8 cache.
 
 Of `step`, racecheck reports every read of the ring of stages together with the copy that fills the stage, about
 a million hazards: it seems not to follow copies by cp.async that arrive on an mbarrier. So run it on the other
@@ -55,7 +55,16 @@ from tests.gpu.test_fp8_weights_gpu import Layer
 from tests.gpu.test_layer_kernels_gpu import EPS, random
 from tests.gpu.test_matrix_gpu import Product
 from tests.gpu.test_sampling_gpu import filtered_rows, logits_on_gpu, supports_pdl
-from tests.gpu.test_single_launch_gpu import FP8_WEIGHTS, Step, bind, build, fill, new_cache
+from tests.gpu.test_single_launch_gpu import (
+    FP8_WEIGHTS,
+    SEVERAL,
+    RowsStep,
+    Step,
+    bind,
+    build,
+    fill,
+    new_cache,
+)
 from tests.kernels.linear.layer import linear
 from tests.kernels.sampling.sampled import by_kernel, by_rule
 
@@ -232,6 +241,7 @@ STEP_MODELS = (
 )
 """Models and the dtypes of their quantized matrices."""
 STEP_CONTEXTS = (1, 33, 300)
+STEP_ROWS = 4
 
 
 def step_all() -> int:
@@ -256,6 +266,18 @@ def step_all() -> int:
                 assert step.tokens.item() == step.sampled[0].item() == first.float().argmax().item()
                 fill(cache)
                 runs += 2
+            if single_launch.unsupported(
+                model.config, torch.bfloat16, weight_dtype, arch, STEP_ROWS, unmeasured=True
+            ):
+                continue
+            bound = bind(model, cache, STEP_ROWS)
+            several = RowsStep(model, SEVERAL[:STEP_ROWS])
+            first = several.single_launch(bound)
+            fill(cache)
+            assert first.isfinite().all()
+            assert torch.equal(first, several.single_launch(bound)), f"{name} differs in a repeat"
+            fill(cache)
+            runs += 2
     return runs
 
 

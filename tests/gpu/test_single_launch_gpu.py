@@ -520,6 +520,7 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -527,10 +528,9 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
         *itertools.product(("qwen", "groups of 3"), (2, 4)),
     ],
 )
-def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, kv_dtype):
-    model = build(name, torch.bfloat16)
-    wide = build(name, torch.float32)
-    wide.load_state_dict(model.state_dict())
+def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight_dtype, kv_dtype):
+    model = build(name, torch.bfloat16, weight_dtype)
+    wide = in_float32(model)
     own_cache = new_cache(model, kv_dtype)
     bound = bind(model, own_cache, rows)
     for shift in (0, 3, 100):
@@ -570,9 +570,12 @@ def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
 @pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "heads of 80"])
-def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(name, kv_dtype):
-    model = build(name, torch.bfloat16)
+def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(
+    name, weight_dtype, kv_dtype
+):
+    model = build(name, torch.bfloat16, weight_dtype)
     bound = bind(model, new_cache(model, kv_dtype), 8)
     steps = [RowsStep(model, contexts, write=False) for contexts in (SEVERAL, SEVERAL[::-1])]
     expected = [step.single_launch(bound) for step in steps]
@@ -717,7 +720,7 @@ def test_fp8_weights_reach_the_single_launch_in_an_engine(monkeypatch):
         while engine.engine._runner.use_idle_time():
             pass
         assert engine.engine.info.plan.one_sequence.startswith(
-            "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8"
+            "in one launch; 2, 4, 8 sequences in one launch"
             if largest
             else "layer by layer: a hidden size of"
         )

@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
+from kernels.gpu.widen import widen
 from kernels.linear.matrix_tiles import (
     MANY_ROWS,
     ROW_COUNTS,
@@ -190,37 +191,6 @@ def multiply(w, x, full, acc, i, layout: gl.constexpr):
         acc = warpgroup_mma(w.index(stage), rows, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
     return acc
-
-
-@gluon.constexpr_function
-def widen_assembly(dtype):
-    """Return the assembly of `widen`: a shift, and a product with the quotient of the two formats' scales."""
-    if dtype == gl.bfloat16:
-        shift, numbers, product, factor = 4, "0x07f007f0", "bf16x2", "0x7b807b80"  # 2^120
-    else:
-        shift, numbers, product, factor = 1, "0x3f803f80", "f16x2", "0x5c005c00"  # 2^8
-    return f"""{{
-        .reg .b32 pair, low, factor;
-        cvt.u32.u16 pair, $1;
-        prmt.b32 pair, pair, 0, 0x1404;
-        shr.u32 low, pair, {shift};
-        and.b32 low, low, {numbers};
-        lop3.b32 low, pair, 0x80008000, low, 0xea;
-        mov.b32 factor, {factor};
-        mul.{product} $0, low, factor;
-    }}"""
-
-
-@gluon.jit
-def widen(numbers, dtype: gl.constexpr):
-    """Convert float8_e4m3fn to bfloat16 or float16, exactly but for NaN, which becomes 480.
-
-    The order of calls of this and of waits for products is kept.
-    """
-    assembly: gl.constexpr = widen_assembly(dtype)
-    return gl.inline_asm_elementwise(
-        assembly, "=r,h", [numbers], dtype=dtype.value, is_pure=False, pack=2
-    )
 
 
 @gluon.jit

@@ -178,7 +178,7 @@ def own_rows(vectors, offsets, first, PUBLISHED: gl.constexpr, c):
 @gluon.jit
 def project_rows(ring, out, parity, bias, used, c):
     """Compute this program's queries, keys and values of all sequences."""
-    EACH: gl.constexpr = row_tiles_at_once(c.HIDDEN, c.STAGES)
+    EACH: gl.constexpr = row_tiles_at_once(c.HIDDEN, c.STAGES, c.FP8_WEIGHTS)
     count = projected_tiles(c)
     for i in range(count // EACH):
         used = project(ring, out, parity, bias, i * EACH, used, EACH, c)
@@ -192,7 +192,7 @@ def project_rows(ring, out, parity, bias, used, c):
 def project(ring, out, parity, bias, number, used, TILES: gl.constexpr, c):
     """Compute TILES tiles of queries, keys and values."""
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
-    sums, used = multiply(ring, used, c.HIDDEN, TILES, c)
+    sums, used = multiply(ring, used, c.HIDDEN, TILES, c.FP8_WEIGHTS, c)
     row, output = outputs_of_tile()
     for t in gl.static_range(TILES):
         place = projected_row(number + t, c) + output
@@ -206,7 +206,7 @@ def project(ring, out, parity, bias, number, used, TILES: gl.constexpr, c):
 @gluon.jit
 def gate_rows(ring, out, parity, first, used, c):
     """Compute this program's part of the gated products of all sequences."""
-    EACH: gl.constexpr = max(1, row_tiles_at_once(c.HIDDEN, c.STAGES) // 2)
+    EACH: gl.constexpr = max(1, row_tiles_at_once(c.HIDDEN, c.STAGES, c.FP8_WEIGHTS) // 2)
     count = tiles_of_program(first, c.INNER // ROWS)
     for i in range(count // EACH):
         used = gate(ring, out, parity, first, i * EACH, used, EACH, c)
@@ -219,7 +219,7 @@ def gate_rows(ring, out, parity, first, used, c):
 @gluon.jit
 def gate(ring, out, parity, first, number, used, PAIRS: gl.constexpr, c):
     """Compute PAIRS tiles of the gated products."""
-    sums, used = multiply(ring, used, c.HIDDEN, gl.constexpr(2 * PAIRS), c)
+    sums, used = multiply(ring, used, c.HIDDEN, gl.constexpr(2 * PAIRS), c.FP8_WEIGHTS, c)
     row, output = outputs_of_tile()
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
@@ -236,7 +236,7 @@ def add_residual(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c
     for i in gl.static_range(len(before)):
         tile = first + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
-            y, used = multiply_long(ring, used, INPUTS, c)
+            y, used = multiply_long(ring, used, INPUTS, c.FP8_WEIGHTS, c)
             y += before[i].to(gl.float32)
             place = row * c.HIDDEN + tile * ROWS + output
             publish(out, c.BATCH * c.HIDDEN, parity, place, y, row < c.BATCH, c)

@@ -29,6 +29,7 @@ def step_of_rows(
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, BATCH: gl.constexpr,
+    FP8_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
@@ -49,7 +50,7 @@ def step_of_rows(
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
-        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH,
+        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH, FP8_WEIGHTS,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
     buffers = (hidden, between, qkv, inner, parts, logs, best, totals)
@@ -113,5 +114,6 @@ class RowsKernel(BoundStep):
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
             BATCH=self._rows,
+            FP8_WEIGHTS=weights.layers[0].scales is not None,
             **self._constants,
         )

@@ -60,7 +60,7 @@ def produce_step(ring, table, head, past, block_table, c):
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     used = 0
-    if c.TENSOR_CORES:
+    if c.TENSOR_CORES or c.FP8_WEIGHTS:
         table = computed_again(table)
     for layer in range(c.LAYERS):
         weight, scales = matrix_of(table, layer, QKV, dtype, c)
@@ -156,7 +156,7 @@ def send_parts(
         [1, WIDE], [WIDE // 8, 256 // WIDE], [PRODUCER_WARPS, 1], [1, 0]
     )
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    if c.TENSOR_CORES:
+    if c.TENSOR_CORES or c.FP8_WEIGHTS:
         row = computed_again(row)
     row = gl.minimum(row, last)[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]

@@ -1,7 +1,8 @@
 """Products of the whole-step kernel for several sequences, on tensor cores.
 
-A stage holds 1024 columns of 8 rows of weights, which are multiplied by those columns of 8 sequences. The eight warps
-divide the columns, 128 each, and a warp divides its own into two halves, so that a product has 16 rows and 16 columns:
+A stage holds 1024 columns of 8 rows of weights, which are multiplied by those columns of 8 sequences; of FP8 weights,
+which are converted to the model's dtype, it holds up to twice as many. The eight warps divide 1024 columns, 128 each,
+and a warp divides its own into two halves, so that a product has 16 rows and 16 columns:
 
     first half of 8 sequences    x    first half of 8 rows of weights | second half        used | not used
     second half                                                                        not used | used
@@ -16,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.gpu.widen import widen
 from kernels.step.gpu.grid_barrier import received
 from kernels.step.gpu.ring import (
     COLUMNS,
@@ -25,8 +27,12 @@ from kernels.step.gpu.ring import (
     PARTS,
     ROWS,
     SUMS,
+    part_columns_log2,
+    parts_in,
+    parts_per_stage,
     release,
     stages_of,
+    stored_dtype,
     wait_full,
 )
 
@@ -73,12 +79,15 @@ def columns_divided(row_at, inner_at):
 
 
 @gluon.constexpr_function
-def rows_divided(row_at, inner_at):
-    """Like `columns_divided`, by the bits of a row's number: chunks of 8 columns are exchanged with it."""
-    return [
-        [1 << i if at == row_at else 8 << i if at == inner_at else 0 for at in range(3)]
-        for i in range(3)
-    ]
+def rows_divided(row_at, inner_at, fp8=False):
+    """Like `columns_divided`, by the bits of a row's number: chunks of 16 bytes are exchanged with it."""
+    columns = columns_divided(row_at, inner_at)
+    first = part_columns_log2(fp8)
+    rows = []
+    for i in range(3):
+        basis = columns[first + i]
+        rows.append([basis[at] + (1 << i if at == row_at else 0) for at in range(3)])
+    return rows
 
 
 @gluon.constexpr_function
@@ -88,10 +97,16 @@ def rows_operand():
 
 
 @gluon.constexpr_function
-def weights_operand():
-    """Return the layout in which a stage, [PARTS, ROWS, COLUMNS], is the second operand [warp, 64, 16]."""
-    columns, rows = columns_divided(2, 1), rows_divided(2, 1)
+def weights_operand(fp8):
+    """Return the layout in which [PARTS, ROWS, COLUMNS] of a stage are the second operand [warp, 64, 16]."""
+    columns, rows = columns_divided(2, 1), rows_divided(2, 1, fp8)
     return gl.SharedLinearLayout([*columns[:8], *rows, *columns[8:]])
+
+
+@gluon.constexpr_function
+def chunks_in(inputs, stage, fp8):
+    """Return how many chunks of WIDTH columns of ROWS rows of weights are in one of their stages."""
+    return -(-parts_in(inputs, stage, fp8) // PARTS.value)
 
 
 @gluon.jit
@@ -185,42 +200,57 @@ def outputs_of_tile():
 
 
 @gluon.jit
-def multiply(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, c):
+def multiply(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next tiles of weights by the vectors in shared memory; returns TILES tensors of [SUMS] float32.
 
     The stages of all tiles are in the ring at once.
     """
-    EACH: gl.constexpr = stages_of(INPUTS)
+    EACH: gl.constexpr = stages_of(INPUTS, FP8)
     for i in gl.static_range(TILES * EACH):
         wait_full(ring, used + i, c)
     products = ()
     for _ in gl.static_range(TILES):
         products = products + (no_products(),)  # type: ignore[assignment]
     for i in gl.static_range(EACH):
-        products = add_stages(ring, products, i, used + i, EACH, c)
-    return sums_of_warps(ring, products, used, TILES * EACH, c), used + TILES * EACH
+        products = add_stages(ring, products, i, used + i, EACH, chunks_in(INPUTS, i, FP8), FP8, c)
+    return sums_of_warps(ring, products, used, EACH, FP8, c), used + TILES * EACH
 
 
 @gluon.jit
-def multiply_long(ring, used, INPUTS: gl.constexpr, c):
+def multiply_long(ring, used, INPUTS: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next tile of weights by the vectors in shared memory; returns [SUMS] float32."""
     AT_ONCE: gl.constexpr = min(4, c.STAGES // 2)
-    TIMES: gl.constexpr = (stages_of(INPUTS) - 1) // AT_ONCE
-    REST: gl.constexpr = stages_of(INPUTS) - TIMES * AT_ONCE
+    TIMES: gl.constexpr = (stages_of(INPUTS, FP8) - 1) // AT_ONCE
+    REST: gl.constexpr = stages_of(INPUTS, FP8) - TIMES * AT_ONCE
+    FULL: gl.constexpr = chunks_in(INPUTS, 0, FP8)
     products = (no_products(),)
     for n in range(TIMES):
         for i in gl.static_range(AT_ONCE):
             wait_full(ring, used + i, c)
         for i in gl.static_range(AT_ONCE):
-            products = add_stages(ring, products, n * AT_ONCE + i, used + i, 1, c)
+            products = add_stages(ring, products, n * AT_ONCE + i, used + i, 1, FULL, FP8, c)
         release(ring, used, AT_ONCE, c)
         used += AT_ONCE
     for i in gl.static_range(REST):
         wait_full(ring, used + i, c)
     for i in gl.static_range(REST):
-        products = add_stages(ring, products, TIMES * AT_ONCE + i, used + i, 1, c)
-    sums = sums_of_warps(ring, products, used, REST, c)
+        products = add_stages(
+            ring, products, TIMES * AT_ONCE + i, used + i, 1, chunks_in(INPUTS, TIMES * AT_ONCE + i, FP8), FP8, c
+        )  # fmt: skip
+    sums = sums_of_warps(ring, products, used, REST, FP8, c)
     return sums[0], used + REST
+
+
+@gluon.jit
+def tile_scales(ring, used, FP8: gl.constexpr, c):
+    """Return the scale of each sum of the tile in use number `used` of the ring, which has arrived; 1 without FP8."""
+    scales = 1.0
+    if FP8:
+        layout: gl.constexpr = gl.SliceLayout(0, sum_layout())
+        sums = gl.reshape(gl.zeros([SUMS], gl.float32, layout=layout), [ROWS, ROWS])
+        of_rows = ring.scales.index(used % c.STAGES).load(gl.SliceLayout(0, sums.type.layout))
+        scales = gl.convert_layout(gl.reshape(sums + of_rows[None, :], [SUMS]), layout)
+    return scales
 
 
 @gluon.jit
@@ -231,30 +261,43 @@ def no_products():
 
 
 @gluon.jit
-def add_stages(ring, products, number, used, STRIDE: gl.constexpr, c):
-    """Add the products of a stage of each tile: the tiles' stages are STRIDE uses apart, from `used` on.
+def add_stages(
+    ring, products, number, used, STRIDE: gl.constexpr, CHUNKS: gl.constexpr, FP8: gl.constexpr, c
+):
+    """Add the products of stage `number` of each tile, CHUNKS chunks of WIDTH columns.
 
-    `number` is that of the vectors' columns, in units of WIDTH.
+    The tiles' stages are STRIDE uses apart, from `used` on.
     """
     dtype: gl.constexpr = ring.x.dtype
+    stored: gl.constexpr = stored_dtype(dtype, FP8)
+    AT_ONCE: gl.constexpr = parts_per_stage(FP8) // PARTS
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_rows: gl.constexpr = gl.DotOperandLayout(0, accumulators(), 2)
     of_weights: gl.constexpr = gl.DotOperandLayout(1, accumulators(), 2)
     rows_shape: gl.constexpr = [CONSUMER_WARPS, 16, WIDTH // CONSUMER_WARPS // 2]
     weights_shape: gl.constexpr = [CONSUMER_WARPS, WIDTH // CONSUMER_WARPS // 2, 16]
     chunks = ring.x._reinterpret(dtype, [c.INPUTS // MULTIPLIED, MULTIPLIED], flat)
-    rows = chunks.index(number)._reinterpret(dtype, rows_shape, rows_operand()).load(of_rows)
-    added = ()
-    for t in gl.static_range(len(products)):
-        stage = ring.data.index((used + t * STRIDE) % c.STAGES)
-        weights = stage._reinterpret(dtype, weights_shape, weights_operand()).load(of_weights)
-        added = added + (mma_v2(rows, weights, products[t]),)  # type: ignore[assignment]
-    return added
+    sums = products
+    for k in gl.static_range(CHUNKS):
+        rows = chunks.index(number * AT_ONCE + k)
+        rows = rows._reinterpret(dtype, rows_shape, rows_operand()).load(of_rows)
+        added = ()
+        for t in gl.static_range(len(products)):
+            stage = ring.data.index((used + t * STRIDE) % c.STAGES)
+            part = stage._reinterpret(stored, [AT_ONCE, PARTS * ROWS * COLUMNS], flat).index(k)
+            weights = part._reinterpret(stored, weights_shape, weights_operand(FP8)).load(
+                of_weights
+            )
+            if FP8:
+                weights = widen(weights, dtype)
+            added = added + (mma_v2(rows, weights, sums[t]),)  # type: ignore[assignment]
+        sums = added
+    return sums
 
 
 @gluon.jit
-def sums_of_warps(ring, products, used, COUNT: gl.constexpr, c):
-    """Add the warps' products of each tile, [SUMS] each, and release COUNT stages from use number `used` on."""
+def sums_of_warps(ring, products, used, EACH: gl.constexpr, FP8: gl.constexpr, c):
+    """Add the warps' products of each tile, [SUMS] each, and release EACH stages a tile from use number `used` on."""
     # All have read the sums before.
     gl.thread_barrier()
     for t in gl.static_range(len(products)):
@@ -263,14 +306,18 @@ def sums_of_warps(ring, products, used, COUNT: gl.constexpr, c):
         first, _ = gl.split(left)
         _, second = gl.split(right)
         ring.sums.index(t).store(gl.reshape(first + second, [CONSUMER_WARPS, SUMS]))
-    release(ring, used, COUNT, c)
+    scales = ()
+    for t in gl.static_range(len(products)):
+        scales = scales + (tile_scales(ring, used + t * EACH, FP8, c),)  # type: ignore[assignment]
+    release(ring, used, len(products) * EACH, c)
     totals = ()
     for t in gl.static_range(len(products)):
-        totals = totals + (gl.sum(ring.sums.index(t).load(sum_layout()), 0),)  # type: ignore[assignment]
+        total = gl.sum(ring.sums.index(t).load(sum_layout()), 0) * scales[t]
+        totals = totals + (total,)  # type: ignore[assignment]
     return totals
 
 
 @gluon.constexpr_function
-def row_tiles_at_once(hidden, stages):
+def row_tiles_at_once(hidden, stages, fp8=False):
     """Return how many tiles the next call of `multiply` multiplies: half of the ring at most, if one tile allows it."""
-    return max(1, min(MOST_TILES.value, stages // 2 // stages_of(hidden)))
+    return max(1, min(MOST_TILES.value, stages // 2 // stages_of(hidden, fp8)))

@@ -465,8 +465,9 @@ def parts_in(inputs, stage, fp8=False):
 
 @gluon.constexpr_function
 def parts_sent(inputs, stage, batch, fp8=False):
-    """Return how many parts of a stage are filled; for several sequences all, with zeros behind the rows' end."""
-    return parts_in(inputs, stage, fp8) if batch == 1 else PARTS.value
+    """Return how many parts of a stage are filled; for several sequences a multiple of PARTS, the last with zeros."""
+    parts = parts_in(inputs, stage, fp8)
+    return parts if batch == 1 else -(-parts // PARTS.value) * PARTS.value
 
 
 @gluon.constexpr_function

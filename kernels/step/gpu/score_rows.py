@@ -47,7 +47,7 @@ def score_rows(ring, logits, best, totals, used, c):
 @gluon.jit
 def score_tiles(ring, logits, number, key, total, used, TILES: gl.constexpr, c):
     """Compute and store TILES tiles of logits; returns the largest key and the sum of exponentials of each place."""
-    sums, used = multiply(ring, used, c.HIDDEN, TILES, c)
+    sums, used = multiply(ring, used, c.HIDDEN, TILES, gl.constexpr(False), c)
     row, output = outputs_of_tile()
     keys = ()
     largest = key

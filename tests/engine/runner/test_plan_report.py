@@ -104,7 +104,7 @@ def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config)
     )
 
 
-def test_the_plan_says_that_weights_in_fp8_are_used_for_one_sequence_up_to_a_size(config):
+def test_the_plan_says_that_steps_with_weights_in_fp8_are_one_launch_up_to_a_size(config):
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     small = dataclasses.replace(config, **changes)
     large = dataclasses.replace(small, hidden_size=4160)
@@ -115,9 +115,7 @@ def test_the_plan_says_that_weights_in_fp8_are_used_for_one_sequence_up_to_a_siz
         for it in (small, large)
     ]
 
-    assert found[0].one_sequence == (
-        "in one launch; 2, 4, 8 sequences layer by layer: no weights in FP8 for several sequences"
-    )
+    assert found[0].one_sequence == "in one launch; 2, 4, 8 sequences in one launch"
     assert found[1].one_sequence == ("layer by layer: a hidden size of 4160, at most 4096")
 
 

@@ -45,8 +45,14 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = tuple(
     around
     for around, shape in STEPS.items()
-    if not {"fp8 weights", "gemma"} & {*around}
-    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], 8)
+    if "gemma" not in around
+    and not unsupported(
+        shape,
+        torch.bfloat16,
+        ARCHES[HOPPER],
+        8,
+        torch.float8_e4m3fn if "fp8 weights" in around else None,
+    )
 )
 """Of `STEPS`: those that a step of 8 sequences supports."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")

@@ -422,6 +422,7 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
             wait_group=lambda _: None,
         ),
         "mma_v2": device.mma,
+        "widen": lambda numbers, dtype: numbers.to(dtype),
         "computed_again": lambda x: x,
         "publish": device.publish,
         "clear": device.clear,

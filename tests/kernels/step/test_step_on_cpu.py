@@ -98,6 +98,14 @@ FP8_WEIGHTS = (
     Case(1, fp8_weights=True, hidden=2112, inner=4160, layers=1, fp8=True, num_sms=20),
     Case(1, fp8_weights=True, hidden=4096, inner=2048, layers=1, num_sms=20),
 )
+FP8_WEIGHTS_OF_ROWS = (
+    Case(8, fp8_weights=True),
+    Case(2, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+    Case(4, fp8_weights=True, heads=6, dim=48, hidden=192, inner=1088, around=False, window=40, num_sms=13),
+    Case(2, fp8_weights=True, hidden=2112, inner=4672, layers=1, num_sms=20),
+    Case(4, fp8_weights=True, hidden=3072, inner=576, layers=1, num_sms=20),
+    Case(8, fp8_weights=True, fp8=True, early=False),
+)  # fmt: skip
 TENSOR_CORES = tuple(
     dataclasses.replace(case, on_tensor_cores=True)
     for case in (
@@ -130,6 +138,7 @@ CASES = (
     Case(4, heads=10, num_sms=40, vocab=640),
     Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
     *FP8_WEIGHTS,
+    *FP8_WEIGHTS_OF_ROWS,
     *GEMMAS,
     *TENSOR_CORES,
 )
@@ -315,7 +324,10 @@ def model(request, monkeypatch):
 
 @pytest.mark.parametrize(
     "model",
-    slow_except((*CASES[:2], *FP8_WEIGHTS[:1], *TENSOR_CORES[:1], *GEMMAS[:3]), CASES),
+    slow_except(
+        (*CASES[:2], *FP8_WEIGHTS[:1], *FP8_WEIGHTS_OF_ROWS[:1], *TENSOR_CORES[:1], *GEMMAS[:3]),
+        CASES,
+    ),
     indirect=True,
     ids=str,
 )
@@ -358,7 +370,9 @@ def test_keys_and_values_are_written_to_the_slots_and_nowhere_else(model):
     assert changed.tolist() == [163, 191]
 
 
-@pytest.mark.parametrize("model", [Case(4, layers=1)], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "model", [Case(4, layers=1), Case(4, layers=1, fp8_weights=True)], indirect=True, ids=str
+)
 def test_a_sequence_has_the_same_bits_beside_any_others(model):
     bound = model.bind()
     first = model.step(bound).logits[2].clone()

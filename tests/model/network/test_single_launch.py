@@ -149,15 +149,15 @@ def test_tensor_cores_multiply_large_models_weights_in_fp8_and_models_with_norms
     assert on_tensor_cores(little._replace(post_norms=True), fp8_weights=False)
 
 
-def test_weights_in_fp8_are_for_one_sequence_and_several_sequences_for_smaller_models():
+def test_several_sequences_are_for_smaller_models_than_one():
     wide = QWEN._replace(hidden_size=4096)
     wider = QWEN._replace(hidden_size=5120)
 
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8) == (
-        "no weights in FP8 for several sequences",
-    )
-    assert "a hidden size of 4096, at most 3072" in unsupported(wide, torch.bfloat16, HOPPER, 2)
     for weight_dtype in (None, WEIGHTS_IN_FP8):
+        assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, weight_dtype) == ()
+        assert "a hidden size of 4096, at most 3072" in unsupported(
+            wide, torch.bfloat16, HOPPER, 2, weight_dtype
+        )
         assert unsupported(wide, torch.bfloat16, HOPPER, 1, weight_dtype) == ()
         assert unsupported(wider, torch.bfloat16, HOPPER, 1, weight_dtype) == (
             "a hidden size of 5120, at most 4096",
