@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
 from kernels.linear import cpu, persistent_tiles
-from kernels.linear.matrix_tiles import FEWEST_ROWS, ROW_COUNTS, most_rows
+from kernels.linear.matrix_tiles import FEWEST_FP8_ROWS, FEWEST_ROWS, ROW_COUNTS, most_rows
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 
 if TYPE_CHECKING:
@@ -76,8 +76,13 @@ def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
 
 
 def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    in_fp8 = problem.weight_dtype is not None
     return _gpu_unsupported(problem, arch) + _reasons(
         (problem.batch_invariant, "for few rows only"),
+        (
+            in_fp8 and problem.rows >= FEWEST_FP8_ROWS and not _matrix_unsupported(problem, arch),
+            f"tensor cores are faster from {FEWEST_FP8_ROWS} rows on with weights in FP8",
+        ),
         (
             problem.rows > MOST_VECTOR_ROWS,
             f"{problem.rows} rows: others are faster from {MOST_VECTOR_ROWS + 1} on",
@@ -122,15 +127,17 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
 
 
 def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    most = most_rows(problem.layer_weights, fp8=problem.weight_dtype is not None)
+    in_fp8 = problem.weight_dtype is not None
+    fewest = FEWEST_FP8_ROWS if in_fp8 else FEWEST_ROWS
+    most = most_rows(problem.layer_weights, fp8=in_fp8)
     return _hopper_unsupported(problem, arch) + _reasons(
         (
-            problem.weight_dtype is not None and problem.batch_invariant,
+            in_fp8 and problem.batch_invariant,
             "weights are quantized",
         ),
         (
-            not problem.batch_invariant and not FEWEST_ROWS <= problem.rows <= most,
-            f"{problem.rows} rows: others are faster outside {FEWEST_ROWS} to {most}",
+            not problem.batch_invariant and not fewest <= problem.rows <= most,
+            f"{problem.rows} rows: others are faster outside {fewest} to {most}",
         ),
     )
 
@@ -183,7 +190,7 @@ VECTOR: Final = LinearSpec(
     absorbs_residual=True,
     row_counts=(1, 2, 4),
 )
-"""1 to 4 rows, without tensor cores."""
+"""1 to 4 rows, without tensor cores; of weights in FP8 that `matrix` supports 1 or 2."""
 PERSISTENT: Final = LinearSpec(
     name="persistent",
     target="kernels.linear.gpu.persistent:PersistentLinear",
@@ -203,7 +210,7 @@ MATRIX: Final = LinearSpec(
     prefetches=True,
     row_counts=ROW_COUNTS,
 )
-"""5 to 256 rows, on Hopper's tensor cores, with weights in FP8 too; batch invariant for any number of rows."""
+"""5 to 256 rows, or from 3 on with weights in FP8, on Hopper's tensor cores; batch invariant for any number of rows."""
 INVARIANT: Final = LinearSpec(
     name="invariant",
     target="kernels.linear.gpu.invariant:InvariantLinear",

@@ -16,7 +16,7 @@ from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR as VECTOR_ROW
 from kernels.linear.select import LinearChoice, select_linear
 from kernels.sampling.rows import SAMPLE_SIZES
-from kernels.step.single_launch import unsupported
+from kernels.step.single_launch import ROW_COUNTS, unsupported
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.fused_compile_worker import MATRICES, STEPS, FusedJob
@@ -42,19 +42,15 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
 BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 """Of `STEPS`: those that fit into the shared memory of sm_120, and without a spill on sm_100."""
-STEPS_OF_ROWS = tuple(
-    around
+STEPS_OF_ROWS = {
+    around: most
     for around, shape in STEPS.items()
+    for weight_dtype in (torch.float8_e4m3fn if "fp8 weights" in around else None,)
+    for most in ROW_COUNTS
     if "gemma" not in around
-    and not unsupported(
-        shape,
-        torch.bfloat16,
-        ARCHES[HOPPER],
-        8,
-        torch.float8_e4m3fn if "fp8 weights" in around else None,
-    )
-)
-"""Of `STEPS`: those that a step of 8 sequences supports."""
+    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], most, weight_dtype)
+}
+"""Of `STEPS`: those that a step of several sequences supports, and the largest number of sequences."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
 SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
 """Sizes of rows that a list of candidates holds, just holds and just does not hold."""
@@ -167,7 +163,7 @@ JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)] + [
     for sm in (100, 120)
     for around in (*BLACKWELL_STEPS, ("fp8 weights",))
 ]
-JOBS += [FusedJob(HOPPER, "step", around=around, tokens=8) for around in STEPS_OF_ROWS]
+JOBS += [FusedJob(HOPPER, "step", around=it, tokens=most) for it, most in STEPS_OF_ROWS.items()]
 JOBS += [FusedJob(HOPPER, "step", around=("norm",), tokens=rows) for rows in (2, 4)]
 
 

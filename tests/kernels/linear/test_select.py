@@ -41,6 +41,17 @@ def test_every_choice_fits_its_kernel(arch, rows):
         assert choice.why
 
 
+def test_weights_in_fp8_without_a_kernel_on_tensor_cores_are_multiplied_as_others():
+    odd = problem(4, 1000, layer_weights=1, weight_dtype=FP8)
+
+    assert select_linear(problem(2, layer_weights=1, weight_dtype=FP8), H100).spec.name == "vector"
+    assert select_linear(odd, H100).spec.name == "vector"
+    assert (
+        select_linear(problem(4, layer_weights=1, weight_dtype=FP8), CATALOGUE["a100"]).spec.name
+        == "vector"
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "kernel"),
     [(1, "vector"), (4, "vector"), (5, "library"), (512, "library")],
@@ -59,6 +70,12 @@ def test_the_number_of_rows_decides_the_kernel(rows, kernel):
         (problem(5), H100, "library", "5 rows: others are faster from 5 on"),
         (problem(inputs=1020), H100, "library", "1020 inputs are not a multiple of 8"),
         (problem(3, 8192, gated=True), H100, "library", "3 rows of a wide gate"),
+        (
+            problem(3, weight_dtype=FP8, layer_weights=1),
+            H100,
+            "matrix",
+            "faster from 3 rows on with weights in FP8",
+        ),
     ],
     ids=str,
 )
@@ -81,10 +98,10 @@ LAYER = 15_000_000
         (problem(16, layer_weights=LAYER, bias=True), "h100", None),
         (problem(16, layer_weights=LAYER, bias=True, residual=True), "h100", "no bias with a gate or a residual"),
         (problem(16, layer_weights=LAYER, bias=True, gated=True), "h100", "no bias with a gate or a residual"),
-        (problem(5, layer_weights=LAYER, weight_dtype=FP8), "h100", None),
+        (problem(3, layer_weights=LAYER, weight_dtype=FP8), "h100", None),
         (problem(256, layer_weights=LAYER, weight_dtype=FP8), "h100", None),
         (problem(64, layer_weights=4 * LAYER, weight_dtype=FP8), "h100", None),
-        (problem(65, layer_weights=4 * LAYER, weight_dtype=FP8), "h100", "65 rows: others are faster outside 5 to 64"),
+        (problem(65, layer_weights=4 * LAYER, weight_dtype=FP8), "h100", "65 rows: others are faster outside 3 to 64"),
         (problem(16, batch_invariant=True, weight_dtype=FP8), "h100", "weights are quantized"),
         (problem(16, inputs=96, layer_weights=LAYER), "h100", "a size of 96 is not a multiple of 64"),
         (problem(16, dtype="float32", layer_weights=LAYER), "h100", "no float32"),

@@ -153,6 +153,10 @@ def test_several_sequences_are_for_smaller_models_than_one():
     wide = QWEN._replace(hidden_size=4096)
     wider = QWEN._replace(hidden_size=5120)
 
+    assert unsupported(QWEN._replace(hidden_size=2048), torch.bfloat16, HOPPER, 8) == ()
+    assert unsupported(
+        QWEN._replace(hidden_size=2048), torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8
+    ) == ("a hidden size of 2048, at most 1536",)
     for weight_dtype in (None, WEIGHTS_IN_FP8):
         assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, weight_dtype) == ()
         assert "a hidden size of 4096, at most 3072" in unsupported(
