@@ -1,4 +1,4 @@
-"""A linear layer of 5 to 256 rows on Hopper's tensor cores, with bulk copies of weights that start before the wait.
+"""A linear layer of up to 256 rows on Hopper's tensor cores, with bulk copies of weights that start before the wait.
 
 Such a step is bound by reading the weights, by the wait of each kernel for the one before, and with many rows by the
 bandwidth of the second-level cache. A program computes 64 or 128 outputs of some rows over a part of the inner
