@@ -51,7 +51,7 @@ def quantize_row(
         values *= 1.0 / tl.sqrt(tl.sum(values * values) / C + eps)
         values *= gains.to(tl.float32)
     largest = tl.max(tl.abs(values))
-    scale = tl.where(largest >= _SMALLEST_AMAX, largest / _LARGEST, 1.0)
+    scale = tl.where(largest < _SMALLEST_AMAX, 1.0, largest / _LARGEST)
     rounded = (values * (1.0 / scale)).to(numbers.dtype.element_ty)
     tl.store(numbers + row * C + column, rounded, mask=exists)
     tl.store(scales + row, scale)

@@ -247,6 +247,7 @@ class MatrixLinear:
         self._dtype = getattr(gl, problem.dtype)
         self._weight_dtype = self._dtype if self._scale is None else gl.float8e4nv
         if problem.batch_invariant:
+            assert self._scale is None, "tiles are planned for weights in the inputs' dtype"
             self._launches = plan_invariant_matrix(stacked, inputs, may_split=self._in_parts)
         else:
             self._launches = {

@@ -1,4 +1,4 @@
-"""A linear layer of 1 to 4 rows at memory bandwidth, without tensor cores.
+"""A linear layer of at most 4 rows at memory bandwidth, without tensor cores.
 
 A program computes a few outputs over the whole inner dimension, so nothing is split and the order of
 each sum is fixed. Before it waits for the kernel whose output it multiplies, it starts to load its first

@@ -88,7 +88,7 @@ MATRICES = {
     ("gated", "wide"): (16384, 2048),
     ("parts", "long"): (2048, 8192),
 }
-"""Shapes of weights for 5 to 256 rows, and for many, by the features of the projection."""
+"""Shapes of weights for up to 256 rows, and for many, by the features of the projection."""
 _LOOP_INSTRUCTIONS = (
     "HGMMA",
     "REDG.E.ADD.F32x4",

@@ -102,9 +102,9 @@ FP8_WEIGHTS_OF_ROWS = (
     Case(8, fp8_weights=True),
     Case(2, fp8_weights=True, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
     Case(4, fp8_weights=True, heads=6, dim=48, hidden=192, inner=1088, around=False, window=40, num_sms=13),
-    Case(2, fp8_weights=True, hidden=2112, inner=4672, layers=1, num_sms=20),
-    Case(4, fp8_weights=True, hidden=3072, inner=576, layers=1, num_sms=20),
-    Case(8, fp8_weights=True, fp8=True, early=False),
+    Case(2, fp8_weights=True, hidden=2048, inner=4672, layers=1, num_sms=20),
+    Case(4, fp8_weights=True, inner=8256, layers=1, num_sms=20),
+    Case(2, fp8_weights=True, fp8=True, hidden=320, inner=576, num_sms=23, early=False),
 )  # fmt: skip
 TENSOR_CORES = tuple(
     dataclasses.replace(case, on_tensor_cores=True)
