@@ -131,10 +131,7 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     fewest = FEWEST_FP8_ROWS if in_fp8 else FEWEST_ROWS
     most = most_rows(problem.layer_weights, fp8=in_fp8)
     return _hopper_unsupported(problem, arch) + _reasons(
-        (
-            in_fp8 and problem.batch_invariant,
-            "weights are quantized",
-        ),
+        (in_fp8 and problem.batch_invariant, "weights are quantized"),
         (
             not problem.batch_invariant and not fewest <= problem.rows <= most,
             f"{problem.rows} rows: others are faster outside {fewest} to {most}",
