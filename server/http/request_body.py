@@ -31,8 +31,7 @@ _JSON = b"application/json"
 _MOST_DIGITS = 19
 MOST_KEYS = 1 << 16
 """Keys of all objects of a body: to decode one takes half a microsecond, in which the process answers nobody."""
-_LEAST_BYTES = len(b'"":0')
-"""Of a key and its value."""
+_WHITE_SPACE = b" \t\n\r"
 
 
 class ClientDisconnectedError(Exception):
@@ -88,8 +87,7 @@ def decode(body: bytes) -> object:
         MalformedBodyError: `body` is not JSON. The message says why without quoting the body.
         ValidationError: it has more than `MOST_KEYS` keys.
     """
-    if len(body) > MOST_KEYS * _LEAST_BYTES:
-        _check_keys(body)
+    _check_keys(body)
     try:
         return _DECODER.decode(body)
     except UnicodeDecodeError:
@@ -102,11 +100,15 @@ def decode(body: bytes) -> object:
 
 
 def _check_keys(body: bytes) -> None:
-    """Check the number of keys: quotes before a colon, of which those in strings are escaped.
+    """Check the number of keys, without a loop over them.
 
-    White space before its colon hides a key. So much the longer is the body, and it costs time only.
+    Strings that begin with a colon are counted too.
     """
-    num_keys = body.count(b'":') - body.count(b'\\":')
+    if body.count(b":") <= MOST_KEYS:
+        return
+    # Without escapes, quotes are those around strings; without white space, one before a colon ends a key.
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _WHITE_SPACE)
+    num_keys = plain.count(b'":')
     if num_keys > MOST_KEYS:
         raise ValidationError(
             f"the request body must have at most {MOST_KEYS} keys. Given: {num_keys}"

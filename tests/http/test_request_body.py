@@ -138,8 +138,20 @@ async def test_the_watch_ends_with_its_block():
 
 
 @pytest.mark.parametrize(("extra", "refused"), [(0, False), (1, True)])
-def test_a_body_with_too_many_keys_is_refused_before_it_is_decoded(extra, refused):
-    body = b"{" + b",".join(b'"%x":0' % i for i in range(MOST_KEYS + extra)) + b"}"
+@pytest.mark.parametrize(
+    "pair",
+    [
+        b'"%x":0',
+        b'"%x" :0',
+        b'"%x"\n\t: 0',
+        rb'"%x\\":0',
+        rb'"%x\"":0',
+        rb'"%x\\\"\\" :""',
+    ],
+    ids=bytes.decode,
+)
+def test_a_body_with_too_many_keys_is_refused_before_it_is_decoded(pair, extra, refused):
+    body = b"{" + b",".join(pair % i for i in range(MOST_KEYS + extra)) + b"}"
     if refused:
         with pytest.raises(ValidationError, match=r"at most 65536 keys\. Given: 65537"):
             decode(body)
