@@ -56,8 +56,8 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         _check_on_cpu(config, model)
     elif (config.device == "cuda" or has_gpu) and config.quantization in ("int8", "int4"):
         raise StartupError(
-            f"--quantization {config.quantization}: weights in int8 and int4 are for a CPU, and this service runs on a "
-            "GPU; use --quantization fp8, none or auto, or --device cpu"
+            f"--quantization {config.quantization}: weights in int8 and int4 need --device cpu; on a GPU use "
+            "--quantization fp8, none or auto"
         )
 
 
