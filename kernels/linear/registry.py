@@ -114,7 +114,9 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
     # Its gain is the gate, whose own launch takes a tenth of the time of a prompt: with a gate it is 0.99 to 1.32 times
     # as fast as the library, measured on an H100 with 256, 1024 and 4096 rows; without, 0.6 to 1.02 times.
     most = (
-        INVARIANT_FEWEST_ROWS - 1 if problem.batch_invariant else most_rows(problem.layer_weights)
+        INVARIANT_FEWEST_ROWS - 1
+        if problem.batch_invariant
+        else most_rows(problem.layer_weights, fp8=problem.weight_dtype is not None)
     )
     return _hopper_unsupported(problem, arch) + _reasons(
         (problem.weight_dtype is not None, "weights are quantized"),
