@@ -180,6 +180,12 @@ accumulation; FP8 from the same. Memory as nvidia-smi reports it. The shared mem
 the compute capability in the CUDA C++ Programming Guide, "Technical Specifications".
 """
 
+
+def known_processors(name: str) -> tuple[GPUArch, ...]:
+    """Return the processors of `CATALOGUE` with a key such as "h100" or a compute capability such as "sm_90"."""
+    return tuple(arch for arch in CATALOGUE.values() if name in (arch.key, f"sm_{arch.sm}"))
+
+
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
 """Words in a driver's device name of models that share a name in `CATALOGUE` but have other peaks."""
 

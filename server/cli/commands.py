@@ -35,10 +35,12 @@ examples:
   tessera doctor                     whether this machine can run the service
 
 `tessera COMMAND --help` explains the flags of a command."""
-# The keys of kernels.arch.CATALOGUE, which cannot be imported without PyTorch; a test compares the two.
 DEFAULT_TOKENS = 256
 """Most tokens of `tessera complete`; OpenAI's default of 16 ends most texts in a word."""
+# The keys and compute capabilities of kernels.arch.CATALOGUE, which cannot be imported without PyTorch; a test compares
+# them.
 ARCHITECTURES = ("cpu", "t4", "a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
+CAPABILITIES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +197,16 @@ def _completion(call: Invocation) -> None:
     print(completion_script(command_parser(None), call.options.shell))
 
 
-def _plan_flags(parser: Parser) -> None:
+def _add_arch(parser: Parser, flag: str, names: tuple[str, ...], use: str) -> None:
+    """Add a flag for a known processor or all of a compute capability."""
+    known = (*names, *CAPABILITIES)
     parser.add_argument(
-        "--arch",
-        choices=ARCHITECTURES,
-        help="a known processor; default: the processor of this machine",
+        flag, metavar="NAME", choices=known, help=f"{use}; one of {', '.join(known)}"
     )
+
+
+def _plan_flags(parser: Parser) -> None:
+    _add_arch(parser, "--arch", ARCHITECTURES, "processor to plan for; default: this machine's")
     parser.add_argument("--json", action="store_true", help="print the reply of GET /plan")
     _add_settings(parser)
 
@@ -247,11 +253,7 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
 def _size_flags(parser: Parser) -> None:
     from server.cli.parsing.values import checked, count
 
-    parser.add_argument(
-        "--gpu",
-        choices=[name for name in ARCHITECTURES if name != "cpu"],
-        help="a known GPU; default: the one of this machine",
-    )
+    _add_arch(parser, "--gpu", ARCHITECTURES[1:], "GPU to plan for; default: this machine's")
     for name, tokens, of in (("--input-len", 1024, "a prompt"), ("--output-len", 256, "an answer")):
         parser.add_argument(
             name, type=checked(count), default=tokens, metavar="N", help=f"tokens of {of}; default: {tokens}",
@@ -271,11 +273,11 @@ def _size(call: Invocation) -> None:
 
 
 def _warm_up_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--arch",
-        choices=ARCHITECTURES[1:],
-        help="compile for this GPU, which need not be present; no weights are read",
-    )
+    _add_arch(
+        parser, "--arch", ARCHITECTURES[1:],
+        "GPU to compile for, or a compute capability to compile for the listed GPUs that have it; they need not be "
+        "present, and no weights are read",
+    )  # fmt: skip
     parser.add_argument(
         "--output",
         metavar="FOLDER",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import FP8, detect
-from kernels.arch import CATALOGUE
+from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
 from model.device.dtypes import gpu_dtype, resolve_dtype, weight_dtype
@@ -53,7 +53,7 @@ def find_arch(key: str | None, device: str, name: str) -> GPUArch:
     """Return the processor that was asked for, or that of this machine.
 
     Args:
-        key: of the catalogue; None for this machine's.
+        key: of the catalogue, or a compute capability, for the first processor that has it; None for this machine's.
         device: the setting.
         name: of the flag that sets `key`, for the error.
 
@@ -61,7 +61,7 @@ def find_arch(key: str | None, device: str, name: str) -> GPUArch:
         NoDeviceError: there is no GPU, but the setting asks for one.
     """
     if key is not None:
-        return CATALOGUE[key]
+        return known_processors(key)[0]
     if device == "cuda" and not torch.cuda.is_available():
         raise NoDeviceError(f"{NO_GPU}; use {name} to plan for a known GPU")
     return detect("cpu" if device == "cpu" else None)

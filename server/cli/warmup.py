@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kernels.arch import CATALOGUE
+from kernels.arch import known_processors
 from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
 from server.engine.link.rank_processes import RankProcesses
@@ -64,13 +64,13 @@ def warm_up(config: EngineConfig, began: float) -> None:
 
 
 def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: float) -> None:
-    """Compile the kernels of a service for a GPU, and print how many there are.
+    """Compile the kernels of a service for GPUs, and print how many there are.
 
     Exits with status 1 if they cannot be compiled.
 
     Args:
         config: of the engine; its weights are not read.
-        arch: the GPU's key in the catalogue.
+        arch: the GPU's key in the catalogue, or a compute capability, for all GPUs of the catalogue that have it.
         output: folder for the compiled kernels; None for Triton's cache.
         began: `time.perf_counter()` when the command began.
     """
@@ -87,7 +87,9 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
             _fail(f"cannot write compiled kernels to {output}: {error}")
     try:
         folder = Path(knobs.cache.dir)
-        compile_for(config, CATALOGUE[arch], lambda _: None)
+        # The tiles of some kernels depend on the number of SMs.
+        for processor in known_processors(arch):
+            compile_for(config, processor, lambda _: None)
         if output is not None:
             kernel_cache.drop_sources(folder)
     except StartupError as error:

@@ -15,6 +15,8 @@ WITH_SETTINGS = (["serve"], ["plan"], ["size"], ["warmup"], ["doctor"], ["bench"
 
 def test_the_known_processors_are_those_of_the_catalogue():
     assert set(commands.ARCHITECTURES) == set(CATALOGUE)
+    capabilities = {f"sm_{arch.sm}" for arch in CATALOGUE.values() if not arch.is_cpu}
+    assert sorted(commands.CAPABILITIES) == sorted(capabilities)
 
 
 def test_without_a_command_the_help_is_shown_and_the_status_is_2(tessera):

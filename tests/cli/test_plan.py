@@ -171,6 +171,12 @@ def test_a_gpu_with_unknown_peaks_has_a_plan():
     assert "peaks in bfloat16 not known" in text
 
 
+@pytest.mark.parametrize(("capability", "first"), [("sm_89", "l4"), ("sm_90", "h100")])
+def test_a_compute_capability_names_the_first_known_gpu_that_has_it(tessera, capability, first):
+    assert tessera("plan", "--arch", capability) == tessera("plan", "--arch", first)
+    assert tessera("size", "--gpu", capability) == tessera("size", "--gpu", first)
+
+
 def test_without_arch_the_plan_is_for_this_machine(tessera):
     status, out, _ = tessera("plan", "--device=cpu", "--quantization=none")
 

@@ -69,8 +69,9 @@ def test_the_folder_that_the_service_will_read_need_not_be_there_yet():
 
 
 @needs_triton
-def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused():
-    done = warm_up("--arch=t4")
+@pytest.mark.parametrize("arch", ["t4", "sm_75"])
+def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused(arch):
+    done = warm_up(f"--arch={arch}")
 
     assert done.returncode == 1
     assert "tessera warmup: error: NVIDIA T4 (sm_75) runs torch_" in done.stderr

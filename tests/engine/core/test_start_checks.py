@@ -63,9 +63,7 @@ def test_weights_in_float8_are_refused_on_a_cpu(device, has_gpu):
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("device", "has_gpu"), [("cuda", None), ("cuda", True), ("auto", True)])
 def test_integer_weights_are_refused_on_a_gpu(device, has_gpu, quantization):
-    words = (
-        rf"--quantization {quantization}: .* need --device cpu; on a GPU use --quantization fp8, none"
-    )
+    words = rf"--quantization {quantization}: .* need --device cpu; on a GPU use --quantization fp8, none"
     with pytest.raises(StartupError, match=words):
         check(has_gpu, device=device, quantization=quantization)
 
