@@ -124,9 +124,9 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     && cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
         --output-file /opt/tessera/sbom.json /opt/tessera/bin/python
 # Kernels of these models, the bundled one or shapes of `tessera bench engine`, for these GPUs (tessera warmup --arch), so
-# that no container compiles them: with all of them about 200 MB, and up to an hour on two processors. Empty for none.
+# that no container compiles them: with all of them about 230 MB, and up to an hour on two processors. Empty for none.
 ARG COMPILED_MODELS="bundled smollm2-135m smollm2-360m qwen2.5-0.5b qwen2.5-1.5b qwen3-0.6b qwen3-1.7b qwen3-4b \
-llama-3.2-1b llama-3.2-3b llama-3.1-8b tinyllama-1.1b mistral-7b"
+llama-3.2-1b llama-3.2-3b llama-3.1-8b tinyllama-1.1b mistral-7b gemma-3-1b"
 ARG COMPILED_GPUS="sm_80 sm_86 sm_89 sm_90"
 RUN mkdir /opt/tessera/compiled-kernels \
     && for gpu in $COMPILED_GPUS; do for model in $COMPILED_MODELS; do \
