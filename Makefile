@@ -6,9 +6,10 @@ BIN := .venv/bin
 TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),auto)
 # Extra arguments for `tessera serve`, e.g. make serve ARGS="--port 9000"
 ARGS ?=
-# Folders or files of tests, e.g. make test TESTS=tests/http, and the number of processes that run them
+# Folders or files of tests, e.g. make test TESTS=tests/http, and the number of processes that run them: more than CI has
+# processors, because many tests wait for services that they have started
 TESTS ?= tests
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
