@@ -10,7 +10,7 @@ ARGS ?=
 # processors, because many tests wait for services that they have started
 TESTS ?= tests
 JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
 .PHONY: other-torch help setup dev serve test test-slow test-latency test-gpu check audit sbom lock format docs bench clean
@@ -49,6 +49,7 @@ test-slow: dev ## Run the slow tests: compile every launch for every GPU, all co
 test-latency: dev ## Run the tests that measure latencies, one after the other
 	$(PYTEST) -n 0 -m 'latency and not gpu'
 
+test-gpu: JOBS = 2
 test-gpu: dev ## Run the tests that need a CUDA device; fails without one
 	$(PYTEST) -m gpu
 

@@ -14,7 +14,7 @@ from server.errors import (
 )
 from server.http.admission import Admission
 from server.http.request_body import (
-    MOST_KEYS,
+    MOST_PARTS,
     ClientDisconnectedError,
     ClientWatch,
     decode,
@@ -140,26 +140,42 @@ async def test_the_watch_ends_with_its_block():
 @pytest.mark.parametrize(("extra", "refused"), [(0, False), (1, True)])
 @pytest.mark.parametrize(
     "pair",
-    [
-        b'"%x":0',
-        b'"%x" :0',
-        b'"%x"\n\t: 0',
-        rb'"%x\\":0',
-        rb'"%x\"":0',
-        rb'"%x\\\"\\" :""',
-    ],
+    [b'"%x":0', b'"%x"\r\n\t : 0', rb'"%x\\":0', rb'"%x\"":0', rb'"%x\\\"\\" :""', b'":%x":"[:{"'],
     ids=bytes.decode,
 )
 def test_a_body_with_too_many_keys_is_refused_before_it_is_decoded(pair, extra, refused):
-    body = b"{" + b",".join(pair % i for i in range(MOST_KEYS + extra)) + b"}"
+    body = b"{" + b",".join(pair % i for i in range(MOST_PARTS + extra)) + b"}"
     if refused:
         with pytest.raises(ValidationError, match=r"at most 65536 keys\. Given: 65537"):
             decode(body)
     else:
-        assert len(decode(body)) == MOST_KEYS
+        assert len(decode(body)) == MOST_PARTS
 
 
-def test_a_text_with_as_many_quotes_and_colons_is_no_object_with_keys():
-    text = '{"a": 1}' * (MOST_KEYS + 1)
+@pytest.mark.parametrize(("extra", "refused"), [(0, False), (1, True)])
+@pytest.mark.parametrize("part", [b"[]", b"{}", b'[ "[{"]', b'{"{[\\"[": 0}'], ids=bytes.decode)
+def test_a_body_with_too_many_objects_and_arrays_is_refused_before_it_is_decoded(
+    part, extra, refused
+):
+    body = b"[" + b",".join([part] * (MOST_PARTS - 1 + extra)) + b"]"
+    if refused:
+        with pytest.raises(
+            ValidationError, match=r"at most 65536 objects and arrays\. Given: 65537"
+        ):
+            decode(body)
+    else:
+        assert len(decode(body)) == MOST_PARTS - 1
 
-    assert decode(msgspec.json.encode({"inputs": text})) == {"inputs": text}
+
+def test_a_text_with_as_many_quotes_colons_and_brackets_is_accepted():
+    text = '{"a": [1]}' * (MOST_PARTS + 1)
+    for _ in range(2):  # JSON in a string, and once more
+        body = msgspec.json.encode({"inputs": text})
+        assert decode(body) == {"inputs": text}
+        text = body.decode()
+
+
+def test_a_prompt_may_have_more_token_ids_than_keys():
+    ids = list(range(2 * MOST_PARTS))
+
+    assert decode(msgspec.json.encode({"prompt": ids})) == {"prompt": ids}
