@@ -43,6 +43,8 @@ serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 test: dev ## Run the tests that need no GPU and are not slow
 	$(PYTEST)
 
+# Of these, many load a processor, and some measure how long a process has been silent.
+test-slow: JOBS = 2
 test-slow: dev ## Run the slow tests: compile every launch for every GPU, all combinations
 	$(PYTEST) -m 'slow and not gpu'
 
