@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from server.cli.deferred_signals import deferred_signals
 from server.engine.link.spawn import end, spawn, use_safe_path
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Sequence
 
 
@@ -38,11 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(arguments: list[str], began: float) -> None:
     """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
-    # Until the event loop handles them.
+    engine: subprocess.Popen[bytes] | None = None
+
+    def leave(*_: object) -> None:
+        # No exception: within the import of an extension module it would become another one, with a traceback. There is
+        # nothing to clean up but the engine process.
+        if engine is not None:
+            end(engine)
+        os._exit(0)
+
+    # Until `server.cli.serve` has been imported.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(0))
+        signal.signal(number, leave)
     try:
-        engine = spawn()
+        with deferred_signals(signal.SIGINT, signal.SIGTERM):
+            engine = spawn()
     except OSError as error:
         print(
             f"tessera serve: error: the engine process cannot be started: {error}", file=sys.stderr

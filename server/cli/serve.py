@@ -86,6 +86,7 @@ def serve(
     engine_type = EngineHub if front_ends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
     try:
+        # An exception within the import of an extension module would become another one.
         with deferred_signals(signal.SIGINT, signal.SIGTERM):
             engine = engine_type(
                 engine_config(settings, model_path),
@@ -95,12 +96,13 @@ def serve(
                 environments,
             )
             engine.launch()  # before the HTTP libraries are imported
-        server = _create_front_ends(
-            engine, listeners, tokenizer_folder, limits, settings.log_format
-        )
+            server = _create_front_ends(
+                engine, listeners, tokenizer_folder, limits, settings.log_format
+            )
+            loop_factory = server.loop_factory
         remove_abandoned()
         freeze_startup_objects()
-        with asyncio.Runner(loop_factory=server.loop_factory) as runner:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(engine, server, listeners[0], began))
     except (ModelError, ChildStartError) as error:
         fail(str(error))

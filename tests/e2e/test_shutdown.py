@@ -157,6 +157,19 @@ async def test_a_signal_during_the_start_ends_the_service(start_service, front_e
     assert_ended(processes)
 
 
+def test_a_signal_at_any_moment_of_the_imports_ends_the_service_without_an_error(start_service):
+    for moment in range(12):
+        service = start_service("--device=cpu")
+        while not (processes := descendants(service.process.pid)):
+            time.sleep(0.002)
+        time.sleep(0.05 * moment)
+        service.process.send_signal(signal.SIGTERM)
+
+        assert service.process.wait(15) == 0, service.log()
+        assert "Traceback" not in service.log()
+        assert_ended(processes)
+
+
 def assert_ended(processes):
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
