@@ -258,9 +258,9 @@ def _bodies() -> list[Case]:
         cases += [
             Case(path, body_of(path) | {"unknown": 1}, 422 if strict else SERVED),
             Case(path, b'{"a":' * 60_000, _MALFORMED),
-            Case(path, b'{"a":' * 100_000, REFUSED[path]),  # more keys than are decoded
+            Case(path, b'{"a":' * 100_000, _MALFORMED),
             Case(path, b"[" * 60_000 + b"]" * 60_000, _MALFORMED),
-            Case(path, b"[" * 100_000 + b"]" * 100_000, _MALFORMED),  # more arrays than are decoded
+            Case(path, b"[" * 100_000 + b"]" * 100_000, _MALFORMED),
             Case(path, b'{"a": ' + b"9" * 5000 + b"}", _MALFORMED),
             Case(path, b"", _MALFORMED),
             Case(path, b"null", REFUSED[path]),
@@ -272,7 +272,7 @@ def _bodies() -> list[Case]:
     keys = b"{" + b",".join(b'"%x" :0' % i for i in range(150_000)) + b"}"
     arrays = b'{"inputs": [' + b",".join([b"[0]"] * 450_000) + b"]}"
     for path in ALL_PATHS:
-        cases += [Case(path, keys, REFUSED[path]), Case(path, arrays, _MALFORMED)]
+        cases += [Case(path, body, REFUSED[path]) for body in (keys, arrays)]
     return cases
 
 

@@ -33,6 +33,9 @@ MOST_PARTS = 1 << 16
 """Keys of all objects of a body, and its objects and arrays: to decode one takes up to half a microsecond, in which the
 process answers nobody."""
 
+_BEGINNING = 1 << 16
+"""Bytes of a body that are decoded to find out how deep it is."""
+
 
 class ClientDisconnectedError(Exception):
     """The client closed the connection, so no response can be sent."""
@@ -57,8 +60,8 @@ async def read_json(scope: Scope, receive: Receive, config: HTTPConfig, buffer: 
         BodyTooLargeError: the body has more than `max_body_bytes`, by its declared length or as read.
         OverloadedError: the bodies of all requests together have too many bytes.
         BodyTimeoutError: it did not arrive within `body_timeout_seconds`.
-        MalformedBodyError: it is not JSON, or has more than `MOST_PARTS` objects and arrays.
-        ValidationError: it has more than `MOST_PARTS` keys.
+        MalformedBodyError: it is not JSON, or nested too deeply.
+        ValidationError: it has more than `MOST_PARTS` keys, or objects and arrays.
         ClientDisconnectedError: the client disconnected before the body was complete.
     """
     headers = dict(scope["headers"])
@@ -84,9 +87,8 @@ def decode(body: bytes) -> object:
     """Decode JSON.
 
     Raises:
-        MalformedBodyError: `body` is not JSON, or has more than `MOST_PARTS` objects and arrays. The message says why
-            without quoting the body.
-        ValidationError: it has more than `MOST_PARTS` keys.
+        MalformedBodyError: `body` is not JSON, or nested too deeply. The message says why without quoting the body.
+        ValidationError: it has more than `MOST_PARTS` keys, or objects and arrays.
     """
     _check_parts(body)
     try:
@@ -107,14 +109,23 @@ def _check_parts(body: bytes) -> None:
     # Without escapes, a string is what is between two quotes.
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     outside = b"".join(plain.split(b'"')[::2])
-    if (keys := outside.count(b":")) > MOST_PARTS:
-        raise ValidationError(
-            f"the request body must have at most {MOST_PARTS} keys. Given: {keys}"
-        )
-    if (parts := outside.count(b"[") + outside.count(b"{")) > MOST_PARTS:
-        raise MalformedBodyError(
-            f"the request body is too complex: it has {parts} objects and arrays, more than {MOST_PARTS}"
-        )
+    keys, parts = outside.count(b":"), outside.count(b"[") + outside.count(b"{")
+    for name, number in (("keys", keys), ("objects and arrays", parts)):
+        if number > MOST_PARTS and not _is_too_deep(body[:_BEGINNING]):
+            raise ValidationError(
+                f"the request body must have at most {MOST_PARTS} {name}. Given: {number}"
+            )
+
+
+def _is_too_deep(beginning: bytes) -> bool:
+    """Return whether the decoder refuses the beginning of a body for its depth, as it does as soon as it is reached."""
+    try:
+        _DECODER.decode(beginning)
+    except RecursionError:
+        return True
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass  # most beginnings are incomplete
+    return False
 
 
 def _check_encoding(declared: bytes) -> None:

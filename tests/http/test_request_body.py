@@ -159,10 +159,16 @@ def test_a_body_with_too_many_objects_and_arrays_is_refused_before_it_is_decoded
 ):
     body = b"[" + b",".join([part] * (MOST_PARTS - 1 + extra)) + b"]"
     if refused:
-        with pytest.raises(MalformedBodyError, match="65537 objects and arrays, more than 65536"):
+        with pytest.raises(ValidationError, match=r"65536 objects and arrays\. Given: 65537"):
             decode(body)
     else:
         assert len(decode(body)) == MOST_PARTS - 1
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=bytes.decode)
+def test_a_body_that_is_nested_too_deeply_is_malformed_however_many_parts_it_has(opening):
+    with pytest.raises(MalformedBodyError, match="nested too deeply"):
+        decode(opening * (2 * MOST_PARTS))
 
 
 def test_a_text_with_as_many_quotes_colons_and_brackets_is_accepted():
