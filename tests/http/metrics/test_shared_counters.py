@@ -80,7 +80,9 @@ def test_process_metrics_are_summed_without_dead_processes():
 
 
 def test_each_engine_with_a_process_has_its_processor_time_and_memory():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()  # before, it has hardly any memory
         pids = (os.getpid(), 2**22 + 1, other.pid)
         engines = [EngineReport(info=structs.replace(INFO, pid=pid)) for pid in pids]
         seconds, memory = EngineProcesses().read([*engines, EngineReport()])
