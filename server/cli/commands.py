@@ -274,10 +274,12 @@ def _size(call: Invocation) -> None:
 
 def _warm_up_flags(parser: Parser) -> None:
     _add_arch(
-        parser, "--arch", ARCHITECTURES[1:],
+        parser,
+        "--arch",
+        ARCHITECTURES[1:],
         "GPU to compile for, or a compute capability to compile for the listed GPUs that have it; they need not be "
         "present, and no weights are read",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--output",
         metavar="FOLDER",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+_ENDING = signal.SIGINT, signal.SIGTERM
 _INTERRUPTED = 130  # 128 and the number of SIGINT, as shells report it
 
 
@@ -46,15 +47,17 @@ def _serve(arguments: list[str], began: float) -> None:
     def leave(*_: object) -> None:
         # No exception: within the import of an extension module it would become another one, with a traceback. There is
         # nothing to clean up but the engine process.
-        if engine is not None:
-            end(engine)
-        os._exit(0)
+        # `end` must not run within itself either: it would wait for its own lock.
+        with deferred_signals(*_ENDING):
+            if engine is not None:
+                end(engine)
+            os._exit(0)
 
     # Until `server.cli.serve` has been imported.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _ENDING:
         signal.signal(number, leave)
     try:
-        with deferred_signals(signal.SIGINT, signal.SIGTERM):
+        with deferred_signals(*_ENDING):
             engine = spawn()
     except OSError as error:
         print(
@@ -66,7 +69,8 @@ def _serve(arguments: list[str], began: float) -> None:
 
         commands.main(arguments, began, engine)
     finally:
-        end(engine)
+        with deferred_signals(*_ENDING):
+            end(engine)
 
 
 if __name__ == "__main__":

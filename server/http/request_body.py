@@ -32,7 +32,6 @@ _MOST_DIGITS = 19
 MOST_PARTS = 1 << 16
 """Keys of all objects of a body, and its objects and arrays: to decode one takes up to half a microsecond, in which the
 process answers nobody."""
-
 _BEGINNING = 1 << 16
 """Bytes of a body that are decoded to find out how deep it is."""
 

@@ -164,6 +164,8 @@ def test_a_signal_at_any_moment_of_the_imports_ends_the_service_without_an_error
             time.sleep(0.002)
         time.sleep(0.05 * moment)
         service.process.send_signal(signal.SIGTERM)
+        if moment % 2:
+            service.process.send_signal(signal.SIGINT)
 
         assert service.process.wait(15) == 0, service.log()
         assert "Traceback" not in service.log()
