@@ -140,7 +140,7 @@ RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=bind,from=wheel,source=/build/pyproject.toml,target=/build/pyproject.toml \
     pip --python /opt/tessera/bin/python install --no-deps --require-hashes --requirement requirements/ray.txt \
     && pip --python /opt/tessera/bin/python check \
-    && python -c "import tessera.server.ray_app" \
+    && python -c "import tessera.server.ray.app" \
     && cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
         --output-file /opt/tessera/sbom.json /opt/tessera/bin/python
 
@@ -151,7 +151,7 @@ RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=bind,from=wheel,source=/build/pyproject.toml,target=/build/pyproject.toml \
     pip --python /opt/tessera/bin/python install --no-deps --require-hashes --requirement requirements/ray.txt \
     && pip --python /opt/tessera/bin/python check \
-    && python -c "import tessera.server.ray_app" \
+    && python -c "import tessera.server.ray.app" \
     && cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
         --output-file /opt/tessera/sbom.json /opt/tessera/bin/python
 
@@ -214,7 +214,7 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
 COPY --from=app-ray /opt/tessera /opt/tessera
 # One node with one replica, which drains at SIGTERM. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
-CMD ["python", "-m", "tessera.server.ray_main", "host=0.0.0.0"]
+CMD ["python", "-m", "tessera.server.ray.main", "host=0.0.0.0"]
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
@@ -235,7 +235,7 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
 COPY --from=app-ray-gpu /opt/tessera /opt/tessera
 # One node with one replica, which drains at SIGTERM. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
-CMD ["python", "-m", "tessera.server.ray_main", "host=0.0.0.0"]
+CMD ["python", "-m", "tessera.server.ray.main", "host=0.0.0.0"]
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \

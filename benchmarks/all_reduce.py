@@ -16,9 +16,9 @@ from torch import distributed
 
 from benchmarks.rank_processes import main, slowest
 from kernels.collective.one_shot import OneShotSum
-from kernels.elementwise.pytorch import sum_in_order
 from kernels.linear.around import add_and_normalize
 from kernels.linear.weights import Norm
+from kernels.norms.pytorch import sum_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable

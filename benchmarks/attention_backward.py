@@ -29,13 +29,13 @@ from benchmarks.attention_training import (
     peer,
 )
 from benchmarks.report import add_bookkeeping, write_report
-from kernels.attention import autograd
-from kernels.attention.training import TRAINING_REGISTRY
+from kernels.attention.training import autograd
+from kernels.attention.training.registry import TRAINING_REGISTRY
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.training import TrainingSpec
+    from kernels.attention.training.registry import TrainingSpec
 
 _CUDNN = "cudnn"
 _ROWS = {row.name: row for row in TRAINING_REGISTRY if row.sm is not None}

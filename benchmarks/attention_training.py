@@ -24,10 +24,10 @@ from triton.testing import do_bench
 import kernels
 from benchmarks.attention_inputs import peak_mib
 from benchmarks.report import add_bookkeeping, write_report
-from kernels.attention import autograd
-from kernels.attention.portable import training
-from kernels.attention.portable.training_launch import TrainingLaunch, training_launches
-from kernels.attention.training import TRAINING_REGISTRY
+from kernels.attention.training import autograd
+from kernels.attention.training.portable import launch as training
+from kernels.attention.training.portable.grid import TrainingLaunch, training_launches
+from kernels.attention.training.registry import TRAINING_REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -29,10 +29,10 @@ from model.checkpoint.hub import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig, StepMessage
 from server.engine.core.request import GenerateRequest
-from server.engine.link.process import Channel
-from server.engine.link.process_setup import freeze_startup_objects
+from server.engine.link.engine_process.process import Channel
+from server.engine.link.engine_process.process_setup import freeze_startup_objects
 from server.engine.link.sockets import Connection
-from server.engine.runner.startup import start_engine
+from server.engine.runner.start.startup import start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

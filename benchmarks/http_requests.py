@@ -35,7 +35,7 @@ from server.engine.core.messages import (
     StepMessage,
 )
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
-from server.engine.link.client import EngineHandle
+from server.engine.link.front_end.client import EngineHandle
 from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig

@@ -9,8 +9,8 @@ import msgspec
 from torch import distributed
 
 from server.engine.core.messages import EngineMessage, FrontEndMessage, StepMessage
-from server.engine.link.rank_processes import RankProcesses
-from server.engine.runner.startup import start_engine
+from server.engine.link.engine_process.rank_processes import RankProcesses
+from server.engine.runner.start.startup import start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -25,8 +25,8 @@ from server.engine.core.messages import (
 )
 from server.engine.core.plan_report import DeterminismPlan, MemoryPlan, PlanReport
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.process import Channel
-from server.engine.link.process_setup import exit_with_parent
+from server.engine.link.engine_process.process import Channel
+from server.engine.link.engine_process.process_setup import exit_with_parent
 from server.engine.link.protocol import EngineLaunch
 
 NO_PLAN = PlanReport(

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from benchmarks.report import add_bookkeeping, write_report
-from kernels.elementwise.gpu.norm_and_gate import silu_and_mul
-from kernels.elementwise.pytorch import sum_in_order
 from kernels.gpu.compile_ahead import compile_ahead
 from kernels.linear.around import add_and_normalize
 from kernels.linear.gpu.matrix import MatrixLinear
@@ -45,6 +43,8 @@ from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY
 from kernels.linear.select import LinearChoice
 from kernels.linear.weights import LinearArguments, LinearWeights, Norm
+from kernels.norms.gpu.norm_and_gate import silu_and_mul
+from kernels.norms.pytorch import sum_in_order
 from kernels.testing import reference
 from model.checkpoint.config import ModelConfig
 from server.cli.bench.engine.options import SHAPES, shapes

@@ -11,7 +11,7 @@ from torch import distributed, multiprocessing
 
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.collective.communicator import TorchCommunicator
-from server.engine.link.process_setup import disable_nvlink_multicast
+from server.engine.link.engine_process.process_setup import disable_nvlink_multicast
 
 if TYPE_CHECKING:
     from collections.abc import Callable

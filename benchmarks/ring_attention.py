@@ -12,7 +12,7 @@ from torch import distributed
 
 import kernels
 from benchmarks.rank_processes import main, slowest
-from kernels.attention.ring import zigzag_split
+from kernels.attention.training.ring import zigzag_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,10 +1,10 @@
 """Simulates several engines, to compare rules by which requests are divided among them.
 
-The router is the real one (`server.engine.link.routing`), the engines are arithmetic: a step takes a constant, a time
-for each sequence that decodes and one for each prompt token that it computes, at most as many as a step's budget. The
-defaults are about those of a model of 0.6 billion parameters on one H100. Each client sends its next request when it
-has the reply to the last. The result is the throughput in units of a single engine's with its share of the clients, and
-the prompt tokens found in prefix caches in units of what one unlimited cache would find.
+The router is the real one (`server.engine.link.front_end.routing`), the engines are arithmetic: a step takes a
+constant, a time for each sequence that decodes and one for each prompt token that it computes, at most as many as a
+step's budget. The defaults are about those of a model of 0.6 billion parameters on one H100. Each client sends its next
+request when it has the reply to the last. The result is the throughput in units of a single engine's with its share of
+the clients, and the prompt tokens found in prefix caches in units of what one unlimited cache would find.
 
     python -m benchmarks.routing [--engines 2] [--clients 64 256 1024]
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from benchmarks.report import add_bookkeeping, write_report
-from server.engine.link.routing import PrefixIndex, Router, block_keys
+from server.engine.link.front_end.routing import PrefixIndex, Router, block_keys
 
 BLOCK: Final = 16
 NUM_BLOCKS: Final = 40_000

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.report import add_bookkeeping, write_report
-from kernels.attention import huggingface
+from kernels.attention.training import huggingface
 from server.cli.bench.engine.options import SHAPES
 
 if TYPE_CHECKING:

@@ -1,24 +1,24 @@
 """The public API of the kernels: paged attention, attention for training, and the layer operations in PyTorch."""
 
 from kernels.arch import GPUArch, detect
-from kernels.attention.autograd import flash_attention
-from kernels.attention.block_mask import BlockMask
 from kernels.attention.cascade import shared_prefix_is_faster, takes_shared_prefix
-from kernels.attention.drop_in import scaled_dot_product_attention
 from kernels.attention.functional import (
     decode_attention,
     plan_attention,
     prefill_attention,
     write_kv,
 )
-from kernels.attention.memory_efficient import memory_efficient_attention
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
-from kernels.attention.ring import ring_attention
 from kernels.attention.select import Selection, select
-from kernels.elementwise.pytorch import apply_rope, rms_norm, rope_tables, silu_and_mul
+from kernels.attention.training.autograd import flash_attention
+from kernels.attention.training.block_mask import BlockMask
+from kernels.attention.training.drop_in import scaled_dot_product_attention
+from kernels.attention.training.memory_efficient import memory_efficient_attention
+from kernels.attention.training.ring import ring_attention
 from kernels.errors import KernelError, NoKernelError, ShapeError, UnsupportedDeviceError
 from kernels.fp8 import FP8
+from kernels.norms.pytorch import apply_rope, rms_norm, rope_tables, silu_and_mul
 
 __all__ = [
     "FP8",

@@ -21,11 +21,11 @@ from server.cli.data_parallel import engine_environments
 from server.cli.service_parts import http_config, tokenizer_path
 from server.cli.settings import Settings
 from server.cli.tracing import check_tracing
-from server.engine.link.client import EngineClient
+from server.engine.link.front_end.client import EngineClient
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.http.app import create_app
-from server.http.chat import load_chat_template
+from server.http.text.chat import load_chat_template
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

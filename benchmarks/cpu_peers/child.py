@@ -18,7 +18,10 @@ import torch
 from benchmarks.cpu_peers.work import Work
 from server.cli.bench.engine.run import EngineRun
 from server.cli.command_settings import engine_config, find_model, read_settings
-from server.engine.link.process_setup import freeze_startup_objects, set_passive_openmp_wait
+from server.engine.link.engine_process.process_setup import (
+    freeze_startup_objects,
+    set_passive_openmp_wait,
+)
 
 _WARM_TOKENS = 8
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.ray_service.cluster import PORT
 from benchmarks.ray_service.parts import PARTS
 from benchmarks.report import add_bookkeeping, write_report
-from server.ray_main import VARIABLES
+from server.ray.main import VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

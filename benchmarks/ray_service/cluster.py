@@ -42,7 +42,7 @@ def deploy(rule: str, *, replicas: int | None = None, **changes: Any) -> None:  
 
     arguments = SETTINGS | {"min_replicas": 2, "prefix_routing": rule == "prefix"} | changes
     application: dict[str, Any] = {
-        "name": "tessera", "route_prefix": "/", "import_path": "server.ray_app:build", "args": arguments,
+        "name": "tessera", "route_prefix": "/", "import_path": "server.ray.app:build", "args": arguments,
     }  # fmt: skip
     if replicas is not None:
         application["deployments"] = [{"name": "tessera", "num_replicas": replicas}]

@@ -27,8 +27,8 @@ class Role(enum.Enum):
 _ROLES = (
     (b"engine.link.process", Role.ENGINE),
     (b"fake_engine", Role.ENGINE),
-    (b"server.cli.front_end", Role.FRONT_END),
-    (b"server.http.grammar_worker", Role.GRAMMAR_WORKER),
+    (b"server.cli.front_end.process", Role.FRONT_END),
+    (b"server.http.text.grammar_worker", Role.GRAMMAR_WORKER),
 )
 
 

@@ -1,7 +1,7 @@
 """Cascade attention on the host: reads the prefix that a decode's sequences share once for all of them.
 
 A decode step whose sequences begin with the same blocks, such as those of one system prompt, computes its
-attention in three launches instead of one (`kernels/attention/gpu/cascade_decode.py`). This module decides
+attention in three launches instead of one (`kernels/attention/portable/cascade_decode.py`). This module decides
 which problems support it, makes the batch of the second launch, and estimates when the cascade is faster.
 """
 

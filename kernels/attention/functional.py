@@ -31,8 +31,8 @@ from kernels.attention.select import Selection, select, select_for
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.gpu.cascade_decode import PrefixKernel
     from kernels.attention.plan import AttentionKernel, AttentionKernelFactory
+    from kernels.attention.portable.cascade_decode import PrefixKernel
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _bind(
         "check_batch raises for a paged batch without a block size"
     )
     # Imported here because a host without a GPU may have no Triton.
-    from kernels.attention.gpu.cascade_decode import CascadeDecode  # noqa: PLC0415
+    from kernels.attention.portable.cascade_decode import CascadeDecode  # noqa: PLC0415
 
     shared = _factory(prefix.spec.target)(prefix_problem(problem), batch, prefix)
     rest_problem = dataclasses.replace(problem, lse=True)

@@ -52,7 +52,7 @@ HOPPER_PREFILL = KernelSpec(
     launch=LaunchConfig(block_m=128, block_n=64, num_warps=4, num_stages=2),
     arch_note=_NO_WGMMA,
 )
-"""Also the forward of attention for training, see `kernels.attention.training`."""
+"""Also the forward of attention for training, see `kernels.attention.training.registry`."""
 
 HOPPER_DECODE = KernelSpec(
     name="hopper_decode",
@@ -96,7 +96,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="hopper_fp8_prefill",
         phase=Phase.PREFILL,
-        target="kernels.attention.hopper.fp8_prefill:HopperFP8Prefill",
+        target="kernels.attention.hopper.fp8.prefill:HopperFP8Prefill",
         dtypes=frozenset({"bfloat16", "float16"}),
         sm=HOPPER,
         flash_attention=3,
@@ -120,7 +120,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
     dataclasses.replace(
         HOPPER_PREFILL,
         name="hopper_unpacked_prefill",
-        target="kernels.attention.hopper.unpack:UnpackedPrefill",
+        target="kernels.attention.hopper.fp8.unpack:UnpackedPrefill",
         block_sizes=(1, 256),
         power_of_two_blocks=False,
         packed=False,

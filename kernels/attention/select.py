@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
+from kernels.attention.tuned import tuned_launches
 from kernels.errors import NoKernelError
-from kernels.tuning import tuned_launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

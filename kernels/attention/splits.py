@@ -10,7 +10,7 @@ a launch of that many fits every step of B sequences, and a captured CUDA graph 
 If a batch has more splits than the GPU holds at once, the shortest start last, because a long split that started
 late would run alone at the end.
 
-The device lists the splits (`kernels/attention/gpu/split_list.py`).
+The device lists the splits (`kernels/attention/portable/split_list.py`).
 
 Source: our own; a chunk size common to all sequences is from FlashInfer's decode plan (Ye et al., 2025).
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import distributed
 
-from kernels.elementwise.pytorch import sum_in_order
+from kernels.norms.pytorch import sum_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

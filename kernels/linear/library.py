@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.fp8 import dequantize_rows
 from kernels.linear.checks import check_linear
+from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.torch_private import multiply_fp8
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from kernels.linear.around import (
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import REGISTRY
 from kernels.linear.select import select_linear
+from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import (
     PRODUCT_ONLY,
     SWIGLU,
@@ -40,7 +41,6 @@ from kernels.linear.weights import (
     Operations,
 )
 from kernels.sampling.tokens import argmax_tokens
-from kernels.tuning.linear import tuned_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -324,8 +324,8 @@ class _RowProjection:
         choice, product = self._choose(len(x))
         if not choice.tiles:
             return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
-        from kernels.linear.weights import TileBest  # noqa: PLC0415 - Triton is not everywhere
         from kernels.sampling.gpu.best_token import best_tokens  # noqa: PLC0415 - as above
+        from kernels.sampling.tile_best import TileBest  # noqa: PLC0415 - of the head only
 
         best = TileBest.empty(len(x), choice.tiles, x.device)
         ids = torch.empty_like(tokens)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.elementwise.pytorch import ActivationName
+    from kernels.norms.pytorch import ActivationName
+    from kernels.sampling.tile_best import TileBest
 
 
 class LinearWeights(NamedTuple):
@@ -74,26 +73,6 @@ class Operations(NamedTuple):
 
 
 PRODUCT_ONLY: Final = Operations()
-
-
-class TileBest(NamedTuple):
-    """The results of each tile of outputs from which `kernels.sampling.gpu.best_token` computes the argmax.
-
-    Attributes:
-        keys: [rows, tiles] int64 contiguous, the largest key.
-        totals: [rows, tiles] float32 contiguous, the sum of exp(output - largest of the tile).
-    """
-
-    keys: Tensor
-    totals: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, tiles: int, device: torch.device | str) -> TileBest:
-        """Allocate both tensors."""
-        return cls(
-            torch.empty((rows, tiles), dtype=torch.int64, device=device),
-            torch.empty((rows, tiles), dtype=torch.float32, device=device),
-        )
 
 
 class LinearArguments(NamedTuple):

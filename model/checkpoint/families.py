@@ -17,7 +17,7 @@ from model.json_input import Harmless, convert, refuse, shorten
 
 LayerType = Literal["full_attention", "sliding_attention"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""As in `kernels.elementwise.pytorch`, which this module does not import, because that imports PyTorch."""
+"""As in `kernels.norms.pytorch`, which this module does not import, because that imports PyTorch."""
 
 ACTIVATIONS: Final[dict[str, ActivationName]] = {
     "silu": "silu",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.elementwise import pytorch
 from kernels.linear.around import joined
 from kernels.linear.projection import FixedProjection, Residual
+from kernels.norms import pytorch
 from kernels.sampling.tokens import argmax_tokens
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 The only module that uses llguidance, which is a library without dependencies. It does not import PyTorch, because the
 front ends check constraints with it. Several of llguidance's algorithms recurse or run without a limit, so a constraint
-that a client sent is compiled first in a process that may end (`server.http.grammar_worker`). Afterwards the engine
-compiles the same text with the same limits.
+that a client sent is compiled first in a process that may end (`server.http.text.grammar_worker`). Afterwards the
+engine compiles the same text with the same limits.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def serialize(kind: str, value: object) -> str:
 
     Args:
         kind: "json_schema", "json_object", "regex", "choice", "lark" or "structural_tag".
-        value: of plain JSON types; see `server.http.structured_output.StructuredOutput`.
+        value: of plain JSON types; see `server.http.text.structured_output.StructuredOutput`.
 
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.

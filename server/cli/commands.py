@@ -216,7 +216,7 @@ def _plan(call: Invocation) -> None:
 
     settings = settings_of(call.options, "plan")
     folder = _configuration(settings, call.options.arch, "--arch", "plan")
-    from server.cli import plan as plan_command
+    from server.cli.plan import command as plan_command
 
     plan_command.plan(call.options, settings, folder)
 
@@ -380,7 +380,7 @@ def _local_engine(settings: Settings, command: str) -> EngineConfig:
     from model.errors import ModelError
     from server.cli.command_settings import engine_config, fail, find_model
     from server.engine.core.start_checks import StartupError
-    from server.engine.link.process_setup import set_passive_openmp_wait
+    from server.engine.link.engine_process.process_setup import set_passive_openmp_wait
     from server.log import configure_logging
 
     configure_logging(settings.log_level, settings.log_format)

@@ -14,23 +14,23 @@ from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.data_parallel import engine_environments
 from server.cli.deferred_signals import deferred_signals
-from server.cli.front_end_count import front_end_count
+from server.cli.front_end.count import front_end_count
 from server.cli.listening import ListenError, listen, local_hosts
 from server.cli.service_parts import http_config, tokenizer_path
 from server.cli.tracing import TracingError, check_tracing
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
-from server.engine.link.client import EngineClient
-from server.engine.link.hub import EngineHub
-from server.engine.link.process_setup import (
+from server.engine.link.engine_process.process_setup import (
     disable_tokenizer_threads,
     dump_stacks_on_signal,
     freeze_startup_objects,
     raise_descriptor_limit,
 )
+from server.engine.link.engine_process.watchdog import LoopWatch, Watchdog
+from server.engine.link.front_end.client import EngineClient
+from server.engine.link.front_end.hub import EngineHub
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
-from server.engine.link.watchdog import LoopWatch, Watchdog
 from server.log import configure_logging
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from server.cli.front_end_pool import FrontEndPool
+    from server.cli.front_end.pool import FrontEndPool
     from server.cli.settings import Settings
     from server.http.config import HTTPConfig
     from server.http.serving import HTTPServer
@@ -145,13 +145,13 @@ def _create_front_ends(
 ) -> FrontEndPool | _SingleFrontEnd:
     # Imported here so that the engine process starts first.
     if isinstance(engine, EngineHub):
-        from server.cli.front_end_pool import FrontEndPool  # noqa: PLC0415
+        from server.cli.front_end.pool import FrontEndPool  # noqa: PLC0415
 
         return FrontEndPool(engine, listeners, tokenizer_folder, limits, log_format)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
-    from server.http.chat import load_chat_template  # noqa: PLC0415 - after the engine has started
     from server.http.serving import HTTPServer  # noqa: PLC0415
+    from server.http.text.chat import load_chat_template  # noqa: PLC0415 - after the engine has started
 
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     chat_template = load_chat_template(tokenizer_folder, tokenizer, limits)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NoReturn
 from kernels.arch import known_processors
 from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
-from server.engine.link.rank_processes import RankProcesses
-from server.engine.runner.compile_absent import compile_for
-from server.engine.runner.startup import start_engine
+from server.engine.link.engine_process.rank_processes import RankProcesses
+from server.engine.runner.start.compile_absent import compile_for
+from server.engine.runner.start.startup import start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

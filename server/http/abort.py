@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from server.engine.link.protocol import AbortTarget
 from server.errors import ValidationError
+from server.http.body.request_body import ClientDisconnectedError, read_json
 from server.http.openapi import describe_route
-from server.http.request_body import ClientDisconnectedError, read_json
 from server.http.request_id import MAX_ID_CHARACTERS, current_request
 from server.http.responses import json_response
 

@@ -23,7 +23,7 @@ from server.version import version
 if TYPE_CHECKING:
     from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
-    from server.engine.link.client import EngineHandle
+    from server.engine.link.front_end.client import EngineHandle
     from server.errors import TesseraError
     from server.http.config import HTTPConfig
     from server.http.exchange import Dialect

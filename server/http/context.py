@@ -9,15 +9,15 @@ from model.text.chat_template import RenderedChat
 from model.text.special_text import MARK_BYTES
 from model.text.token_length import longest_token
 from model.text.tools.formats import find_format
-from server.engine.link.client import EngineUnavailableError
+from server.engine.link.front_end.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import StoppingError, UnavailableError, ValidationError
-from server.http.admission import Admission
-from server.http.grammar_compiler import GrammarCompiler
-from server.http.load_shedding import LoadShedding
+from server.http.body.validation import describe
+from server.http.load.admission import Admission
+from server.http.load.load_shedding import LoadShedding
 from server.http.request_id import current_request
-from server.http.tokenizing import TokenizerThreads
-from server.http.validation import describe
+from server.http.text.grammar_compiler import GrammarCompiler
+from server.http.text.tokenizing import TokenizerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Sized
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
-    from server.engine.link.client import EngineHandle
-    from server.engine.link.request_stream import RequestStream
+    from server.engine.link.front_end.client import EngineHandle
+    from server.engine.link.front_end.request_stream import RequestStream
     from server.http.config import HTTPConfig
     from server.http.lifecycle import Lifecycle
     from server.http.metrics.registry import Metrics

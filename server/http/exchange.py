@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from server.errors import AbortedError, TesseraError
-from server.http.generation import GENERATION
+from server.http.body.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
-from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
+from server.http.metrics.usage import usage_headers
+from server.http.reply.generation import GENERATION
+from server.http.reply.streaming import TokenSender, open_event_stream
 from server.http.request_id import RequestFigures, current_request
 from server.http.responses import send_json, warnings_header
-from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
-from server.http.usage import usage_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
-    from server.http.generation import Generation, Timings
+    from server.http.metrics.usage import RequestUsage
+    from server.http.reply.generation import Generation, Timings
+    from server.http.reply.streaming import StreamRenderer
     from server.http.responses import ErrorBody, Headers
-    from server.http.streaming import StreamRenderer
     from server.http.token_routes import TokenForm
-    from server.http.usage import RequestUsage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from server.engine.link.protocol import EngineState
 
 if TYPE_CHECKING:
-    from server.engine.link.client import EngineHandle
+    from server.engine.link.front_end.client import EngineHandle
     from server.http.config import HTTPConfig
 
 

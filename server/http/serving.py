@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from server.http.edge.access_log import MAX_DELAY_SECONDS
-from server.http.fair_start import FairStart
+from server.http.edge.fair_start import FairStart
 from server.http.transport import protocol_factory
 
 if TYPE_CHECKING:

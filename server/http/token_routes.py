@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from server.errors import TesseraError
+from server.http.body.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.openapi import describe_error, describe_route
-from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.request_id import current_request
 from server.http.responses import error_response, warnings_header
 from server.http.token_replies import TokenReply, send_pieces

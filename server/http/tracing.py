@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from server.engine.core.request import FinishReason
-from server.http.generation import GENERATION
+from server.http.reply.generation import GENERATION
 from server.http.request_id import CLIENT_CLOSED, current_request
 from server.version import version
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from server.http.config import HTTPConfig
-    from server.http.generation import Generation
+    from server.http.reply.generation import Generation
     from server.http.request_id import CurrentRequest, RequestFigures
 
 TRACES_PATH = "/v1/traces"

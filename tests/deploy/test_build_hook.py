@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import tessera.kernels
-import tessera.kernels.attention.huggingface
+import tessera.kernels.attention.training.huggingface
 
 import kernels
-import kernels.attention.huggingface
+import kernels.attention.training.huggingface
 from deploy.build_hook import PACKAGES, place_packages, renamed
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ print(spawn.ENGINE_COMMAND[-1], *os.environ["PYTHONPATH"].split(os.pathsep))
 
     module, *folders = run(installed, "-c", program).split()
 
-    assert module == "tessera.server.engine.link.process"
+    assert module == "tessera.server.engine.link.engine_process.process"
     assert str(installed / "tessera") not in folders
 
 
@@ -134,7 +134,7 @@ def test_an_import_that_cannot_be_renamed_fails_the_build(text):
 
 def test_a_source_tree_has_the_names_of_an_installation():
     assert tessera.kernels is kernels
-    assert tessera.kernels.attention.huggingface is kernels.attention.huggingface
+    assert tessera.kernels.attention.training.huggingface is kernels.attention.training.huggingface
     assert kernels.__spec__.name == "kernels"
     with pytest.raises(ModuleNotFoundError, match=r"tessera\.kernels\.nothing"):
         __import__("tessera.kernels.nothing")

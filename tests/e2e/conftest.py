@@ -47,7 +47,7 @@ class Service:
     def engine_pid(self):
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         pids = [int(pid) for file in children for pid in file.read_text().split()]
-        engines = [p for p in pids if b"server.engine.link.process" in _command(p)]
+        engines = [p for p in pids if b"server.engine.link.engine_process.process" in _command(p)]
         assert len(engines) == 1, engines
         return engines[0]
 

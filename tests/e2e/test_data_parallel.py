@@ -72,7 +72,7 @@ def service(request):
 def clients(service):
     """Clients on both front ends if there are two."""
     with contextlib.ExitStack() as stack:
-        if service.children("server.cli.front_end"):
+        if service.children("server.cli.front_end.process"):
             found = list(service.one_client_each().values())
         else:
             found = [httpx.Client(base_url=service.url, timeout=20) for _ in range(2)]
@@ -155,7 +155,7 @@ def test_a_disconnect_frees_the_request_of_either_engine(service, clients):
 def test_a_signal_lets_the_requests_of_all_engines_finish_and_ends_all_processes():
     service = FrontEndService("slow", "--data-parallel=2", "--device=cpu")
     service.wait_until_healthy()
-    children = service.children("server.cli.front_end") + service.children("fake_engine")
+    children = service.children("server.cli.front_end.process") + service.children("fake_engine")
     assert len(children) == 4
     with (
         httpx.Client(base_url=service.url, timeout=20) as client,

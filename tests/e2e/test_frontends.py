@@ -76,7 +76,7 @@ class FrontEndService:
             for line in Path("/proc/net/tcp").read_text().splitlines()
             if theirs in line
         }
-        for pid in self.children("server.cli.front_end"):
+        for pid in self.children("server.cli.front_end.process"):
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if str(file.readlink()) == f"socket:[{inode}]":
@@ -295,7 +295,7 @@ def test_a_killed_front_end_frees_its_requests_and_restarts(service, clients):
             stream.result()
 
     until(lambda: service.metric("tessera_requests_running", other) == 0)
-    until(lambda: len(set(service.children("server.cli.front_end")) - {victim}) == 2)
+    until(lambda: len(set(service.children("server.cli.front_end.process")) - {victim}) == 2)
     for client in service.one_client_each().values():
         assert len(events(client, 3)) == 3
         client.close()
@@ -324,7 +324,7 @@ def test_either_front_end_refuses_requests_beyond_the_services_limit():
 def test_a_signal_lets_requests_finish_and_ends_all_processes():
     service = FrontEndService("slow")
     service.wait_until_healthy()
-    children = service.children("server.cli.front_end") + service.children("fake_engine")
+    children = service.children("server.cli.front_end.process") + service.children("fake_engine")
     clients = list(service.one_client_each().values())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(events, client, 40) for client in clients]
@@ -342,7 +342,7 @@ def test_a_signal_lets_requests_finish_and_ends_all_processes():
 def test_all_processes_end_when_the_service_is_killed():
     service = FrontEndService("slow")
     service.wait_until_healthy()
-    children = service.children("server.cli.front_end") + service.children("fake_engine")
+    children = service.children("server.cli.front_end.process") + service.children("fake_engine")
 
     service.process.kill()
     service.process.wait()

@@ -19,9 +19,9 @@ from uvicorn.lifespan.on import LifespanOn
 from server.embedding import embedded_service
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.protocol import EngineState
-from server.ray_app import Options, Tessera, build, replicas_for_load
-from server.ray_main import end, parse
-from server.ray_router import SEQUENCES, PrefixRequestRouter, check_version
+from server.ray.app import Options, Tessera, build, replicas_for_load
+from server.ray.main import end, parse
+from server.ray.router import SEQUENCES, PrefixRequestRouter, check_version
 
 pytestmark = pytest.mark.e2e
 
@@ -90,7 +90,7 @@ def test_a_replica_whose_engine_cannot_start_leaves_nothing_behind(monkeypatch, 
     broken = functools.partial(
         embedded_service, engine_command=(sys.executable, "-c", "raise OSError")
     )
-    monkeypatch.setattr("server.ray_app.embedded_service", broken)
+    monkeypatch.setattr("server.ray.app.embedded_service", broken)
 
     with pytest.raises(ChildStartError):
         asyncio.run(Tessera(SMALL).__serve_build_asgi_app__())
@@ -247,7 +247,7 @@ def test_the_command_ends_the_other_replicas_when_one_was_lost(monkeypatch):
 
     assert whole == []
     assert asyncio.run(end(lost, 0)) == ["drain: the actor died"]
-    monkeypatch.setattr("server.ray_main._END_SECONDS", 0.1)
+    monkeypatch.setattr("server.ray.main._END_SECONDS", 0.1)
     assert asyncio.run(end(slow, 0)) == ["drain: a replica did not return within 0.1 s"]
     assert lost.calls == slow.calls == ["drain", "end"]
 

@@ -36,7 +36,7 @@ def start():
 def processes(service):
     return [
         service.process.pid,
-        *service.children("server.cli.front_end"),
+        *service.children("server.cli.front_end.process"),
         *service.children("fake_engine"),
     ]
 
@@ -79,8 +79,8 @@ def test_a_stopped_front_end_is_replaced_and_its_requests_are_aborted(start):
         with pytest.raises(httpx.TransportError):
             lost.result(timeout=HANG_SECONDS + 10)
         assert len(kept.result()) == 100
-    until(lambda: victim not in service.children("server.cli.front_end"), 10)
-    until(lambda: len(service.children("server.cli.front_end")) == 2)
+    until(lambda: victim not in service.children("server.cli.front_end.process"), 10)
+    until(lambda: len(service.children("server.cli.front_end.process")) == 2)
     assert "a front end has been silent for" in service.log()
     for client in clients.values():
         client.close()

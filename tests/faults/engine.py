@@ -74,7 +74,7 @@ def main() -> None:
 
         del sys.argv[1]
     else:
-        from server.engine.link import process
+        from server.engine.link.engine_process import process
     process.main()
 
 

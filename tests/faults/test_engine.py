@@ -9,10 +9,10 @@ import pytest
 
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import FinishReason
-from server.engine.core.step_retry import STEP_FAILED
-from server.engine.link.client import EngineClient
+from server.engine.core.results.step_retry import STEP_FAILED
+from server.engine.link.front_end.client import EngineClient
 from server.engine.link.protocol import EngineState
-from tests.engine.link.test_client import collect, expected_tokens, submit, until
+from tests.engine.link.front_end.test_client import collect, expected_tokens, submit, until
 from tests.faults.engine import COMMAND, FAKE_COMMAND, ONCE_VARIABLE, VARIABLE
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

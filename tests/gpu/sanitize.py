@@ -43,12 +43,12 @@ from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY_FP8, MATRIX, VECTOR
 from kernels.linear.select import select_linear
+from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import Norm
 from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SAMPLE_SIZES, SampleSizes
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from kernels.tuning.linear import tuned_linear
 from model.network import single_launch
 from tests.gpu.attention_cases import DEVICE, judge, make, make_problem, rows, run
 from tests.gpu.test_fp8_weights_gpu import Layer

@@ -248,7 +248,7 @@ def test_the_parts_that_are_computed_side_by_side_change_no_bit(
     case = make(problem, queries, [LONG, 2047, 1025, 3000, 1500, 9000])
     selection = selection_of(row, problem)
     with_all = attend(problem, case.batch, case.q, case.kv, selection)
-    monkeypatch.setattr("kernels.attention.gpu.part_list.MOST_PART_ROWS", most)
+    monkeypatch.setattr("kernels.attention.portable.part_list.MOST_PART_ROWS", most)
 
     assert torch.equal(attend(problem, case.batch, case.q, case.kv, selection), with_all)
 

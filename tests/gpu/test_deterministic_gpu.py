@@ -9,10 +9,10 @@ import torch
 
 import kernels
 from benchmarks.local_engine import LocalEngine
-from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
 from kernels.fp8 import quantize_rows
 from kernels.linear.projection import SWIGLU, Norm, Operations, Purpose, Residual, bind_projection
 from kernels.linear.weights import LinearWeights
+from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from model.checkpoint.hub import BUNDLED, resolve
 from server.engine.core.messages import EngineConfig
 from tests.engine.runner.companies import check_companies

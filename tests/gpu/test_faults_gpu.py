@@ -12,8 +12,8 @@ from model.checkpoint.hub import BUNDLED, resolve
 from model.sampling.parameters import NOT_FINITE, SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.core.step_retry import OUT_OF_MEMORY, STEP_FAILED
-from server.engine.link.client import EngineClient
+from server.engine.core.results.step_retry import OUT_OF_MEMORY, STEP_FAILED
+from server.engine.link.front_end.client import EngineClient
 from server.engine.link.protocol import EngineState
 from tests.faults.engine import COMMAND, ONCE_VARIABLE, VARIABLE, inject
 from tests.faults.runner import poison

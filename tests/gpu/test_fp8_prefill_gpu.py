@@ -138,7 +138,7 @@ def judge(case, out, lse=None):
 
 def own_operands(case):
     """Return the operands that the kernel multiplies, and the first tile of each sequence."""
-    from kernels.attention.hopper import fp8_tiles
+    from kernels.attention.hopper.fp8 import tiles as fp8_tiles
 
     plan = fp8_tiles.plan_key_tiles(case.batch, TILE)
     kv_heads = case.problem.num_kv_heads

@@ -8,15 +8,15 @@ import torch
 
 import kernels
 from benchmarks.local_engine import LocalEngine
-from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY_FP8
 from kernels.linear.select import select_linear
+from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import Norm
+from kernels.norms.gpu import quantize_rows as fused
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from kernels.tuning.linear import tuned_linear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model

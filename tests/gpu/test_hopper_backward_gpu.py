@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import kernels
-from kernels.attention.portable.training import PORTABLE
-from kernels.attention.training import TRAINING_REGISTRY, load_training
+from kernels.attention.training.portable.launch import PORTABLE
+from kernels.attention.training.registry import TRAINING_REGISTRY, load_training
 from kernels.testing.problems import assert_no_worse_than
-from tests.kernels.attention.test_autograd import gradients
-from tests.kernels.attention.test_autograd import problem_of as problem_on_cpu
+from tests.kernels.attention.training.test_autograd import gradients
+from tests.kernels.attention.training.test_autograd import problem_of as problem_on_cpu
 from tests.kernels.attention.training_cases import Case, dense
 
 ROW = next(row for row in TRAINING_REGISTRY if row.name == "hopper_backward")

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 import kernels
-from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY
 from kernels.linear.select import select_linear
-from kernels.linear.weights import Norm, TileBest
+from kernels.linear.tuned import tuned_linear
+from kernels.linear.weights import Norm
+from kernels.norms.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.best_token import best_tokens
+from kernels.sampling.tile_best import TileBest
 from kernels.sampling.tokens import embed_tokens
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from kernels.tuning.linear import tuned_linear
 from tests.kernels.linear.layer import linear
 
 DEVICE = "cuda"

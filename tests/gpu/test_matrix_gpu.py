@@ -9,12 +9,12 @@ import torch
 
 import kernels
 from kernels import PagedBatch
-from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
 from kernels.fp8 import FP8, quantize_rows
 from kernels.linear import registry
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from model.device.kv_cache import KVCache

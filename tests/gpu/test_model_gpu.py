@@ -18,7 +18,7 @@ import torch
 
 import kernels
 import model.network.attention_plans
-import server.engine.runner.model_runner
+import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
@@ -28,7 +28,7 @@ from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
-from server.engine.runner.runner_start import GPU_HEADROOM_BYTES
+from server.engine.runner.start.runner_start import GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.synchronization import forbid_synchronization
 from tests.model.network.paged import PagedDriver
@@ -165,7 +165,7 @@ def test_cascade_decode_gives_the_tokens_of_plain_decode(tokenizer, make_engine,
     monkeypatch.setattr(model.network.attention_plans, "plan_attention", recording)
     for is_faster in (False, True):
         monkeypatch.setattr(
-            server.engine.runner.model_runner,
+            server.engine.runner.step.model_runner,
             "shared_prefix_is_faster",
             lambda *_, is_faster=is_faster: is_faster,
         )
@@ -315,7 +315,7 @@ from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
-from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.step.model_runner import ModelRunner
 
 folder = resolve("bundled")
 model = load_model(folder, ModelConfig.from_folder(folder), torch.bfloat16, torch.device("cuda"))

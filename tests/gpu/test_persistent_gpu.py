@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import kernels
-from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
-from kernels.elementwise.pytorch import sum_in_order
 from kernels.gpu.compile_ahead import compile_ahead
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.gpu.persistent import PersistentLinear
@@ -16,6 +14,8 @@ from kernels.linear.problem import LinearProblem
 from kernels.linear.projection import SWIGLU, Norm, Operations, Residual, bind_projection
 from kernels.linear.registry import PERSISTENT, REGISTRY
 from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.norms.gpu.norm_and_gate import add_rms_norm
+from kernels.norms.pytorch import sum_in_order
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from tests.gpu.test_matrix_gpu import EPS, random

@@ -97,7 +97,8 @@ def test_a_killed_engine_ends_only_its_own_streams_and_is_replaced():
             engines = [
                 pid
                 for pid in children(service.process.pid)
-                if b"server.engine.link.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"server.engine.link.engine_process.process"
+                in Path(f"/proc/{pid}/cmdline").read_bytes()
             ]
             assert len(engines) == 2
             replies = [pool.submit(stream, service.url, it % 16) for it in range(320)]

@@ -12,8 +12,8 @@ from model.checkpoint.hub import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
-from server.engine.runner.model_runner import ModelRunner
-from server.engine.runner.recordings import RecordedSteps
+from server.engine.runner.step.model_runner import ModelRunner
+from server.engine.runner.step.recordings import RecordedSteps
 from tests.gpu.synchronization import forbid_synchronization
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]

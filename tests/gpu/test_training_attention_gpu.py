@@ -9,7 +9,7 @@ import torch
 
 import kernels
 from kernels.testing.problems import assert_no_worse_than, truth_dtype
-from tests.kernels.attention.test_autograd import gradients
+from tests.kernels.attention.training.test_autograd import gradients
 from tests.kernels.attention.training_cases import CASES, Case, dense
 
 pytestmark = pytest.mark.gpu

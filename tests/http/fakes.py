@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
-from server.engine.link.client import EngineUnavailableError
+from server.engine.link.front_end.client import EngineUnavailableError
+from server.engine.link.front_end.request_stream import RequestStream
+from server.engine.link.front_end.restart_queue import RestartQueue
 from server.engine.link.protocol import AbortTarget, EngineReport, EngineState
-from server.engine.link.request_stream import RequestStream
-from server.engine.link.restart_queue import RestartQueue
 from tests.plans import PLAN
 
 INFO = EngineInfo(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from model.errors import TokenizerError
-from server.http.request_body import decode
+from server.http.body.request_body import decode
 from tests.http.fakes import EOS_ID
 
 pytestmark = pytest.mark.anyio

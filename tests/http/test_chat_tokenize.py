@@ -7,8 +7,8 @@ import pytest
 
 from model.errors import ChatTemplateError
 from model.text.chat_template import ChatTemplate
-from server.http.chat import load_chat_template
 from server.http.config import HTTPConfig
+from server.http.text.chat import load_chat_template
 from tests.http.fakes import IM_END_ID, save_tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from model.sampling.parameters import SamplingParams
 from server.engine.core.request import FinishReason
 from server.http import app as application
-from server.http.completion import Prompt, StopStrings
 from server.http.exchange import Dialect, Exchange
-from server.http.generation import Generation
 from server.http.openapi import describe_route
+from server.http.reply.completion import Prompt, StopStrings
+from server.http.reply.generation import Generation
 from server.http.responses import header
 from tests.http.conftest import CONFIG
 from tests.http.fakes import event, put, say

@@ -8,7 +8,7 @@ import pytest
 
 from server.engine.core.messages import StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.client import EngineHandle
+from server.engine.link.front_end.client import EngineHandle
 from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.lifecycle import Stage

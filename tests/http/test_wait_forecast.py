@@ -9,9 +9,9 @@ import pytest
 from server.engine.core.reports import StatsReporter
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
-from server.http import load_shedding
 from server.http.config import HTTPConfig
-from server.http.load_shedding import LoadShedding
+from server.http.load import load_shedding
+from server.http.load.load_shedding import LoadShedding
 from tests.engine.core.bookkeeping import Token, commit, make_scheduler, make_sequence
 from tests.http.fakes import INFO
 

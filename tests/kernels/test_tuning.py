@@ -7,13 +7,13 @@ import dataclasses
 
 import pytest
 
-from kernels import tuning
 from kernels.arch import CATALOGUE, TENSOR_CORES
+from kernels.attention import tuned as tuning
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, AttentionProblem, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
+from kernels.attention.tuned import table, table_for, tables, tuned_launches
 from kernels.fp8 import FP8
-from kernels.tuning import table, table_for, tables, tuned_launches
 from tests.kernels.tuning_check import mistakes, shared_memory_estimate
 
 TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY, *INVARIANT_REGISTRY) if row.launch]

@@ -26,8 +26,8 @@ from docs.attention_table import attention_table
 from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.registry import REGISTRY
+from kernels.attention.tuned import tuned_launches
 from kernels.testing import reference
-from kernels.tuning import tuned_launches
 from tests.kernels.tuning_check import shared_memory_estimate
 
 HEADS = {"hq": 32, "hkv": 8, "d": 128, "dtype": "bfloat16"}

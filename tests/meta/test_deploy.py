@@ -17,10 +17,10 @@ import yaml
 
 from deploy import healthcheck
 from kernels.arch import known_processors
-from server.cli import front_end_pool
 from server.cli.bench.engine.options import shapes
+from server.cli.front_end import pool as front_end_pool
 from server.cli.settings import Settings, environment_variable
-from server.engine.link import supervisor
+from server.engine.link.engine_process import supervisor
 from server.http import serving
 from tests.meta.test_routes import ROUTES
 
@@ -163,7 +163,7 @@ def test_every_installed_package_has_a_hash_but_those_of_pytorchs_index():
 def test_a_ray_image_is_as_unprivileged_as_the_others_and_leaves_the_command_to_an_operator(target):
     assert instructions(target, "USER")[-1] == instructions("cpu", "USER")[-1]
     assert json.loads(instructions(target, "ENTRYPOINT")[-1]) == []
-    assert json.loads(instructions(target, "CMD")[-1])[1:3] == ["-m", "tessera.server.ray_main"]
+    assert json.loads(instructions(target, "CMD")[-1])[1:3] == ["-m", "tessera.server.ray.main"]
     assert environment(target)["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert "empty-response" in environment(target)["RAY_SERVE_HAPROXY_RETRY_ON"]
 

@@ -14,7 +14,7 @@ from server.http.app import DIALECTS
 from server.http.dialects.tgi import chat_tokenize, replies
 from server.http.dialects.tgi.schema import GenerateParameters
 from server.http.metrics.specs import SPECS, Outcome
-from server.http.usage import RequestUsage
+from server.http.metrics.usage import RequestUsage
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]

@@ -86,7 +86,7 @@ def test_what_looks_similar_is_not(source):
 def test_a_deadline_or_an_interval_never_depends_on_the_wall_clock():
     """A step of the clock then changes only the dates in replies and in benchmarks."""
     allowed = {
-        "server/http/dialects/openai/routes.py", "server/http/dialects/openai/response_format.py",
+        "server/http/dialects/openai/routes.py", "server/http/dialects/openai/responses_api/format.py",
         "server/http/dialects/openai/reply_format.py", "server/cli/bench/result.py", "model/text/template_sandbox.py",
         "server/http/tracing.py", "server/http/metrics/process.py", "server/log.py",
     }  # fmt: skip

@@ -24,7 +24,7 @@ from model.checkpoint.hub import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineInfo, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.client import EngineHandle
+from server.engine.link.front_end.client import EngineHandle
 from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig

@@ -32,9 +32,9 @@ from server.engine.core.messages import (
 )
 from server.engine.core.progress import Progress
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
-from server.engine.link.client import EngineClient, RemoteEngine
-from server.engine.link.hub import EngineHub, FrontEndConnection
-from server.engine.link.process import Channel
+from server.engine.link.engine_process.process import Channel
+from server.engine.link.front_end.client import EngineClient, RemoteEngine
+from server.engine.link.front_end.hub import EngineHub, FrontEndConnection
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,

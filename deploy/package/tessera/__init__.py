@@ -41,7 +41,7 @@ class _SourceTree(MetaPathFinder, Loader):
         return importlib.util.spec_from_loader(fullname, self)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the module's code, for `python -m tessera.server.ray_main`."""
+        """Return the module's code, for `python -m tessera.server.ray.main`."""
         found = importlib.util.find_spec(fullname.removeprefix(f"{__name__}."))
         loader = None if found is None else found.loader
         return loader.get_code(found.name) if found and isinstance(loader, InspectLoader) else None

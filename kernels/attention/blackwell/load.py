@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tma
 
 from kernels.attention.blackwell.pipeline import GROUPS, ROWS
-from kernels.attention.gpu.tile_list import TILE_FIELDS
 from kernels.attention.hopper.pipeline import first_kept, key_range, post
 from kernels.attention.hopper.producer import copy_tile, finish, read_item, rows_of_tile
+from kernels.attention.portable.tile_list import TILE_FIELDS
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.gpu.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.hopper import keys_on_m
 from kernels.attention.hopper.merge import (
     DecodeConstants,
@@ -46,6 +45,7 @@ from kernels.attention.hopper.pipeline import (
 from kernels.attention.hopper.prefill import bulk_strides, exponents
 from kernels.attention.hopper.producer import copy_tile, copy_tiles, rows_of_tile
 from kernels.attention.hopper.scores import cap_scores, mask_scores, softmax_step
+from kernels.attention.portable.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.portable.tile import window_argument
 from kernels.attention.problem import PagedBatch
 from kernels.gpu.dependent_launch import dependent_launch, may_depend

@@ -27,7 +27,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.attention.gpu.part_list import PartList
 from kernels.attention.hopper.invariant_roles import consume_parts, produce_parts
 from kernels.attention.hopper.pipeline import (
     ROWS,
@@ -38,6 +37,7 @@ from kernels.attention.hopper.pipeline import (
     rows_of_token,
 )
 from kernels.attention.hopper.prefill import TileBoxes, attends_nothing, exponents, shape_constants
+from kernels.attention.portable.part_list import PartList
 from kernels.attention.portable.tile import window_argument
 from kernels.attention.problem import PagedBatch
 from kernels.gpu.dependent_launch import dependent_launch, may_depend

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.attention.gpu.part_list import RECORD_FIELDS
 from kernels.attention.hopper.consumer import (
     consume_tile,
     finish_item,
@@ -41,6 +40,7 @@ from kernels.attention.hopper.pipeline import (
 )
 from kernels.attention.hopper.producer import copy_keys, finish
 from kernels.attention.hopper.scores import all_of
+from kernels.attention.portable.part_list import RECORD_FIELDS
 
 _FIELDS = gl.constexpr(7)
 """Fields of an item: head, first row, first query token, query tokens, keys, its part (-1 for all), its entry."""

@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.attention.gpu.tile_list import TILE_FIELDS
 from kernels.attention.hopper.pipeline import PART_COLUMNS, ROWS, first_kept, key_range, post
+from kernels.attention.portable.tile_list import TILE_FIELDS
 
 
 @gluon.jit

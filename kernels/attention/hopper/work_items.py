@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.gpu.tile_list import TILE_FIELDS, load_lengths, store_tile
 from kernels.attention.portable.tile import FEWEST_SEQUENCES
+from kernels.attention.portable.tile_list import TILE_FIELDS, load_lengths, store_tile
 from kernels.attention.problem import PagedBatch
 
 if TYPE_CHECKING:

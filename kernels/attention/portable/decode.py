@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.gpu.combine import combine_columns
-from kernels.attention.gpu.split_list import SPLIT_FIELDS, SplitList
+from kernels.attention.portable.combine import combine_columns
+from kernels.attention.portable.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.portable.tile import (
     LN_2,
     attend,

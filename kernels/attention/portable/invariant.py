@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.gpu.part_list import RECORD_FIELDS, PartList
+from kernels.attention.portable.part_list import RECORD_FIELDS, PartList
 from kernels.attention.portable.tile import (
     attend,
     check_head_stride,

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.gpu.tile_list import TILE_FIELDS, load_lengths, store_tile
 from kernels.attention.portable.tile import (
     FEWEST_SEQUENCES,
     LN_2,
@@ -28,6 +27,7 @@ from kernels.attention.portable.tile import (
     tile_constants,
     window_argument,
 )
+from kernels.attention.portable.tile_list import TILE_FIELDS, load_lengths, store_tile
 from kernels.attention.problem import PagedBatch
 
 if TYPE_CHECKING:

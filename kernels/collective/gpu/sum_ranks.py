@@ -111,7 +111,7 @@ def sum_ranks_and_normalize(
     """Add the partial sums of all ranks to the residual stream in place and compute its RMS norm; program (row).
 
     A rank's SPLITS partial sums are added first and rounded to the dtype of `x`. The result is that of `sum_ranks` for
-    the rounded sums, followed by `kernels.elementwise.gpu.norm_and_gate.add_norm`.
+    the rounded sums, followed by `kernels.norms.gpu.norm_and_gate.add_norm`.
 
     Args:
         x: [num_rows, C], with rows `x_stride` apart; written.

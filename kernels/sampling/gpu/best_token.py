@@ -21,7 +21,7 @@ from kernels.gpu.functions import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.linear.weights import TileBest
+    from kernels.sampling.tile_best import TileBest
 
 _BLOCK = 4096
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from server.engine.core.kv_demand import GIB, MIB
+from server.engine.core.memory.kv_demand import GIB, MIB
 from server.http.transport.connections import MAX_CONNECTIONS, RESERVED_DESCRIPTORS
 
 if TYPE_CHECKING:

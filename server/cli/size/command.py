@@ -13,9 +13,9 @@ import msgspec
 from model.errors import ModelError
 from server.cli.command_settings import engine_config, fail
 from server.cli.output import write_result
-from server.cli.planned_model import NoDeviceError, find_arch, resolve_model
+from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
 from server.cli.size.estimate import EXPECTED_SHARE, LAYER_SECONDS, Estimate, estimate
-from server.engine.core.kv_demand import GIB, NotEnoughMemoryError
+from server.engine.core.memory.kv_demand import GIB, NotEnoughMemoryError
 
 if TYPE_CHECKING:
     import argparse

@@ -10,16 +10,16 @@ from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import bytes_per_token
 from model.network.decoder import DecoderLM
 from model.network.parallel import shard_config
-from server.engine.core.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
-from server.engine.runner.kv_memory import SHARE, size_within
-from server.engine.runner.model_work import ModelWork, Rows
-from server.engine.runner.recordings import recorded_bytes
-from server.engine.runner.runner_start import GPU_HEADROOM_BYTES
-from server.engine.runner.startup import step_limits
+from server.engine.core.memory.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
+from server.engine.runner.explain.model_work import ModelWork, Rows
+from server.engine.runner.start.kv_memory import SHARE, size_within
+from server.engine.runner.start.runner_start import GPU_HEADROOM_BYTES
+from server.engine.runner.start.startup import step_limits
+from server.engine.runner.step.recordings import recorded_bytes
 
 if TYPE_CHECKING:
     from kernels import GPUArch
-    from server.cli.planned_model import PlannedModel
+    from server.cli.plan.planned_model import PlannedModel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
 

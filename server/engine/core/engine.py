@@ -30,15 +30,15 @@ from server.engine.core.progress import Activity, Progress
 from server.engine.core.reports import StatsReporter, step_message
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.request_checks import DuplicateRequestError, RefusedError, check_request
+from server.engine.core.results.step_events import StepEvents
+from server.engine.core.results.step_retry import STEP_FAILED, retry_step
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
-from server.engine.core.step_events import StepEvents
-from server.engine.core.step_retry import STEP_FAILED, retry_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from server.engine.core.scheduler import Scheduler
+    from server.engine.core.schedule.scheduler import Scheduler
     from server.engine.core.step import (
         PendingStep,
         SchedulerOutput,

@@ -46,7 +46,9 @@ class Progress:
 
     def begin(self, activity: Activity, num_tokens: int = 0) -> None:
         """Note that an activity begins."""
-        self.count += 1  # first, see `EngineWatch.check` in `server.engine.link.watchdog`
+        self.count += (
+            1  # first, see `EngineWatch.check` in `server.engine.link.engine_process.watchdog`
+        )
         self.activity = activity
         self.num_tokens = num_tokens
 

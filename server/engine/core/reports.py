@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sized
 
     from server.engine.core.messages import SequenceStarted
-    from server.engine.core.scheduler import Scheduler
+    from server.engine.core.results.step_events import StepEvents
+    from server.engine.core.schedule.scheduler import Scheduler
     from server.engine.core.step import PromptLogprobs
-    from server.engine.core.step_events import StepEvents
 
 _STATS_SECONDS: Final = 0.002
 """Time between two messages with stats while no sequence starts or ends: they take 5 us, 3 % of a fast model's step."""

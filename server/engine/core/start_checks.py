@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from model.device.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
-from server.engine.core.kv_demand import GIB, KVCacheDemand, NotEnoughMemoryError, requested_size
+from server.engine.core.memory.kv_demand import (
+    GIB,
+    KVCacheDemand,
+    NotEnoughMemoryError,
+    requested_size,
+)
 
 if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig

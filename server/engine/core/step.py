@@ -251,7 +251,7 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """Computes steps; implemented by `server.engine.runner.model_runner.ModelRunner`."""
+    """Computes steps; implemented by `server.engine.runner.step.model_runner.ModelRunner`."""
 
     def compile_grammar(self, grammar: str) -> Future[Matcher]:
         """Start to compile a serialized grammar on another thread."""

@@ -57,9 +57,9 @@ class Connection:
     """A pair of one-way sockets between a parent process and its child.
 
     Messages are bytes and arrive in order. The queues have no limit, so sending never blocks; the sender must watch
-    that the receiver reads, as `server.engine.link.hub` does. Each side binds the socket that receives and connects the
-    one that sends: a connecting socket queues messages from the beginning, while a bound one would drop those sent
-    before its peer has connected. Not thread-safe.
+    that the receiver reads, as `server.engine.link.front_end.hub` does. Each side binds the socket that receives and
+    connects the one that sends: a connecting socket queues messages from the beginning, while a bound one would drop
+    those sent before its peer has connected. Not thread-safe.
 
     Args:
         address: common prefix of the sockets' paths; equal in both processes.

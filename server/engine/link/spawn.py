@@ -26,7 +26,7 @@ def module_command(module: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module)
 
 
-ENGINE_COMMAND = module_command("server.engine.link.process")
+ENGINE_COMMAND = module_command("server.engine.link.engine_process.process")
 """Starts an engine process."""
 
 

@@ -13,15 +13,15 @@ from server.errors import (
     OverloadedError,
     UnavailableError,
 )
+from server.http.body.request_body import ClientDisconnectedError
 from server.http.metrics.specs import Outcome
-from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
     from server.http.metrics.registry import Metrics
-    from server.http.usage import RequestUsage
+    from server.http.metrics.usage import RequestUsage
 
 _SUCCESSES = {
     FinishReason.LENGTH: Outcome.LENGTH,

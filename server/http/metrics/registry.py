@@ -29,7 +29,7 @@ from server.http.metrics.specs import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from server.engine.link.client import EngineHandle
+    from server.engine.link.front_end.client import EngineHandle
     from server.http.config import HTTPConfig
     from server.http.lifecycle import Lifecycle
     from server.http.metrics.rows import Reading

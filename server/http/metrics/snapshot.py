@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from server.engine.core.messages import EngineInfo
-    from server.engine.link.client import EngineHandle
+    from server.engine.link.front_end.client import EngineHandle
     from server.engine.link.protocol import EngineReport
     from server.http.metrics.specs import Spec
 

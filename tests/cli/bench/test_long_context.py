@@ -13,7 +13,7 @@ from server.cli.bench.engine.run import EngineRun
 from server.cli.bench.engine.workloads import Plan, Workload
 from server.cli.bench.workload import Lengths
 from server.engine.core.messages import EngineConfig
-from server.engine.runner.model_work import ModelWork, Rows
+from server.engine.runner.explain.model_work import ModelWork, Rows
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 BLOCK = 8

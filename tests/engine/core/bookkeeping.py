@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from model.sampling.parameters import SamplingParams
-from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.core.scheduler import Scheduler
+from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import NO_ROWS, SampledRows
 

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import CapacityError
-from server.engine.core.scheduler import Scheduler
+from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import DecodeRows
 from tests.engine.core.bookkeeping import (

@@ -5,13 +5,13 @@ import math
 import msgspec
 import pytest
 
-from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason
-from server.engine.core.scheduler import Scheduler
+from server.engine.core.schedule.scheduler import Scheduler
 from tests.engine.core.bookkeeping import make_request
-from tests.engine.core.test_step_retry import Harness, expected_tokens, tokens_of
+from tests.engine.core.results.test_step_retry import Harness, expected_tokens, tokens_of
 from tests.engine.link.fake_engine import MAX_TOKEN_ID
 
 BAD = {

@@ -17,14 +17,14 @@ from types import SimpleNamespace
 
 import msgspec
 
-from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.messages import EngineInfo, EngineReady, StartupFailed, StartupPhase
 from server.engine.core.progress import Progress
-from server.engine.core.scheduler import Scheduler
-from server.engine.link.process import Channel, watch_engine
-from server.engine.link.process_setup import (
+from server.engine.core.schedule.scheduler import Scheduler
+from server.engine.link.engine_process.process import Channel, watch_engine
+from server.engine.link.engine_process.process_setup import (
     dump_stacks_on_signal,
     exit_with_parent,
     read_config,

@@ -9,10 +9,10 @@ import pytest
 
 from server.engine.core.request import FinishReason
 from server.engine.link.child_process import ChildStartError
-from server.engine.link.client import EngineUnavailableError
+from server.engine.link.engine_process.watchdog import HANG_EXIT_CODE
+from server.engine.link.front_end.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from server.engine.link.watchdog import HANG_EXIT_CODE
-from tests.engine.link.test_client import collect, run, running, submit, until
+from tests.engine.link.front_end.test_client import collect, run, running, submit, until
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_killed_engine_is_noticed_within_a_second():
 
 
 def test_a_hung_process_that_cannot_be_killed_makes_the_service_fail(monkeypatch):
-    monkeypatch.setattr("server.engine.link.supervisor._KILL_SECONDS", 0.2)
+    monkeypatch.setattr("server.engine.link.engine_process.supervisor._KILL_SECONDS", 0.2)
 
     async def scenario():
         async with running(hang_seconds=0.8) as client:

@@ -12,8 +12,8 @@ from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
 from server.engine.core.start_checks import StartupError
 from server.engine.core.step import DecodeRows, ScheduledSequence
-from server.engine.runner.buckets import BucketGrid
-from server.engine.runner.step_input import exact_bucket
+from server.engine.runner.step.buckets import BucketGrid
+from server.engine.runner.step.step_input import exact_bucket
 from tests.engine.runner.companies import check_companies
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 

@@ -11,8 +11,8 @@ import pytest
 import kernels.attention.functional
 import model.network.attention
 import model.network.decoder
-import server.engine.runner.model_runner
-import server.engine.runner.startup
+import server.engine.runner.start.startup
+import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
 from model.sampling.parameters import SamplingParams
@@ -59,12 +59,12 @@ def _on_a_gpu(monkeypatch):
     for module in (
         kernels.attention.functional,
         model.network.decoder,
-        server.engine.runner.model_runner,
-        server.engine.runner.startup,
+        server.engine.runner.step.model_runner,
+        server.engine.runner.start.startup,
     ):
         monkeypatch.setattr(module, "detect", lambda _device=None: GPU)
     # Dummy steps take as long in the interpreter as the requests.
-    monkeypatch.setattr("server.engine.runner.runner_start.warm_up", lambda *_: None)
+    monkeypatch.setattr("server.engine.runner.start.runner_start.warm_up", lambda *_: None)
 
 
 @pytest.fixture(scope="module", params=slow_except(["qwen3"], FAMILIES))

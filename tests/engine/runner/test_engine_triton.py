@@ -6,14 +6,14 @@ import random
 import pytest
 
 import model.network.attention
-import server.engine.runner.model_runner
+import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
 from kernels.attention import functional
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig
-from server.engine.runner import warm_up
-from server.engine.runner.dummy_steps import crowds
+from server.engine.runner.start import warm_up
+from server.engine.runner.start.dummy_steps import crowds
 from tests.engine.runner.test_engine_model import greedy, random_prompt, tokens
 from tests.kernels.triton_interpreter import interpreted, is_loaded
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -31,7 +31,7 @@ def as_on_a_gpu(monkeypatch):
 
     gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # also the number of splits of a decode
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
-    monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(server.engine.runner.step.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(model.network.attention, "write_kv", write_kv)
 
@@ -97,7 +97,7 @@ def test_a_shared_prefix_read_once_gives_the_tokens_of_pytorch_attention(
     expected = answers()
     request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(
-        server.engine.runner.model_runner, "shared_prefix_is_faster", lambda *_: True
+        server.engine.runner.step.model_runner, "shared_prefix_is_faster", lambda *_: True
     )
 
     assert answers() == expected

@@ -8,8 +8,9 @@ import torch
 
 from model.sampling.parameters import NOT_FINITE, SamplingParams
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.core.step_retry import OUT_OF_MEMORY, STEP_FAILED
-from server.engine.runner.model_runner import ModelRunner
+from server.engine.core.results.step_retry import OUT_OF_MEMORY, STEP_FAILED
+from server.engine.runner.step.model_runner import ModelRunner
+from tests.engine.runner.step.test_recordings import Again
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     greedy,
@@ -18,7 +19,6 @@ from tests.engine.runner.test_engine_model import (
     tokens,
 )
 from tests.engine.runner.test_overlap import SAMPLED, comparable, mixed_requests
-from tests.engine.runner.test_recordings import Again
 from tests.faults.engine import inject
 from tests.faults.runner import poison
 from tests.tiny_checkpoint import write_tiny_checkpoint

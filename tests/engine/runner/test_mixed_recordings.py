@@ -8,12 +8,12 @@ import pytest
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import GenerateRequest
+from tests.engine.runner.step.test_recordings import Again
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     make_engine,
     random_prompt,
 )
-from tests.engine.runner.test_recordings import Again
 from tests.marks import slow_except
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -9,7 +9,8 @@ import torch
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.step.model_runner import ModelRunner
+from tests.engine.runner.step.test_recordings import Again
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     greedy,
@@ -17,7 +18,6 @@ from tests.engine.runner.test_engine_model import (
     random_prompt,
     tokens,
 )
-from tests.engine.runner.test_recordings import Again
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 SAMPLED = {"temperature": 1.2, "seed": 7}

@@ -13,8 +13,8 @@ from model.checkpoint.hub import resolve
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from server.engine.core.plan_report import PlanReport
-from server.engine.runner.model_plan import explain_model
-from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.explain.model_plan import explain_model
+from server.engine.runner.step.model_runner import ModelRunner
 from tests.plans import PLAN
 
 

@@ -8,8 +8,8 @@ import torch
 from model.network.step import Bucket
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.step import DecodeRows, ScheduledSequence
-from server.engine.runner.recordings import RecordedSteps
-from server.engine.runner.sampled_tokens import SampledTokens
+from server.engine.runner.step.recordings import RecordedSteps
+from server.engine.runner.step.sampled_tokens import SampledTokens
 from tests.engine.core.bookkeeping import make_sequence
 
 CPU = torch.device("cpu")

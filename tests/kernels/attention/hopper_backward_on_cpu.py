@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.attention.hopper import backward_roles, backward_tiles
+from kernels.attention.training.hopper import backward_roles, backward_tiles
 from tests.kernels.gluon_on_cpu import (
     Array,
     MBarrier,

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import distributed
 
-from kernels.attention import ring
+from kernels.attention.training import ring
 
 SHAPE = {"batch": 2, "tokens": 48, "heads": 4, "kv_heads": 2, "head_dim": 16}
 

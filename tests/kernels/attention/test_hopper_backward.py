@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.training import (
+from kernels.attention.training.registry import (
     TRAINING_REGISTRY,
     TrainingBatch,
     TrainingProblem,
     select_training,
 )
 from kernels.testing.problems import assert_no_worse_than
-from tests.kernels.attention.test_autograd import gradients, problem_of
+from tests.kernels.attention.training.test_autograd import gradients, problem_of
 from tests.kernels.attention.training_cases import Case, dense
 from tests.kernels.triton_interpreter import interpreted
 from tests.marks import slow_except
@@ -41,7 +41,7 @@ CASES = [
 @pytest.fixture
 def roles(monkeypatch):
     """Run the kernel's roles on the CPU."""
-    from kernels.attention.hopper import backward
+    from kernels.attention.training.hopper import backward
     from tests.kernels.attention.hopper_backward_on_cpu import BackwardOnCPU
 
     found = BackwardOnCPU()
@@ -51,7 +51,7 @@ def roles(monkeypatch):
 
 def one_pass(case, inputs):
     """Return the gradients of a case."""
-    from kernels.attention.hopper.backward import ONE_PASS
+    from kernels.attention.training.hopper.backward import ONE_PASS
 
     problem, batch = problem_of(case, case.arguments())
     q, k, v, dout, dlse = inputs

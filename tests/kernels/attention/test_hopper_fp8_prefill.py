@@ -156,7 +156,7 @@ def test_many_sequences_of_any_length_are_read_by_the_portable_kernel(seqs, keys
 @interpreted
 @pytest.mark.parametrize("more", [{}, {"block_size": 48, "dtype": "float16"}], ids=str)
 def test_tiles_have_the_largest_scale_of_their_rows_and_the_same_values(more):
-    from kernels.attention.hopper import fp8_tiles
+    from kernels.attention.hopper.fp8 import tiles as fp8_tiles
 
     case = cached(num_heads=4, num_kv_heads=2, **more)
     case.kv_scale[:, case.block_table[0][0], :, 0] = 2.0**-40
@@ -195,7 +195,7 @@ def test_tiles_have_the_largest_scale_of_their_rows_and_the_same_values(more):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_queries_are_quantized_as_in_pytorch(dtype):
-    from kernels.attention.hopper import fp8_tiles
+    from kernels.attention.hopper.fp8 import tiles as fp8_tiles
 
     q = outliers(torch.Generator().manual_seed(1), 90, 6, 128).to(dtype)
     q[3, 2] = 0
@@ -222,7 +222,7 @@ def test_queries_are_quantized_as_in_pytorch(dtype):
     "more", [{}, {"head_dim": 80, "dtype": "float16"}, {"sliding_window": 33, "block_size": 5}], ids=str
 )  # fmt: skip
 def test_a_cache_is_converted_to_rows_one_sequence_after_the_other(more):
-    from kernels.attention.hopper import cached_rows
+    from kernels.attention.hopper.fp8 import cached_rows
 
     case = cached(num_heads=2, num_kv_heads=2, **more)
     starts = torch.tensor([0, *torch.tensor(KEYS).cumsum(0)], dtype=torch.int32)

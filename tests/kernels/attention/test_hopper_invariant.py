@@ -114,7 +114,7 @@ def test_a_decoded_token_has_the_bits_that_a_prompt_has(shape):
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=str)
 @pytest.mark.parametrize("phase", list(Phase), ids=lambda it: it.value)
 def test_the_parts_that_have_items_of_their_own_change_no_bit(phase, shape, most, monkeypatch):
-    from kernels.attention.gpu import part_list
+    from kernels.attention.portable import part_list
 
     asked = problem_of(phase, shape)
     queries = [1] * 4 if phase is Phase.DECODE else [5, 1, 3, 7]

@@ -125,7 +125,7 @@ def test_a_decoded_token_has_the_bits_that_a_prompt_has(shape):
 
 @pytest.mark.parametrize("most", [0, 6, 12])
 def test_the_parts_that_have_programs_of_their_own_change_no_bit(most, monkeypatch):
-    from kernels.attention.gpu import part_list
+    from kernels.attention.portable import part_list
 
     asked = problem(Phase.DECODE, "bfloat16", 2, 1, 32, batch_invariant=True)
     case = make_case(asked, [1] * 4, [LENGTH, 200, 30, 129])

@@ -37,7 +37,7 @@ def random_step():
 
 def listed(monkeypatch, step, window=None, most_rows=1 << 20, shares=1):
     """Return the list, and its used records in order."""
-    from kernels.attention.gpu import part_list
+    from kernels.attention.portable import part_list
 
     monkeypatch.setattr(part_list, "MOST_PART_ROWS", most_rows)
     queries, keys = (

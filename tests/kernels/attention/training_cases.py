@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.attention.block_mask import BlockMask
-from kernels.attention.pytorch.philox import drop_below, random_bits
+from kernels.attention.training.block_mask import BlockMask
+from kernels.attention.training.philox import drop_below, random_bits
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from kernels.elementwise.pytorch import rms_norm
 from kernels.linear.around import joined
+from kernels.norms.pytorch import rms_norm
 from tests.kernels import triton_interpreter
 from tests.kernels.collective.interpreted_ranks import EPS, SIZES, hidden, part, partials, weight
 

@@ -10,8 +10,8 @@ from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, AttentionProblem, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from kernels.attention.spec import KernelSpec
+from kernels.attention.tuned import tuned_launches
 from kernels.fp8 import FP8
-from kernels.tuning import tuned_launches
 
 ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.has_triton}
 _LIKE = {103: 100}

@@ -39,8 +39,8 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.attention.gpu.cascade_decode import CascadeDecode
 from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.portable.cascade_decode import CascadeDecode
 from kernels.attention.portable.write_kv import write_kv
 from kernels.attention.problem import KV_DTYPES, AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY

@@ -13,12 +13,10 @@ from unittest import mock
 
 import torch
 
-from kernels.attention.hopper import backward
-from kernels.attention.portable import training
-from kernels.attention.training import TrainingBatch, TrainingProblem
+from kernels.attention.training.hopper import backward
+from kernels.attention.training.portable import launch as training
+from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
-from kernels.elementwise.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
-from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.fp8 import FP8
 from kernels.linear.gpu.invariant import InvariantLinear
 from kernels.linear.gpu.matrix import MatrixLinear
@@ -27,13 +25,16 @@ from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
-from kernels.linear.weights import LinearArguments, LinearWeights, Norm, TileBest
+from kernels.linear.weights import LinearArguments, LinearWeights, Norm
+from kernels.norms.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
+from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.gpu.embed import embed
 from kernels.sampling.gpu.sample_tokens import sample_tokens
 from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
+from kernels.sampling.tile_best import TileBest
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, MatrixScales, StepShape, StepWeights

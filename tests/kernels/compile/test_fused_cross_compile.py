@@ -15,9 +15,9 @@ from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR as VECTOR_ROW
 from kernels.linear.select import LinearChoice, select_linear
+from kernels.linear.tuned import find, linear_table
 from kernels.sampling.rows import SAMPLE_SIZES
 from kernels.step.single_launch import ROW_COUNTS, unsupported
-from kernels.tuning.linear import find, linear_table
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.fused_compile_worker import MATRICES, STEPS, FusedJob
 from tests.kernels.triton_interpreter import HAS_TRITON

@@ -1,8 +1,8 @@
 """Computes a linear layer with a given kernel, and the norm and gate around it, as a projection does."""
 
-from kernels.elementwise.gpu import norm_and_gate
 from kernels.linear.projection import _load
 from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.norms.gpu import norm_and_gate
 
 
 def linear(

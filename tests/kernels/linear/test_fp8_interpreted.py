@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.errors import ShapeError
 from kernels.fp8 import FP8, dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
 from kernels.linear.weights import Norm
+from kernels.norms.gpu import quantize_rows as fused
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import float8_library, triton_interpreter

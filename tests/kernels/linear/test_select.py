@@ -11,7 +11,7 @@ from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, launch_mistakes, select_linear
-from kernels.tuning.linear import find, linear_mistakes, linear_table, tuned_linear
+from kernels.linear.tuned import find, linear_mistakes, linear_table, tuned_linear
 
 H100 = CATALOGUE["h100"]
 SHAPES = [

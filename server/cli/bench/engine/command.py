@@ -26,8 +26,8 @@ from server.cli.bench.engine.options import adapt, make_plan
 from server.cli.bench.engine.profile import Profiler, StepProfile
 from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.engine.core.start_checks import StartupError
-from server.engine.link.process_setup import freeze_startup_objects
-from server.engine.runner.model_work import ModelWork
+from server.engine.link.engine_process.process_setup import freeze_startup_objects
+from server.engine.runner.explain.model_work import ModelWork
 from server.version import version
 
 if TYPE_CHECKING:

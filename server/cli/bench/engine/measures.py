@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from server.cli.bench.engine.workloads import STREAM_TOKENS
 from server.cli.bench.result import number
-from server.engine.runner.model_work import Rows
+from server.engine.runner.explain.model_work import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from server.cli.bench.engine.run import EngineRun, Trace
     from server.cli.bench.engine.workloads import Plan, Workload
-    from server.engine.runner.model_work import ModelWork
+    from server.engine.runner.explain.model_work import ModelWork
 
 Row: TypeAlias = dict[str, Any]
 

@@ -24,9 +24,10 @@ from server.cli.bench.engine.device_trace import (
 )
 from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.stopwatch import Stopwatch, Timed
-from server.engine.core import engine, scheduler
-from server.engine.runner import model_runner, step_input
-from server.engine.runner.model_work import Rows
+from server.engine.core import engine
+from server.engine.core.schedule import scheduler
+from server.engine.runner.explain.model_work import Rows
+from server.engine.runner.step import model_runner, step_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
-    from server.engine.runner.model_work import ModelWork
+    from server.engine.runner.explain.model_work import ModelWork
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64

@@ -22,8 +22,8 @@ from server.engine.core.messages import (
     StepMessage,
 )
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.rank_processes import RankProcesses
-from server.engine.runner.startup import start_engine
+from server.engine.link.engine_process.rank_processes import RankProcesses
+from server.engine.runner.start.startup import start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.errors import ValidationError
+from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
@@ -35,24 +36,23 @@ from server.http.dialects.openai.tools import (
     read_tools,
     whole_message,
 )
-from server.http.limits import longest_prompt
-from server.http.messages import encode_conversation, read_messages
+from server.http.text.messages import encode_conversation, read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
-    from server.http.completion import Completion, Token
     from server.http.context import AppContext
     from server.http.dialects.openai.frames import TokenTexts
     from server.http.dialects.openai.options import Options
     from server.http.dialects.openai.replies import Usage
     from server.http.dialects.openai.tools import ToolUse
-    from server.http.generation import Generation, Timings
+    from server.http.reply.completion import Completion, Token
+    from server.http.reply.generation import Generation, Timings
+    from server.http.reply.streaming import StreamRenderer
     from server.http.responses import Headers
-    from server.http.streaming import StreamRenderer
-    from server.http.structured_output import StructuredOutput
+    from server.http.text.structured_output import StructuredOutput
 
 _ASSISTANT = "assistant"
 _encode = msgspec.json.Encoder().encode

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.errors import ValidationError
+from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
 from server.http.dialects.openai.logprobs import (
@@ -38,20 +39,19 @@ from server.http.dialects.openai.replies import (
 )
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import CompletionBody
-from server.http.limits import longest_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
-    from server.http.completion import Completion, Token
     from server.http.context import AppContext
     from server.http.dialects.openai.frames import TokenTexts
     from server.http.dialects.openai.options import Options
     from server.http.dialects.openai.prompts import PromptInput
     from server.http.dialects.openai.replies import Usage
-    from server.http.generation import Generation, Timings
+    from server.http.reply.completion import Completion, Token
+    from server.http.reply.generation import Generation, Timings
     from server.http.responses import Headers
 
 _DEFAULT_TOKENS = 16

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from server.errors import ValidationError
-from server.http.structured_output import StructuredOutput
-from server.http.validation import describe
+from server.http.body.validation import describe
+from server.http.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from server.http.dialects.openai.schema import (

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import pydantic
 
 from server.errors import UnknownModelError
+from server.http.body.validation import fields_of, parse, quote
 from server.http.request_id import current_request
-from server.http.validation import fields_of, parse, quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

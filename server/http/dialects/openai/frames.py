@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.request import TokenEvent
     from server.errors import TesseraError
-    from server.http.completion import Completion, Token
-    from server.http.generation import Generation
+    from server.http.reply.completion import Completion, Token
+    from server.http.reply.generation import Generation
 
 TokenTexts: TypeAlias = dict[int, tuple[str, bytes]]
 """By token id: text, and the text as JSON. Contains only tokens that add the same text in every context."""
@@ -60,7 +60,7 @@ class ChunkFormat(Protocol):
 
 
 class ChunkRenderer:
-    """Renders the events of one stream; implements `server.http.streaming.StreamRenderer`.
+    """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`.
 
     Args:
         generation: the request's completions.

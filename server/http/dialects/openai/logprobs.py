@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from model.text.tokenizer import Tokenizer
-    from server.http.completion import Completion, Token
+    from server.http.reply.completion import Completion, Token
 
 # JSON has no infinity; vLLM sends this instead.
 _LOWEST = -9999.0

@@ -10,12 +10,7 @@ import msgspec
 
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
-from server.http.completion import Prompt, StopStrings
-from server.http.context import check_vocabulary
-from server.http.dialects.openai.constraints import find_constraint
-from server.http.dialects.openai.fields import served_names
-from server.http.generation import Generation
-from server.http.limits import (
+from server.http.body.limits import (
     check_bad_words,
     check_prompt_length,
     check_stop_strings,
@@ -24,18 +19,23 @@ from server.http.limits import (
     given,
     with_output_limit,
 )
-from server.http.structured_output import compile_grammar
-from server.http.validation import describe
+from server.http.body.validation import describe
+from server.http.context import check_vocabulary
+from server.http.dialects.openai.constraints import find_constraint
+from server.http.dialects.openai.fields import served_names
+from server.http.reply.completion import Prompt, StopStrings
+from server.http.reply.generation import Generation
+from server.http.text.structured_output import compile_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.engine.core.messages import EngineInfo
+    from server.http.body.request_options import RequestOptions
     from server.http.config import HTTPConfig
     from server.http.context import AppContext
     from server.http.dialects.openai.schema import SamplingFields, TextFields
-    from server.http.request_options import RequestOptions
-    from server.http.structured_output import StructuredOutput
+    from server.http.text.structured_output import StructuredOutput
 
 _UINT64_MASK = 2**64 - 1
 

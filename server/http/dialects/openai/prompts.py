@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import msgspec
 
 from server.errors import ValidationError
-from server.http.validation import describe
+from server.http.body.validation import describe
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer

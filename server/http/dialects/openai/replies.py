@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.http.usage import RequestUsage
+from server.http.metrics.usage import RequestUsage
 
 if TYPE_CHECKING:
-    from server.http.generation import Generation
+    from server.http.reply.generation import Generation
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -14,10 +14,10 @@ from server.http.dialects.openai.replies import usage_of
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
-    from server.http.completion import Completion
     from server.http.dialects.openai.options import Options
     from server.http.dialects.openai.replies import Usage
-    from server.http.generation import Generation
+    from server.http.reply.completion import Completion
+    from server.http.reply.generation import Generation
 
 _FINISH_REASONS = {
     FinishReason.EOS: "stop",

@@ -15,7 +15,7 @@ from server.http.dialects.openai.completions import CompletionAnswer
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.frames import END_MARK
 from server.http.dialects.openai.models import find_model, list_models
-from server.http.dialects.openai.responses import ResponseAnswer
+from server.http.dialects.openai.responses_api.answer import ResponseAnswer
 from server.http.dialects.openai.schema import ChatBody, CompletionBody, ResponseBody
 from server.http.dialects.openai.tokens import TOKEN_FORMS
 from server.http.exchange import Dialect, Exchange

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from server.http.field_types import (
+from server.http.body.field_types import (
     MESSAGE_SCHEMA,
     MessageList,
     ObjectOrText,
     OnlyFalse,
     StructuralTag,
 )
-from server.http.limits import SMALLEST_TEMPERATURE
-from server.http.sampling_fields import CommonSamplingFields
+from server.http.body.limits import SMALLEST_TEMPERATURE
+from server.http.body.sampling_fields import CommonSamplingFields
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1

@@ -20,7 +20,7 @@ from server.http.dialects.openai.schema import (
     TokenizeMessagesBody,
     TokenizePromptBody,
 )
-from server.http.messages import encode_conversation, read_messages
+from server.http.text.messages import encode_conversation, read_messages
 from server.http.token_replies import TokenReply, array_pieces, text_pieces
 from server.http.token_routes import TokenForm
 

@@ -16,10 +16,10 @@ from model.text.tools.definitions import make_tool
 from model.text.tools.grammar import calls_grammar
 from model.text.tools.parser import CallParser
 from server.errors import ValidationError
+from server.http.body.validation import describe, quote
 from server.http.dialects.openai.constraints import find_constraint
 from server.http.dialects.openai.replies import CalledFunction, ToolCall, ToolCallDelta
-from server.http.structured_output import StructuredOutput, compile_grammar
-from server.http.validation import describe, quote
+from server.http.text.structured_output import StructuredOutput, compile_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from server.http.dialects.openai.replies import (
     ResponseEvent,
     ResponseReply,
 )
-from server.http.dialects.openai.responses import ResponseAnswer
+from server.http.dialects.openai.responses_api.answer import ResponseAnswer
 from server.http.dialects.openai.routes import OPENAI
 from server.http.dialects.openai.schema import ChatBody, CompletionBody, ResponseBody
 from server.http.dialects.tgi.generate import read_request

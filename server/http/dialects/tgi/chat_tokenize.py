@@ -8,11 +8,11 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.text.chat_template import RenderedChat
+from server.http.body.field_types import MessageList
+from server.http.body.validation import parse
 from server.http.dialects.tgi.replies import PromptSpan
-from server.http.field_types import MessageList
-from server.http.messages import read_messages
+from server.http.text.messages import read_messages
 from server.http.token_replies import TokenReply, array_pieces, slices, text_pieces
-from server.http.validation import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

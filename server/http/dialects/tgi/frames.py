@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.request import TokenEvent
     from server.errors import TesseraError
-    from server.http.completion import Completion, Token
     from server.http.dialects.tgi.limits import GenerateOptions
-    from server.http.generation import Generation
+    from server.http.reply.completion import Completion, Token
+    from server.http.reply.generation import Generation
 
 TokenHeads: TypeAlias = dict[int, tuple[str, bytes]]
 """Token id -> text and beginning of the frame. Contains only tokens that add the same text in every context."""
@@ -40,7 +40,7 @@ _FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b%b
 
 
 class TokenRenderer:
-    """Renders the events of one stream; implements `server.http.streaming.StreamRenderer`.
+    """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`.
 
     Args:
         generation: the request's completions.

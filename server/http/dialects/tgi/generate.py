@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.http.completion import Prompt, StopStrings
+from server.http.body.limits import longest_prompt
 from server.http.context import check_vocabulary
 from server.http.dialects.tgi.frames import TokenRenderer
 from server.http.dialects.tgi.legacy import read_body
@@ -22,19 +22,19 @@ from server.http.dialects.tgi.replies import (
     render_token,
     render_top_tokens,
 )
-from server.http.generation import Generation
-from server.http.limits import longest_prompt
+from server.http.reply.completion import Prompt, StopStrings
+from server.http.reply.generation import Generation
 from server.http.responses import header
-from server.http.structured_output import compile_grammar
+from server.http.text.structured_output import compile_grammar
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
-    from server.http.completion import Completion
     from server.http.context import AppContext
     from server.http.dialects.tgi.frames import TokenHeads
     from server.http.dialects.tgi.limits import GenerateOptions
     from server.http.dialects.tgi.replies import Token
-    from server.http.generation import Timings
+    from server.http.reply.completion import Completion
+    from server.http.reply.generation import Timings
     from server.http.responses import Headers
 
 _encode = msgspec.json.Encoder().encode

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from server.errors import ValidationError
+from server.http.body.validation import describe, fields_of, parse
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
-from server.http.validation import describe, fields_of, parse
 
 
 class Renamed(NamedTuple):

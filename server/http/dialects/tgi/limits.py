@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 from model.checkpoint.generation_config import SamplingDefaults
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
-from server.http.dialects.tgi.schema import (
-    GenerateBody,
-    GenerateParameters,
-    Grammar,
-    JSONGrammar,
-    RegexGrammar,
-)
-from server.http.limits import (
+from server.http.body.limits import (
     check_bad_words,
     check_stop_strings,
     check_stop_token_ids,
@@ -24,13 +17,20 @@ from server.http.limits import (
     given,
     with_output_limit,
 )
-from server.http.structured_output import StructuredOutput
-from server.http.validation import describe
+from server.http.body.validation import describe
+from server.http.dialects.tgi.schema import (
+    GenerateBody,
+    GenerateParameters,
+    Grammar,
+    JSONGrammar,
+    RegexGrammar,
+)
+from server.http.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
+    from server.http.body.request_options import RequestOptions
     from server.http.config import HTTPConfig
-    from server.http.request_options import RequestOptions
 
 # Without `parameters` tokens are sampled; inside the object `do_sample` defaults to false.
 _NO_PARAMETERS = GenerateParameters(do_sample=True)

@@ -12,13 +12,13 @@ from msgspec import UNSET, UnsetType
 
 from model.checkpoint.generation_config import SamplingDefaults
 from server.engine.core.request import FinishReason
-from server.http.usage import RequestUsage
+from server.http.metrics.usage import RequestUsage
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
     from model.text.tokenizer import Tokenizer
-    from server.http import completion
+    from server.http.reply import completion
 
 FINISH_REASONS = {
     FinishReason.EOS: "eos_token",

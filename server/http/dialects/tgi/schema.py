@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.http.field_types import ObjectOrText
-from server.http.limits import SMALLEST_TEMPERATURE
-from server.http.sampling_fields import CommonSamplingFields
+from server.http.body.field_types import ObjectOrText
+from server.http.body.limits import SMALLEST_TEMPERATURE
+from server.http.body.sampling_fields import CommonSamplingFields
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1

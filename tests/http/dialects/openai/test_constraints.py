@@ -3,7 +3,7 @@
 import pytest
 
 from server.http.dialects.openai import options
-from server.http.structured_output import StructuredOutput
+from server.http.text.structured_output import StructuredOutput
 
 pytestmark = pytest.mark.anyio
 

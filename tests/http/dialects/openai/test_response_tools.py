@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from model.text.chat_template import ChatTemplate
 from server.engine.core.request import FinishReason
 from server.http.dialects.openai.replies import ResponseEvent, ResponseReply
-from tests.http.dialects.openai.test_responses import events
+from tests.http.dialects.openai.responses_api.test_answer import events
 from tests.http.dialects.openai.test_tools import AWARE, CALL, OTHER_CALL, PARAMETERS, PLAIN
 from tests.http.fakes import EOS_ID, INFO, event, put, say
 from tests.http.serving import Server

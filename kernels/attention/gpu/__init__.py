@@ -1,1 +1,0 @@
-"""Device code that the portable and the Hopper attention kernels share."""

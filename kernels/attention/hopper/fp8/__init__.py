@@ -1,0 +1,1 @@
+"""Prefill over an FP8 cache for Hopper GPUs, in Gluon."""

@@ -1,0 +1,1 @@
+"""Training attention for Hopper GPUs, in Gluon."""

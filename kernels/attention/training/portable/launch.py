@@ -1,0 +1,148 @@
+"""Attention for training in Triton, forward and backward, for every GPU with tensor cores.
+
+    forward     a program for (tile of queries, head, sequence)
+    delta       rowsum(dO * O), which all weights of a row have in common in the backward
+    backward    dK, dV: a program for (tile of keys, key-value head, sequence), over all queries of its group's heads
+                dQ: a program for (tile of queries, head, sequence)
+
+The weights are computed again from the log-sum-exps. No sum crosses programs, so there are no atomic additions, and
+every run has the same bits.
+
+Source: Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+
+from kernels.arch import detect
+from kernels.attention.training.philox import drop_below
+from kernels.attention.training.portable.backward import backward_keys, backward_queries, delta
+from kernels.attention.training.portable.forward import forward
+from kernels.attention.training.portable.grid import TrainingLaunch, training_launches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+
+
+_DELTA_ROWS: Final = 64
+
+
+class PortableTraining:
+    """See `kernels.attention.training.registry.TrainingKernel`."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: TrainingBatch, problem: TrainingProblem
+    ) -> tuple[Tensor, Tensor]:
+        """See `TrainingKernel.forward`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        launch = _launches(q, problem)[0]
+        grid = (-(-problem.max_seqlen_q // launch.block_m), q.shape[1], len(batch.cu_seqlens_q) - 1)
+        if all(grid):
+            forward[grid](
+                q, k, v, out, lse, *_batch_arguments(batch, by_key=False), *_strides(q, k, v),
+                *_numbers(problem), **_constants(q, k, batch, problem, launch),
+            )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self,
+        grads: tuple[Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        batch: TrainingBatch,
+        problem: TrainingProblem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `TrainingKernel.backward`."""
+        (dout, dlse), (q, k, v, out, lse) = grads, saved
+        dq, dk, dv = (torch.empty(it.shape, dtype=it.dtype, device=it.device) for it in (q, k, v))
+        means = torch.empty_like(lse)
+        count, heads, size = q.shape
+        _, keys, queries = _launches(q, problem)
+        if count:
+            delta[(-(-count // _DELTA_ROWS), heads)](
+                out, dout, dlse, means, count, dout.stride(0), dout.stride(1),
+                HEADS=heads, HEAD_DIM=size, BLOCK_D=_padded(size), BLOCK_M=_DELTA_ROWS,
+            )  # fmt: skip
+        num_seqs = len(batch.cu_seqlens_q) - 1
+        strides = _strides(q, k, v, dout)
+        for kernel, launch, results, tiles in (
+            (backward_keys, keys, (dk, dv), -(-problem.max_seqlen_k // keys.block_n)),
+            (backward_queries, queries, (dq,), -(-problem.max_seqlen_q // queries.block_m)),
+        ):
+            by_key = kernel is backward_keys
+            grid = (tiles, k.shape[1] if by_key else heads, num_seqs)
+            if all(grid):
+                kernel[grid](
+                    q, k, v, dout, lse, means, *results, *_batch_arguments(batch, by_key=by_key), *strides,
+                    *_numbers(problem), **_constants(q, k, batch, problem, launch),
+                )  # fmt: skip
+        return dq, dk, dv
+
+
+PORTABLE: Final = PortableTraining()
+
+
+def _launches(q: Tensor, problem: TrainingProblem) -> tuple[TrainingLaunch, ...]:
+    """Return the launches of the forward, of dK and dV, and of dQ; their tiles divide those of the block mask."""
+    launches = training_launches(detect(q.device), q.shape[-1], q.dtype)
+    return tuple(launch.within(problem.mask_tile) for launch in launches)
+
+
+def _padded(size: int) -> int:
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for it in tensors for stride in it.stride()[:2])
+
+
+def _batch_arguments(batch: TrainingBatch, *, by_key: bool) -> tuple[Tensor, ...]:
+    slopes = batch.cu_seqlens_q if batch.alibi_slopes is None else batch.alibi_slopes
+    mask = (batch.cu_seqlens_q, batch.cu_seqlens_q)
+    if batch.mask is not None:
+        mask = batch.mask[2:] if by_key else batch.mask[:2]
+    return (batch.cu_seqlens_q, batch.cu_seqlens_k, slopes, *mask)
+
+
+def _numbers(problem: TrainingProblem) -> tuple[float, ...]:
+    """Return scale, softcap, window, and the seed, threshold and factor of the dropout."""
+    return (
+        problem.softmax_scale,
+        problem.softcap or 0.0,
+        problem.sliding_window or 0,
+        problem.dropout_seed,
+        drop_below(problem.dropout_p),
+        1 / (1 - problem.dropout_p),
+    )
+
+
+def _constants(
+    q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem, launch: TrainingLaunch
+) -> dict[str, Any]:
+    heads, size = q.shape[1:]
+    mask_q, mask_k = problem.mask_tile if batch.mask is not None else (0, 0)
+    return {
+        "HEADS": heads,
+        "GROUP": heads // k.shape[1],
+        "HEAD_DIM": size,
+        "BLOCK_D": _padded(size),
+        "CAUSAL": problem.causal,
+        "WINDOW": problem.sliding_window is not None,
+        "SOFTCAP": problem.softcap is not None,
+        "ALIBI": batch.alibi_slopes is not None,
+        "DROPOUT": problem.dropout_p > 0,
+        "MASK_Q": mask_q,
+        "MASK_K": mask_k,
+        # TF32 would lose half the digits of float32.
+        "PRECISION": "ieee" if q.dtype is torch.float32 else None,
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }

@@ -1,0 +1,1 @@
+"""Front-end processes of `tessera serve`."""

@@ -1,0 +1,175 @@
+"""The front-end processes of a service with several of them: starts, restarts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server.cli.front_end.config import STOP_SIGNAL, FrontEndConfig
+from server.engine.link.child_process import ChildProcess, ChildStartError
+from server.engine.link.spawn import DUMP_SECONDS, ask_for_stacks, module_command
+from server.http.metrics.registry import mark_process
+from server.http.metrics.shared_counters import SharedCounters
+from server.http.metrics.specs import NUM_CELLS
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from server.engine.link.front_end.hub import EngineHub, FrontEndConnection
+    from server.http.config import HTTPConfig
+    from server.log import LogFormat
+
+log = logging.getLogger("tessera")
+
+FRONT_END_COMMAND = module_command("server.cli.front_end.process")
+# For a front end, after the time that its requests have.
+_STOP_SECONDS = 5.0
+
+
+class _FrontEnd:
+    """Owns one front-end process and its connection to the hub.
+
+    Attributes:
+        serving: done when the process serves for the first time, or fails with a `ChildStartError`.
+
+    Args:
+        hub: of the service.
+        listener: descriptor of the socket that the process inherits.
+        config: returns the configuration of the process, given `address` and `first_id`.
+    """
+
+    def __init__(
+        self, hub: EngineHub, listener: int, config: Callable[..., FrontEndConfig]
+    ) -> None:
+        self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.child = ChildProcess(
+            "front end",
+            FRONT_END_COMMAND,
+            self._configure,
+            self._on_exit,
+            pass_fds=[listener],
+        )
+        self._hub = hub
+        self._config = config
+        self._connection: FrontEndConnection
+
+    def _configure(self) -> bytes:
+        self._connection = self._hub.connect(self._on_attached, self._on_failure)
+        config = self._config(
+            address=self._connection.sockets.address, first_id=self._connection.first_id
+        )
+        return msgspec.json.encode(config)
+
+    def _on_attached(self) -> None:
+        self.child.reset_backoff()
+        if not self.serving.done():
+            self.serving.set_result(None)
+
+    def _on_failure(self, reason: str) -> None:
+        log.error("a front end %s; restarting it", reason)
+        if self.child.process is not None:
+            ask_for_stacks(self.child.process)
+        self.child.kill_after(DUMP_SECONDS)
+
+    def _on_exit(self, code: int) -> bool:
+        self._hub.disconnect(self._connection)
+        if not self.serving.done():
+            error = ChildStartError(f"a front end ended with code {code} while starting")
+            self.serving.set_exception(error)
+            return False
+        return True
+
+
+class FrontEndPool:
+    """Owns the front-end processes; runs on the hub's event loop.
+
+    Args:
+        hub: connects the front ends with the engine process.
+        listeners: a socket for each front end, all on one port. They stay open while a front end restarts, so that its
+            connections wait instead of being refused.
+        tokenizer_path: folder with the model's tokenizer.json.
+        limits: of the service.
+        log_format: of the front ends.
+    """
+
+    loop_factory = None
+
+    def __init__(
+        self,
+        hub: EngineHub,
+        listeners: list[socket.socket],
+        tokenizer_path: Path,
+        limits: HTTPConfig,
+        log_format: LogFormat = "text",
+    ) -> None:
+        self._hub = hub
+        self._log_format = log_format
+        self._listeners = listeners
+        self._tokenizer_path = tokenizer_path
+        self._limits = limits
+        self._front_ends: list[_FrontEnd] = []
+        self._stopping = asyncio.Event()
+        self._num_signals = 0
+
+    async def start(self) -> None:
+        """Start the front ends and wait until all of them serve.
+
+        Raises:
+            ChildStartError: the operating system refuses a process, or a front end ended instead.
+        """
+        counters, rows = self._hub.directory / "counters", len(self._listeners) + 1
+        # The last row is for this process, which uses time and memory too.
+        mark_process(SharedCounters.shared(counters, rows, NUM_CELLS, rows - 1))
+        for row, listener in enumerate(self._listeners):
+            config = functools.partial(
+                FrontEndConfig,
+                listener=listener.fileno(),
+                counters=str(counters),
+                rows=rows,
+                row=row,
+                tokenizer_path=str(self._tokenizer_path),
+                hang_seconds=self._hub.hang_seconds,
+                http=self._limits,
+                log_level=logging.getLevelName(logging.getLogger().level).lower(),
+                log_format=self._log_format,
+            )
+            self._front_ends.append(_FrontEnd(self._hub, listener.fileno(), config))
+            self._front_ends[-1].child.start()
+        await asyncio.gather(*(front_end.serving for front_end in self._front_ends))
+
+    async def run_until_stopped(self) -> None:
+        """Wait for a signal or `stop`, then let the front ends end as `server.http.lifecycle` says.
+
+        A second signal ends the requests in progress at once, and a third one the front ends.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        await self._stopping.wait()
+        for listener in self._listeners:
+            listener.close()  # the front ends have their own descriptors of these sockets
+        limits = self._limits
+        seconds = limits.drain_delay_seconds + limits.drain_timeout_seconds + _STOP_SECONDS
+        await asyncio.gather(
+            *(front_end.child.stop(seconds, STOP_SIGNAL) for front_end in self._front_ends)
+        )
+
+    def stop(self) -> None:
+        """Make `run_until_stopped` stop the front ends."""
+        self._stopping.set()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        for front_end in self._front_ends:
+            if self._num_signals > 2:
+                front_end.child.kill()
+            elif self._num_signals == 2 and front_end.child.process is not None:
+                front_end.child.process.send_signal(STOP_SIGNAL)
+        self._stopping.set()

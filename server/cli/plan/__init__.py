@@ -1,0 +1,1 @@
+"""`tessera plan`, and the model that is planned without weights."""

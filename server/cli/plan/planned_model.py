@@ -1,0 +1,103 @@
+"""What a service would run for some settings on a processor that may be absent; shared by `plan` and `size`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import FP8, detect
+from kernels.arch import known_processors
+from kernels.collective.communicator import AbsentRanks
+from model.checkpoint.config import ModelConfig
+from model.device.dtypes import gpu_dtype, resolve_dtype, weight_dtype
+from model.errors import UnsupportedModelError
+from server.cli.command_settings import engine_config
+from server.engine.core.start_checks import NO_GPU
+from server.engine.runner.start.startup import resolved_quantization
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kernels import GPUArch
+    from server.cli.settings import Settings
+
+
+class NoDeviceError(Exception):
+    """The requested device is absent; the text names the flag for an absent one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model as a processor would run it.
+
+    Attributes:
+        config: of the checkpoint.
+        ranks: what the model knows of the ranks that share it; None for a model that is whole.
+        dtype: of weights that are not quantized, and of activations.
+        quantization: of the weights, resolved.
+        weight_dtype: of quantized layer weights; None without.
+        kv_dtype: of a quantized KV cache; None if the cache has the model's dtype.
+    """
+
+    config: ModelConfig
+    ranks: AbsentRanks | None
+    dtype: torch.dtype
+    quantization: str
+    weight_dtype: torch.dtype | None
+    kv_dtype: str | None
+
+
+def find_arch(key: str | None, device: str, name: str) -> GPUArch:
+    """Return the processor that was asked for, or that of this machine.
+
+    Args:
+        key: of the catalogue, or a compute capability, for the first processor that has it; None for this machine's.
+        device: the setting.
+        name: of the flag that sets `key`, for the error.
+
+    Raises:
+        NoDeviceError: there is no GPU, but the setting asks for one.
+    """
+    if key is not None:
+        return known_processors(key)[0]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NoDeviceError(f"{NO_GPU}; use {name} to plan for a known GPU")
+    return detect("cpu" if device == "cpu" else None)
+
+
+def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedModel:
+    """Resolve dtypes and quantization of a service with these settings on a processor.
+
+    Args:
+        settings: of the service.
+        folder: of the model's configuration.
+        arch: the processor; it need not be present.
+
+    Raises:
+        ModelError: the model is not supported, or the processor does not support the quantization.
+    """
+    config = ModelConfig.from_folder(folder)
+    num_ranks = settings.tensor_parallel
+    if reasons := config.parallel_unsupported(num_ranks):
+        raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
+    kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
+    quantization = resolved_quantization(engine_config(settings, folder), config, arch)
+    return PlannedModel(
+        config=config,
+        ranks=AbsentRanks(num_ranks) if num_ranks > 1 else None,
+        dtype=_dtype(settings.dtype, config, arch),
+        quantization=quantization,
+        weight_dtype=weight_dtype(quantization),
+        kv_dtype=kv_dtype,
+    )
+
+
+def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:
+    if arch.is_cpu:
+        return resolve_dtype(requested, config, "cpu")
+    if requested == "auto":
+        return gpu_dtype(config, has_bfloat16=arch.has_bfloat16)
+    dtype: torch.dtype = getattr(torch, requested)
+    return dtype

@@ -1,0 +1,1 @@
+"""The blocks of the KV cache, and the demand for them."""

@@ -1,0 +1,325 @@
+"""Allocates the blocks of the KV cache to sequences and keeps the prefix cache.
+
+Works on token ids and block ids, without tensors. The scheduler decides the order in which sequences get blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Set as AbstractSet
+from typing import TypeAlias
+
+from server.engine.core.memory.free_blocks import FreeBlocks
+from server.engine.core.sequence import CacheSalt, Sequence
+
+Link: TypeAlias = int | CacheSalt
+"""Identifies the content of a sequence's leading blocks: a number; before the first block, the cache salt."""
+
+Key: TypeAlias = tuple[Link, tuple[int, ...]]
+"""Identifies the content of a full block: the link of the blocks before it, and its token ids."""
+
+
+class BlockManager:
+    """Owns the blocks of the KV cache: reference counts, prefix cache, placement.
+
+    A block is *owned* (in one or more block tables), *idle* (in no table, but its content is in the
+    prefix cache) or *empty*. Sequences share a block only if it is full and all its keys and values
+    are computed. A shared block is therefore never written again and never copied.
+
+    Prefix cache: the key of a block is (link of the blocks before it, its token ids). A link is a
+    number that is given to one content and never reused, so equal keys mean equal prefixes from the
+    first token on. The dictionary compares whole keys, so a hash collision cannot cause a false hit.
+    Idle blocks are evicted in the order in which they were freed. A sequence frees its last block
+    first, so a prefix is evicted after the blocks that follow it.
+
+    Placement: attention on a CPU reads adjacent blocks without copying. A block table therefore
+    grows into the empty block after its last one, else into the largest run of empty blocks. If an
+    owned block precedes that run, the table starts in the run's middle, because that block's
+    sequence may grow into the run.
+
+    Only the scheduler calls it, from one thread.
+
+    Invariants (`check_invariants`): owned, idle and empty blocks add up to all blocks; the reference
+    count of a block is the number of block tables that contain it; the sequences of these tables
+    have equal tokens up to the end of the block.
+
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+        enable_prefix_caching: whether full blocks are kept for later sequences with the same prefix.
+        contiguity_reserve: share of the pool, in [0, 1). While fewer blocks than that are empty,
+            idle blocks are evicted early, until the new blocks of a sequence fit in one run. With 0,
+            a block is evicted only when no block is empty, and block tables scatter once all blocks
+            have been used; use it for kernels that read scattered blocks at the same speed.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        contiguity_reserve: float = 0.0,
+    ) -> None:
+        assert num_blocks > 0
+        assert block_size > 0
+        assert 0 <= contiguity_reserve < 1
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._num_reserved = int(num_blocks * contiguity_reserve)
+        self._empty = FreeBlocks(num_blocks)
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * num_blocks
+        self._owners: set[Sequence] = set()
+        self._cached: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._link_of: dict[int, int] = {}
+        self._num_links = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence owns: empty and idle blocks."""
+        return self._empty.num_free + len(self._idle)
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks that no sequence owns and whose content is in the prefix cache."""
+        return len(self._idle)
+
+    @property
+    def owners(self) -> AbstractSet[Sequence]:
+        """The sequences that own blocks."""
+        return self._owners
+
+    def looks_up(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's leading tokens are looked up in the prefix cache."""
+        return self.enable_prefix_caching and not sequence.sampling.prompt_logprobs
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return how many leading tokens of a sequence that owns no block are in the prefix cache."""
+        return len(self._find_prefix(sequence)[0]) * self.block_size
+
+    def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
+        """Allocate blocks for all known tokens of a sequence and for one more token.
+
+        Blocks with its leading tokens come from the prefix cache. They never include the last known
+        token, so at least one token is left to compute. Sets `num_computed_tokens` to their tokens.
+
+        Args:
+            sequence: owns no block.
+            num_spare: blocks that must stay free.
+
+        Returns:
+            False, with nothing changed, where too few blocks are free.
+        """
+        hits, link = self._find_prefix(sequence)
+        references = self._references
+        num_new = sequence.num_tokens // self.block_size + 1 - len(hits)
+        num_idle_hits = sum(not references[block] for block in hits)
+        if num_new + num_idle_hits + num_spare > self.num_free_blocks:
+            return False
+        for block in hits:
+            if not references[block]:
+                del self._idle[block]
+            references[block] += 1
+        sequence.block_table = hits
+        sequence.num_computed_tokens = len(hits) * self.block_size
+        sequence.num_linked_blocks = len(hits)
+        sequence.prefix_link = link
+        self._owners.add(sequence)
+        self._extend(hits, num_new)
+        self._set_capacity(sequence)
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extend the block table of an admitted sequence to hold `num_tokens` tokens.
+
+        Returns:
+            False, with nothing changed, where too few blocks are free.
+        """
+        num_new = -(-num_tokens // self.block_size) - len(sequence.block_table)
+        if num_new > self.num_free_blocks:
+            return False
+        self._extend(sequence.block_table, num_new)
+        self._set_capacity(sequence)
+        return True
+
+    def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add the blocks that were filled since the last call to the prefix cache.
+
+        Args:
+            sequence: an admitted sequence.
+            num_tokens: number of its leading tokens that are known and computed.
+        """
+        if not self.enable_prefix_caching:
+            return
+        size = self.block_size
+        for index in range(sequence.num_linked_blocks, num_tokens // size):
+            tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            sequence.prefix_link = self._enter(
+                (sequence.prefix_link, tokens), sequence.block_table[index]
+            )
+            sequence.num_linked_blocks += 1
+
+    def free(self, sequence: Sequence, discard_cached: bool = False) -> None:
+        """Release all blocks of an admitted sequence.
+
+        Args:
+            sequence: keeps its tokens; none of them counts as computed any more.
+            discard_cached: whether its blocks leave the prefix cache, because their keys or values
+                may be wrong. Sequences that share one of these blocks now keep it.
+        """
+        self._owners.remove(sequence)
+        references = self._references
+        for block in reversed(sequence.block_table):
+            if discard_cached and block in self._key_of:
+                self._forget(block)
+            references[block] -= 1
+            if references[block]:
+                continue
+            if block in self._key_of:
+                self._idle[block] = None
+            else:
+                self._empty.release(block)
+        sequence.block_table = []
+        sequence.capacity = 0
+        sequence.num_computed_tokens = 0
+
+    def idle_violations(self) -> list[str]:
+        """Return what contradicts the bookkeeping while no sequence owns a block."""
+        empty, idle, total = self._empty.num_free, len(self._idle), self.num_blocks
+        used = total - self._references.count(0)
+        found = []
+        if used or self._owners:
+            found.append(f"{used} blocks are used, by {len(self._owners)} sequences, expected none")
+        if empty + idle + used != total:
+            found.append(f"{empty} empty, {idle} cached and {used} used blocks are not {total}")
+        if not len(self._cached) == len(self._key_of) == len(self._link_of) == idle:
+            found.append(f"{len(self._cached)} blocks are in the prefix cache, {idle} are cached")
+        return found
+
+    def check_invariants(self) -> None:
+        """Assert the invariants. Takes time proportional to the blocks and the tokens."""
+        self._empty.check_invariants()
+        empty = {block for start, stop in self._empty.stretches for block in range(start, stop)}
+        owned: dict[int, list[tuple[Sequence, int]]] = {}
+        for sequence in self._owners:
+            self._check_sequence(sequence)
+            for index, block in enumerate(sequence.block_table):
+                owned.setdefault(block, []).append((sequence, index))
+        idle = set(self._idle)
+        assert len(empty) + len(idle) + len(owned) == self.num_blocks, "blocks lost or doubled"
+        assert empty | idle | set(owned) == set(range(self.num_blocks))
+        assert idle <= set(self._key_of), "an idle block without content"
+        assert empty.isdisjoint(self._key_of), "an empty block in the prefix cache"
+        for block, count in enumerate(self._references):
+            assert count == len(owned.get(block, ())), f"block {block} has {count} references"
+        for holders in owned.values():
+            self._check_shared(holders)
+        assert self._key_of == {block: key for key, block in self._cached.items()}
+        assert self._link_of.keys() == self._key_of.keys()
+        assert len(set(self._link_of.values())) == len(self._link_of), "a link names two contents"
+        for link, tokens in self._cached:
+            assert len(tokens) == self.block_size, "a block in the prefix cache is not full"
+            assert not isinstance(link, int) or 0 < link <= self._num_links
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        table = sequence.block_table
+        assert len(set(table)) == len(table), f"{sequence} owns a block twice"
+        assert sequence.num_computed_tokens <= len(table) * self.block_size
+        assert sequence.capacity == min(len(table) * self.block_size, sequence.max_num_tokens - 1)
+        assert sequence.num_linked_blocks * self.block_size <= sequence.num_computed_tokens
+        for index, block in enumerate(table):
+            if block in self._key_of:
+                at = index * self.block_size
+                tokens = tuple(sequence.token_ids[at : at + self.block_size])
+                assert index < sequence.num_linked_blocks
+                assert self._key_of[block][1] == tokens, f"block {block} has other tokens"
+
+    def _check_shared(self, holders: list[tuple[Sequence, int]]) -> None:
+        (first, index), *others = holders
+        stop = (index + 1) * self.block_size
+        for other, other_index in others:
+            assert other_index == index
+            assert other.cache_salt == first.cache_salt, "a block shared across salts"
+            assert other.token_ids[:stop] == first.token_ids[:stop]
+            assert stop <= min(first.num_computed_tokens, other.num_computed_tokens)
+
+    def _set_capacity(self, sequence: Sequence) -> None:
+        # The keys and values of the last token are never computed.
+        held = len(sequence.block_table) * self.block_size
+        sequence.capacity = min(held, sequence.max_num_tokens - 1)
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], Link]:
+        """Return the cached blocks with the sequence's leading tokens, and the link of their content."""
+        hits: list[int] = []
+        link: Link = sequence.cache_salt
+        if not self.looks_up(sequence):
+            return hits, link
+        size, token_ids, cached = self.block_size, sequence.token_ids, self._cached
+        for stop in range(size, len(token_ids), size):
+            block = cached.get((link, tuple(token_ids[stop - size : stop])))
+            if block is None:
+                break
+            hits.append(block)
+            link = self._link_of[block]
+        return hits, link
+
+    def _enter(self, key: Key, block: int) -> int:
+        """Add a full block to the prefix cache; return the link of its content.
+
+        If another block has the same content, the cache keeps the owned one, which is freed later.
+        """
+        twin = self._cached.get(key)
+        if twin is None:
+            self._num_links += 1
+            link = self._num_links
+        elif self._references[twin]:
+            return self._link_of[twin]
+        else:
+            link = self._evict(twin)
+        self._cached[key] = block
+        self._key_of[block] = key
+        self._link_of[block] = link
+        return link
+
+    def _forget(self, block: int) -> int:
+        """Remove a block from the prefix cache; return the link it had."""
+        del self._cached[self._key_of.pop(block)]
+        return self._link_of.pop(block)
+
+    def _evict(self, block: int) -> int:
+        """Make an idle block empty; return the link it had."""
+        del self._idle[block]
+        link = self._forget(block)
+        self._empty.release(block)
+        return link
+
+    def _extend(self, table: list[int], count: int) -> None:
+        """Append `count` free blocks to a block table."""
+        empty = self._empty
+        for _ in range(count - empty.num_free):
+            self._evict(next(iter(self._idle)))
+        while count > 0:
+            start = table[-1] + 1 if table else -1
+            size, offset = empty.size_from(start), 0
+            if not size:
+                start, size, offset = self._open_place(count)
+            num_taken = min(count, size - offset)
+            empty.take(start, offset, num_taken)
+            first = start + offset
+            for block in range(first, first + num_taken):
+                self._references[block] = 1
+            table.extend(range(first, first + num_taken))
+            count -= num_taken
+
+    def _open_place(self, count: int) -> tuple[int, int, int]:
+        """Choose a run of empty blocks for `count` blocks: its start, its size, and the offset of the first block."""
+        empty, idle = self._empty, self._idle
+        start, stop = empty.largest()
+        while stop - start < count and idle and empty.num_free < self._num_reserved:
+            self._evict(next(iter(idle)))
+            start, stop = empty.largest()
+        size = stop - start
+        is_growing_into = start > 0 and self._references[start - 1] > 0
+        return start, size, max(0, size - count) // 2 if is_growing_into else 0

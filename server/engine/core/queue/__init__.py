@@ -1,0 +1,1 @@
+"""The sequences that wait and those that run."""

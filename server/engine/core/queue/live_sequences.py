@@ -1,0 +1,212 @@
+"""The unfinished sequences: those that wait, those that run, and what changes when a sequence passes on."""
+
+from __future__ import annotations
+
+import bisect
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+from server.engine.core.queue.expected_output import OutputMeans, expected_output
+from server.engine.core.queue.waiting_queue import WaitingQueue
+from server.engine.core.request import FinishReason
+from server.engine.core.request_checks import DuplicateRequestError
+from server.engine.core.sequence import SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from server.engine.core.accounting import Accounting
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.memory.block_manager import BlockManager
+    from server.engine.core.sequence import Sequence
+    from server.engine.core.step import SchedulerOutput
+
+RUNNING: Final = SequenceStatus.RUNNING
+"""A constant, since looking the member up takes as long as the rest of what most rows need."""
+
+_rank = attrgetter("rank")
+
+
+class LiveSequences:
+    """Owns the waiting queue and the running list. Part of the scheduler.
+
+    No other module changes the status of a sequence: its place, blocks, account and status change together.
+
+    Invariants (`check_invariants`): the running list is in order, and of sequences with one priority, running ones were
+    admitted before those that wait after a preemption. Exactly the running sequences own blocks. Every running sequence
+    has a token left to compute, unless its last one is in flight.
+
+    Args:
+        config: limits of the running list.
+        block_manager: has the blocks of the running sequences.
+        accounting: has their accounts.
+
+    Attributes:
+        waiting: the queue.
+        running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until
+            `drop_finished`.
+        num_preemptions: preemptions so far.
+        output_means: how much ended sequences have generated.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, block_manager: BlockManager, accounting: Accounting
+    ) -> None:
+        self.waiting = WaitingQueue(config)
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.output_means = OutputMeans()
+        self._most_running = config.max_num_seqs
+        self._block_manager, self._accounting = block_manager, accounting
+        self._by_id: dict[int, Sequence] = {}
+        self._num_admitted = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, request_id: int) -> Sequence | None:
+        """Return the unfinished sequence with an id; None if there is none."""
+        return self._by_id.get(request_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the queue.
+
+        Raises:
+            DuplicateRequestError: a sequence with its request id is not finished yet.
+        """
+        if sequence.request_id in self._by_id:
+            raise DuplicateRequestError(sequence.request_id)
+        self._by_id[sequence.request_id] = sequence
+        limit = sequence.sampling.max_new_tokens
+        sequence.expected_output = expected_output(limit, self.output_means.means)
+        self.waiting.add(sequence)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Move a sequence from the queue to the running list; return whether there is a place for it."""
+        if len(self.running) == self._most_running:
+            return False
+        if sequence.num_tokens_in_flight:
+            return (
+                False  # preempted by a schedule that was not started: not all its tokens have ids
+            )
+        if not self._block_manager.admit(sequence, num_spare=self._num_growing()):
+            return False
+        self.waiting.admit(sequence)
+        if not sequence.num_preemptions:
+            sequence.rank = (sequence.priority, self._num_admitted)
+            self._num_admitted += 1
+        bisect.insort(self.running, sequence, key=_rank)
+        sequence.status = RUNNING
+        self._accounting.admit(
+            sequence.account, len(sequence.block_table), sequence.num_computed_tokens
+        )
+        self._accounting.num_reserved_tokens += sequence.max_num_tokens
+        return True
+
+    def preempt_last(self) -> Sequence:
+        """Move the last running sequence back to the queue, without its blocks; return it."""
+        sequence = self.running.pop()
+        self._leave(sequence)
+        self._block_manager.free(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.check_at = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.put_back(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence in any state."""
+        if sequence.status is RUNNING:
+            self.running.remove(sequence)
+        self.finish(sequence, reason)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free its blocks; a running one stays in the running list until `drop_finished`.
+
+        After an error its blocks leave the prefix cache.
+        """
+        if sequence.status is RUNNING:
+            self._leave(sequence)
+            self._block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
+            self.output_means.add(sequence.sampling.max_new_tokens, sequence.num_output_tokens)
+        else:
+            self.waiting.remove(sequence)
+        sequence.usage = self._accounting.end(
+            sequence.account,
+            reason,
+            num_tokens_in_flight=sequence.num_tokens_in_flight,
+            has_output=sequence.num_output_tokens > 0,
+        )
+        sequence.status = SequenceStatus.FINISHED
+        sequence.check_at = 0
+        sequence.finish_reason = reason
+        del self._by_id[sequence.request_id]
+
+    def drop_finished(self) -> None:
+        """Remove the sequences that have ended from the running list."""
+        self.running = [sequence for sequence in self.running if sequence.status is RUNNING]
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Account for a sequence whose blocks are about to be freed."""
+        self._accounting.leave(
+            sequence.account, len(sequence.block_table), sequence.num_computed_tokens
+        )
+        self._accounting.num_reserved_tokens -= sequence.max_num_tokens
+
+    def _num_growing(self) -> int:
+        """Count the running sequences that may need another block before they end."""
+        return len([s for s in self.running if s.capacity < s.max_num_tokens - 1])
+
+    def check_invariants(self, started: Iterable[SchedulerOutput]) -> None:
+        """Assert the invariants. Slow: for tests.
+
+        Args:
+            started: the steps whose results are not entered yet.
+        """
+        running, waiting = self.running, list(self.waiting)
+        self.waiting.check_invariants()
+        ranks = [sequence.rank for sequence in running]
+        assert ranks == sorted(ranks), "sequences out of order"
+        last_running = {sequence.priority: sequence.rank for sequence in running}
+        for sequence in waiting:
+            rank = last_running.get(sequence.priority)
+            if sequence.num_preemptions and rank is not None:
+                assert rank < sequence.rank, f"{sequence} was overtaken"
+        assert len(running) <= self._most_running
+        assert all(sequence.status is RUNNING for sequence in running)
+        for sequence in waiting:
+            assert sequence.status is SequenceStatus.WAITING
+            assert not sequence.block_table, f"{sequence} waits and owns blocks"
+        assert self._by_id == {sequence.request_id: sequence for sequence in running + waiting}
+        steps = list(started)
+        for sequence in running + waiting:
+            sampling = [
+                row.num_logits
+                for step in steps
+                for row in (*step.decode, *step.prefill)
+                if row.sequence is sequence
+            ]
+            assert sequence.num_tokens_in_flight + sequence.num_void_results == sum(sampling)
+            self._check_shortcut(sequence)
+        num_remaining = [
+            sequence.num_known_tokens - sequence.num_computed_tokens
+            for sequence in running
+            if sequence.num_known_tokens < sequence.max_num_tokens
+        ]
+        assert all(count > 0 for count in num_remaining)
+        assert self._block_manager.owners == set(running)
+        self._block_manager.check_invariants()
+
+    def _check_shortcut(self, sequence: Sequence) -> None:
+        """Assert that the tokens before `check_at` need nothing but to be appended."""
+        if not (stop := sequence.check_at):
+            return
+        assert sequence.status is RUNNING, sequence
+        assert sequence.matcher is None, sequence
+        assert not sequence.is_expired, sequence
+        assert not sequence.num_void_results, sequence
+        assert stop < sequence.max_num_tokens, sequence
+        if self._block_manager.enable_prefix_caching:
+            block_size = self._block_manager.block_size
+            assert stop <= (sequence.num_linked_blocks + 1) * block_size, sequence

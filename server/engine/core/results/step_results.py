@@ -1,0 +1,176 @@
+"""Enters the results of a step into its sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from server.engine.core.queue.live_sequences import RUNNING
+from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.results.step_events import StepEvents
+from server.engine.core.results.token_events import append_forced, append_sampled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as TypingSequence
+
+    from server.engine.core.accounting import Accounting
+    from server.engine.core.memory.block_manager import BlockManager
+    from server.engine.core.queue.live_sequences import LiveSequences
+    from server.engine.core.sequence import Sequence
+    from server.engine.core.step import (
+        DecodeRows,
+        SampledResult,
+        SampledRows,
+        ScheduledSequence,
+        SchedulerOutput,
+    )
+
+
+class StepResults:
+    """Appends tokens to sequences, caches the blocks that they fill, and ends those that are complete or failed.
+
+    Part of the scheduler. Most decode rows only append their token, or also fill a block; `Sequence.check_at` says
+    which. They take a shorter way than the other rows.
+
+    Args:
+        live: the sequences.
+        block_manager: caches full blocks.
+        accounting: is charged for rows of sequences that have ended.
+
+    Attributes:
+        num_generated_tokens: tokens entered.
+        has_void: whether a result in flight has become void since the scheduler last set it to False: a forced token
+            took its position.
+    """
+
+    def __init__(
+        self, live: LiveSequences, block_manager: BlockManager, accounting: Accounting
+    ) -> None:
+        self.num_generated_tokens = 0
+        self.has_void = False
+        self._live, self._block_manager, self._accounting = live, block_manager, accounting
+        self._block_size = block_manager.block_size
+
+    def enter(self, output: SchedulerOutput, sampled: SampledRows) -> StepEvents:
+        """Enter the results of a whole step; return its events, in the order of rows, those of failures last."""
+        events, failures = StepEvents(), StepEvents()
+        self._enter_decode(output.decode, sampled, events, failures)
+        for row, tokens in zip(output.prefill, sampled.prefill, strict=True):
+            self._enter_row(row, tokens, events, failures)
+        return self._complete(events, failures)
+
+    def enter_rows(
+        self, rows: Iterable[tuple[ScheduledSequence, TypingSequence[SampledResult]]]
+    ) -> StepEvents:
+        """Enter the results of a step, which are given by row; return its events as `enter` does."""
+        events, failures = StepEvents(), StepEvents()
+        for row, tokens in rows:
+            self._enter_row(row, tokens, events, failures)
+        return self._complete(events, failures)
+
+    def _complete(self, events: StepEvents, failures: StepEvents) -> StepEvents:
+        self.num_generated_tokens += len(events)
+        for request_id, event in failures:
+            events.add(request_id, event)
+        if events.ended:
+            self._live.drop_finished()
+        return events
+
+    def _enter_decode(
+        self, decode: DecodeRows, sampled: SampledRows, events: StepEvents, failures: StepEvents
+    ) -> None:
+        """Enter the results of the decode rows."""
+        sequences, request_ids = decode.batch.sequences, decode.batch.request_ids
+        token_ids, logprobs = sampled.token_ids, sampled.logprobs
+        others: list[int] = []
+        # Stops at the rows without logits.
+        rows = zip(range(len(token_ids)), sequences, token_ids, strict=False)
+        for row, sequence, token_id in rows:
+            known = sequence.token_ids
+            if token_id < 0 or token_id in sequence.end_token_ids:
+                others.append(row)
+            elif len(known) < sequence.check_at:
+                known.append(token_id)
+                sequence.num_tokens_in_flight -= 1
+            elif sequence.check_at and len(known) < sequence.max_num_tokens - 1:
+                known.append(token_id)
+                sequence.num_tokens_in_flight -= 1
+                self._block_manager.cache_full_blocks(sequence, len(known) - 1)
+                self._set_check(sequence)
+            else:
+                others.append(row)
+        first = 0
+        for row in others:
+            if first < row:
+                events.add_tokens(request_ids, token_ids, logprobs, first, row)
+            first = row + 1
+            self._enter_row(decode[row], sampled.decode_row(row), events, failures)
+        if first < len(token_ids):
+            events.add_tokens(request_ids, token_ids, logprobs, first, len(token_ids))
+        for row in range(len(token_ids), len(decode)):
+            self._enter_row(decode[row], (), events, failures)
+
+    def _enter_row(
+        self,
+        row: ScheduledSequence,
+        sampled: TypingSequence[SampledResult],
+        events: StepEvents,
+        failures: StepEvents,
+    ) -> None:
+        """Enter the result of one row; add the events of its tokens, and that of its failure if it fails."""
+        sequence, num_logits = row.sequence, row.num_logits
+        if sequence.finish_reason is not None:
+            self._accounting.charge_ended(sequence.finish_reason, row.num_tokens)
+            return
+        if sequence.num_void_results and num_logits and not (sampled and sampled[0].error):
+            sequence.num_void_results -= 1
+            self._cache_blocks(sequence, row.start + row.num_tokens)
+            return
+        sequence.num_tokens_in_flight -= num_logits
+        reason = append_sampled(sequence, sampled, events)
+        if reason is not FinishReason.ERROR:
+            num_rejected = num_logits - len(sampled)
+            if sequence.status is RUNNING:
+                sequence.num_computed_tokens -= num_rejected
+            stop = row.start + row.num_tokens - num_rejected
+            if stop // self._block_size > sequence.num_linked_blocks:
+                self._cache_blocks(sequence, stop)
+            if reason is None:
+                if not (sampled and sequence.sampling.skips_forced_tokens):
+                    self._set_check(sequence)
+                    return
+                reason = append_forced(sequence, events)
+                if sequence.num_void_results:
+                    self.has_void = True
+        if reason is FinishReason.ERROR:
+            failures.add(sequence.request_id, self._fail(sequence))
+        elif reason is not None:
+            self._live.finish(sequence, reason)
+            assert sequence.usage is not None
+            events.usage[len(events) - 1] = sequence.usage
+
+    def _set_check(self, sequence: Sequence) -> None:
+        """Set the number of tokens from which on a row of a sequence needs more than its token; see `_enter_decode`."""
+        if sequence.status is not RUNNING or sequence.matcher is not None or sequence.is_expired:
+            return
+        stop = sequence.max_num_tokens - 1
+        if self._block_manager.enable_prefix_caching:
+            stop = min(stop, (sequence.num_linked_blocks + 1) * self._block_size)
+        sequence.check_at = stop
+
+    def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
+        """Cache the full blocks of a sequence, whose first `stop` tokens are computed."""
+        # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
+        if sequence.status is RUNNING:
+            self._block_manager.cache_full_blocks(sequence, stop)
+
+    def _fail(self, sequence: Sequence) -> TokenEvent:
+        """End a sequence with its error; return the event for the client."""
+        assert sequence.error is not None
+        self._live.finish(sequence, FinishReason.ERROR)
+        return TokenEvent(
+            token_id=None,
+            finish_reason=FinishReason.ERROR,
+            error=sequence.error,
+            usage=sequence.usage,
+        )

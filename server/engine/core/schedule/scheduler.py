@@ -1,0 +1,432 @@
+"""Chooses the sequences and tokens of each step, and commits the results of the steps.
+
+Pure bookkeeping without tensors or clocks: a step is a list of (sequence, number of tokens). The engine tells the time
+in `Scheduler.accounting.now`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from server.engine.core.accounting import Accounting
+from server.engine.core.queue.live_sequences import RUNNING, LiveSequences
+from server.engine.core.request import FinishReason
+from server.engine.core.request_checks import CapacityError, EmptyRequestError
+from server.engine.core.results.step_charges import StepCharges
+from server.engine.core.results.step_results import StepResults
+from server.engine.core.schedule.admission import Admission, timeout_event
+from server.engine.core.schedule.prompt_chunks import Chunk, NoneWaiting, divide
+from server.engine.core.schedule.rates import Rate
+from server.engine.core.step import (
+    DecodeBatch,
+    DecodeRows,
+    FailedResult,
+    ScheduledSequence,
+    SchedulerOutput,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from collections.abc import Sequence as TypingSequence
+
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.memory.block_manager import BlockManager
+    from server.engine.core.queue.waiting_queue import WaitingQueue
+    from server.engine.core.request import TokenEvent
+    from server.engine.core.results.step_events import StepEvents
+    from server.engine.core.sequence import Sequence
+    from server.engine.core.step import SampledResult, SampledRows
+
+_NONE_WAITING: Final = NoneWaiting()
+
+
+class Scheduler:
+    """Owns the waiting queue and the running list, and decides what each step computes.
+
+    There are no prefill and decode phases: every running sequence computes its known tokens that are
+    not computed yet, at least one in each step. A decoding sequence has a single one.
+
+    Chunks: what a step's token budget leaves after one token for each running sequence is divided
+    among the longer chunks and new sequences (`prompt_chunks.divide`): half of it to the sequence
+    that was admitted first, half to the shortest. So short prompts do not wait for long ones.
+
+    Order: `WaitingQueue` says which sequence is admitted next, `Admission` whether there is a place for
+    it. The running list is in order of priority, then of first admission. Priorities are strict: a
+    sequence waits as long as sequences with lower numbers keep coming and fill the limits. A waiting
+    sequence never preempts a running one.
+
+    Preemption: if no block is free for the next token of a running sequence, the last running
+    sequence loses all its blocks and returns to the queue, before all new sequences of its priority,
+    until its whole context fits again. That step admits no sequence. The first running sequence
+    therefore always advances, and of sequences with one priority each eventually is the first.
+
+    Only the engine's loop calls it, from one thread. The life of a step:
+
+        schedule    chooses tokens and allocates their blocks; may be called again instead of `start`
+        start       the step was launched on the device: its tokens count as computed, and the tokens
+                    that it samples as known, so that the next step can be scheduled
+        commit      enters the results of the step; `fail` ends a step without results, `commit_parts` one that was
+                    computed again
+
+    Steps end in the order in which they were started, and at most one started step has not ended
+    when `schedule` is called. `schedule` does not know which tokens of that step end their
+    sequences, so it may schedule a row for a finished sequence; the result of that row is ignored.
+    A block may be freed and allocated again meanwhile, because the device computes steps in order.
+
+    Grammars: tokens that a grammar forces become known together with the token before them, and the
+    next step computes them as one chunk. A step that was started meanwhile samples at the position of
+    the first of them; its result for the sequence is ignored.
+
+    Attributes:
+        num_steps: steps scheduled so far.
+        admission: decides which waiting sequences are admitted, and counts their prompts.
+        num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
+        prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
+        output_rate: tokens generated per second, of the steps during which sequences waited for a place.
+        accounting: what sequences and steps used.
+    """
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.accounting = Accounting()
+        self.prompt_rate = Rate()
+        self.output_rate = Rate()
+        self._num_counted = 0  # of the generated tokens, those of steps before
+        self._is_full = False  # whether the last schedule left sequences waiting for a place
+        self._charges = StepCharges(self.accounting)
+        self._live = LiveSequences(config, block_manager, self.accounting)
+        self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
+        self._results = StepResults(self._live, block_manager, self.accounting)
+        self._scheduled: SchedulerOutput | None = None
+        self._decode_batch = DecodeBatch([])  # of the latest `schedule`
+        self._started: deque[SchedulerOutput] = deque()
+
+    @property
+    def output_means(self) -> list[float]:
+        """Mean numbers of tokens that sequences have generated; see `OutputMeans`."""
+        return self._live.output_means.means
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences in the queue."""
+        return len(self._live.waiting)
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """The queue; only the scheduler changes it."""
+        return self._live.waiting
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that own blocks."""
+        return len(self._live.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of preemptions so far."""
+        return self._live.num_preemptions
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Number of tokens sampled so far, and forced by grammars."""
+        return self._results.num_generated_tokens
+
+    @property
+    def num_free_places(self) -> int:
+        """Number of sequences that may be admitted before another one ends; 0 if the last schedule lacked blocks."""
+        if self._live.waiting and self.admission.is_short_of_places:
+            return 0
+        return self.config.max_num_seqs - len(self._live.running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._live)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens of a sequence: the smaller of `max_model_len` and the cache's capacity."""
+        manager = self.block_manager
+        return min(self.config.max_model_len, manager.num_blocks * manager.block_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the queue.
+
+        Raises:
+            CapacityError: its prompt and max_new_tokens exceed `max_total_tokens`.
+            EmptyRequestError: it has no prompt, or no token to generate.
+            DuplicateRequestError: a sequence with its request id is not finished yet.
+        """
+        if not 0 < sequence.num_prompt_tokens < sequence.max_num_tokens:
+            raise EmptyRequestError(sequence)
+        if sequence.max_num_tokens > self.max_total_tokens:
+            raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
+        self._live.add(sequence)
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
+        """End a sequence in any state and free its blocks.
+
+        May be called between `schedule` and `commit`; the results of that step for the sequence are then ignored.
+
+        Args:
+            request_id: of the sequence.
+            reason: its `finish_reason`.
+
+        Returns:
+            The sequence, or None if no unfinished sequence has this id.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        self._live.remove(sequence, reason)
+        return sequence
+
+    def expire(self, request_id: int) -> TokenEvent | None:
+        """End a sequence whose deadline has passed: with its next token if it has output and runs, else now.
+
+        Called before each `schedule` until the sequence has ended: it may be preempted before its next token.
+
+        Returns:
+            The event for the client if the sequence has ended.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.num_output_tokens and sequence.status is RUNNING:
+            sequence.is_expired = True
+            sequence.check_at = 0
+            return None
+        self._live.remove(sequence, FinishReason.TIMEOUT)
+        return timeout_event(sequence)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the tokens that the next step computes, and allocate their blocks."""
+        decoding: list[Sequence] = []
+        starts: list[int] = []
+        chunks: list[Chunk] = []
+        preempted: list[int] = []
+        self.admission.begin(self.num_steps)
+        # A preemption removes the last sequence of the list during this loop, never one that the
+        # loop has already passed.
+        for sequence in self._live.running:
+            start = sequence.num_computed_tokens
+            num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
+            if num_known > sequence.capacity:
+                if num_known == sequence.max_num_tokens:
+                    continue  # its last token is in flight
+                if not self._reserve_blocks(sequence, num_known, preempted):
+                    break
+            if num_known - start == 1:
+                decoding.append(sequence)
+                starts.append(start)
+            else:
+                chunks.append(Chunk(sequence, num_known - start))
+        limit = self.config.max_num_batched_tokens if decoding else self.config.prefill_budget
+        budget = limit - len(decoding) - len(chunks)
+        num_logits = len(decoding)
+        prefill: list[ScheduledSequence] = []
+        self.num_prefill_tokens = 0
+        if chunks or (self._live.waiting and not preempted):
+            for row in divide(budget, chunks, _NONE_WAITING if preempted else self.admission):
+                num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
+                self.num_prefill_tokens += num_left
+                if row.num_tokens > 1:
+                    prefill.append(row)
+                    continue
+                at = num_logits if row.num_logits else len(decoding)
+                num_logits += row.num_logits
+                decoding.insert(at, row.sequence)
+                starts.insert(at, row.start)
+        if self._results.has_void or decoding != self._decode_batch.sequences:
+            self._results.has_void = False
+            self._decode_batch = DecodeBatch(decoding)
+        self._is_full = bool(self._live.waiting) and self.num_free_places <= 0
+        output = SchedulerOutput(
+            step=self.num_steps,
+            decode=DecodeRows(self._decode_batch, starts, num_logits),
+            prefill=tuple(prefill),
+            num_tokens=len(starts) + sum(row.num_tokens for row in prefill),
+            first_scheduled=tuple(self.admission.first_scheduled),
+            preempted=tuple(preempted),
+        )
+        self.num_steps += 1
+        self._scheduled = output
+        return output
+
+    def take_late(self) -> list[tuple[int, TokenEvent]]:
+        """Return (request id, event) of the sequences that `schedule` ended because of their deadline."""
+        return self.admission.take_late()
+
+    def start(self, output: SchedulerOutput) -> None:
+        """Note that a step was launched on the device.
+
+        Args:
+            output: result of the latest `schedule`.
+        """
+        assert output is self._scheduled, "a step is started once, and only the latest one"
+        self._scheduled = None
+        self._started.append(output)
+        self._charges.start()
+        decode = output.decode
+        sequences = decode.batch.sequences
+        for sequence, start in zip(sequences, decode.starts, strict=True):
+            if sequence.status is RUNNING:
+                sequence.num_computed_tokens = start + 1
+                sequence.num_tokens_in_flight += 1
+        for sequence in sequences[decode.num_logits :]:
+            if sequence.status is RUNNING:
+                sequence.num_tokens_in_flight -= 1
+        for row in output.prefill:
+            sequence = row.sequence
+            if sequence.status is RUNNING:
+                sequence.num_computed_tokens = row.start + row.num_tokens
+                sequence.num_tokens_in_flight += row.num_logits
+
+    def commit(
+        self, output: SchedulerOutput, sampled: SampledRows, device_seconds: float = 0.0
+    ) -> StepEvents:
+        """Enter the results of a step.
+
+        Args:
+            output: the earliest started step that has not ended.
+            sampled: the tokens that continue the sequences: one for each decode row with logits, and for a prefill row
+                at most as many as its `num_logits`. A shorter list means that proposed tokens were rejected; they then
+                count as not computed.
+            device_seconds: time that the step took on the device.
+
+        Returns:
+            An event for every token and every sequence that ended, in the order of rows, those of failures last.
+            A result with an error ends its sequence and removes the sequence's blocks from the prefix cache.
+        """
+        counts = [row.num_logits for row in output.prefill]
+        results = sampled.prefill
+        assert len(sampled.token_ids) == output.decode.num_logits, "a token for each decode row"
+        assert len(counts) == len(results), f"{len(results)} results of {len(counts)} rows"
+        assert all(bool(n) >= bool(r) and n >= len(r) for n, r in zip(counts, results, strict=True))
+        self._begin_end(output, device_seconds)
+        events = self._results.enter(output, sampled)
+        self._complete_end(output, device_seconds)
+        return events
+
+    @contextmanager
+    def not_started(self, output: SchedulerOutput) -> Iterator[list[ScheduledSequence]]:
+        """Return to the state in which a started step was launched, so that it can be computed again.
+
+        The steps before it must have ended. Computing a step again writes the same keys and values to the same slots.
+
+        Args:
+            output: the earliest started step that has not ended.
+
+        Yields:
+            The rows of the sequences that still own their blocks. The others have ended or were preempted meanwhile.
+        """
+        assert output is self._started[0], "an earlier step has not ended"
+        rows = [
+            row for row in chain(output.decode, output.prefill) if row.sequence.status is RUNNING
+        ]
+        in_flight = [row.sequence.num_tokens_in_flight for row in rows]
+        for row in rows:
+            row.sequence.num_tokens_in_flight = 0
+        try:
+            yield rows
+        finally:
+            for row, count in zip(rows, in_flight, strict=True):
+                row.sequence.num_tokens_in_flight = count
+
+    def commit_parts(
+        self,
+        output: SchedulerOutput,
+        results: Mapping[Sequence, TypingSequence[SampledResult]],
+        device_seconds: float = 0.0,
+    ) -> StepEvents:
+        """Enter the results of a step that was computed again in parts.
+
+        Args:
+            output: see `commit`.
+            results: by sequence, the tokens that continue it. A sequence that failed has one result, with an error,
+                also if its row has no logits; one that was preempted meanwhile has none and is computed again after its
+                preemption.
+            device_seconds: see `commit`.
+
+        Returns:
+            See `commit`.
+        """
+        self._begin_end(output, device_seconds)
+        rows = chain(output.decode, output.prefill)
+        events = self._results.enter_rows((row, results.get(row.sequence, ())) for row in rows)
+        self._complete_end(output, device_seconds)
+        return events
+
+    def fail(self, output: SchedulerOutput, error: str, device_seconds: float = 0.0) -> StepEvents:
+        """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
+
+        Args:
+            output: see `commit`.
+            error: message for the clients.
+            device_seconds: see `commit`.
+
+        Returns:
+            See `commit`.
+        """
+        failed = [FailedResult(error)]
+        self._begin_end(output, device_seconds)
+        rows = chain(output.decode, output.prefill)
+        events = self._results.enter_rows((row, failed) for row in rows)
+        self._complete_end(output, device_seconds)
+        return events
+
+    def _begin_end(self, output: SchedulerOutput, device_seconds: float) -> None:
+        """Take the earliest started step, and charge it."""
+        assert self._started, "a step ends once, and after it was started"
+        assert output is self._started[0], "steps end in the order in which they were started"
+        self._started.popleft()
+        self._charges.charge(output, device_seconds)
+
+    def _complete_end(self, output: SchedulerOutput, device_seconds: float) -> None:
+        """Update the rates after the results of all rows."""
+        self._charges.note_first_tokens()
+        if self._is_full:
+            self.output_rate.add(self.num_generated_tokens - self._num_counted, device_seconds)
+        self._num_counted = self.num_generated_tokens
+        if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:
+            self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
+
+    def idle_violations(self) -> list[str]:
+        """Return what contradicts the bookkeeping of a scheduler without work; fast enough for idle times."""
+        counts = {
+            "waiting sequences": self.num_waiting,
+            "running sequences": self.num_running,
+            "unfinished sequences": len(self._live),
+            "started steps": len(self._started),
+            "reserved tokens": self.accounting.num_reserved_tokens,
+        }
+        found = [f"{count} {name}, expected none" for name, count in counts.items() if count]
+        return found + self.block_manager.idle_violations()
+
+    def check_invariants(self) -> None:
+        """Assert the invariants of the sequences and their blocks. Slow: for tests and idle times."""
+        self._live.check_invariants(self._started)
+
+    def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
+        """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt later sequences if necessary.
+
+        Returns:
+            False if the sequence was itself the last and was preempted.
+        """
+        num_blocks = len(sequence.block_table)
+        while not self.block_manager.grow(sequence, num_tokens):
+            victim = self._live.preempt_last()
+            if self._started:
+                self._charges.preempt(victim)
+            preempted.append(victim.request_id)
+            if victim is sequence:
+                assert self._live.running, "`add` ensures that the first sequence fits in the cache"
+                return False
+        self.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
+        return True

@@ -1,0 +1,1 @@
+"""The engine process, its ranks, and what watches them."""

@@ -1,0 +1,70 @@
+"""The process of a rank that does not lead: repeats the leader's operations on its part of the model.
+
+`server.engine.link.engine_process.rank_processes` starts it as `python -m
+server.engine.link.engine_process.rank_process`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import signal
+import threading
+
+import msgspec
+
+from server.engine.core.start_checks import StartupError
+from server.engine.link.engine_process.process_setup import (
+    dump_stacks_on_signal,
+    exit_with_parent,
+    freeze_startup_objects,
+    garbage_collection_paused,
+    read_config,
+    set_passive_openmp_wait,
+)
+from server.engine.link.engine_process.rank_processes import RankLaunch
+from server.engine.link.sockets import Connection
+from server.log import configure_logging
+
+log = logging.getLogger("tessera.engine")
+
+
+def main() -> None:
+    """Load the rank's part of the model and carry out commands until the leader ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    dump_stacks_on_signal()
+    set_passive_openmp_wait()
+    launches: queue.SimpleQueue[RankLaunch] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(launches,), name="leader-watch", daemon=True).start()
+    with garbage_collection_paused():
+        from server.engine.runner.start.startup import start_rank  # noqa: PLC0415 - torch
+        from server.engine.runner.step.ranks import RankCommand  # noqa: PLC0415 - torch
+    launch = launches.get()
+    connection = Connection(launch.address, parent=False)
+    decoder = msgspec.msgpack.Decoder(RankCommand)
+    try:
+        executor = start_rank(launch.config, launch.rank, launch.store)
+    except StartupError as error:
+        log.critical("rank %d: %s", launch.rank, error)
+        raise SystemExit(1) from None
+    freeze_startup_objects()
+    while True:
+        for data in connection.receive(wait=math.inf):
+            executor.run(decoder.decode(data))
+
+
+def _listen(launches: queue.SimpleQueue[RankLaunch]) -> None:
+    """Read the configuration, and end the process when the leader ends."""
+    launch = read_config(RankLaunch)
+    if launch is None:
+        os._exit(0)
+    configure_logging(launch.config.log_level, launch.config.log_format)
+    launches.put(launch)
+    exit_with_parent(launch.address)
+
+
+if __name__ == "__main__":
+    main()

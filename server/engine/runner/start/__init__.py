@@ -1,0 +1,1 @@
+"""Starts an engine: loads the model, sizes the cache, compiles and warms up."""

@@ -1,0 +1,83 @@
+"""Compiles the kernels of a service for a GPU that this machine does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kernels import KernelError, select
+from kernels.collective.communicator import AbsentRanks
+from kernels.gpu.absent_gpu import AbsentGPUError, absent_gpu
+from model.checkpoint.config import ModelConfig
+from model.device.dtypes import resolve_dtype, weight_dtype
+from model.errors import ModelError
+from model.network.decoder import DecoderLM
+from server.engine.core.start_checks import StartupError
+from server.engine.runner.start.runner_start import make_runner
+from server.engine.runner.start.startup import resolved_quantization, step_limits
+from server.engine.runner.start.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kernels.arch import GPUArch
+    from server.engine.core.messages import EngineConfig
+    from server.engine.runner.step.model_runner import ModelRunner
+
+
+def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None]) -> None:
+    """Compile every kernel of an engine's warm-up, and those of deterministic requests, into Triton's cache.
+
+    The model is built without weights, and its first steps are taken without computing anything.
+
+    Args:
+        config: of the engine; only the model's configuration is read, not its weights.
+        arch: the GPU.
+        say: reports the progress.
+
+    Raises:
+        StartupError: the model does not run on this GPU, or the compilers are missing.
+    """
+    try:
+        model_config = ModelConfig.from_folder(Path(config.model_path))
+        with absent_gpu(arch) as device:
+            quantization = resolved_quantization(config, model_config, arch)
+            dtype = resolve_dtype(config.dtype, model_config, device)
+            limits = step_limits(config, model_config, arch)
+            size = config.tensor_parallel
+            model = DecoderLM(
+                model_config,
+                dtype,
+                device,
+                weight_dtype(quantization),
+                AbsentRanks(size, fuses_norm=True) if size > 1 else None,
+            )
+            model.optimize(quantization)
+            model.unmeasured_kernels = config.unmeasured_kernels
+            model.reserve_positions(limits.max_model_len)
+            for deterministic in (False, True):
+                runner = make_runner(model, config, num_blocks=1, deterministic=deterministic)
+                kv_dtype = runner.kv_cache.kv_dtype
+                if deterministic and model.deterministic_unsupported(
+                    arch, config.block_size, kv_dtype
+                ):
+                    break
+                _check_attention(runner, arch)
+                warm_up(runner, limits, say)
+    except (AbsentGPUError, KernelError, ModelError) as error:
+        raise StartupError(str(error)) from error
+    except NotImplementedError as error:
+        # PyTorch has no such function for tensors without data; its FP8 product, for example.
+        raise StartupError(
+            f"these steps cannot be taken without the GPU: {str(error).split(': ')[0]}"
+        ) from error
+
+
+def _check_attention(runner: ModelRunner, arch: GPUArch) -> None:
+    specs = [select(problem, arch).spec for problem in runner.attention_problems()]
+    names = sorted({spec.name for spec in specs if spec.launch is None})
+    if names:
+        raise StartupError(
+            f"{arch} runs {', '.join(names)}, which reads the lengths of sequences on the host, so its steps cannot be "
+            "taken without the GPU"
+        )

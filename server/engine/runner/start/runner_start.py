@@ -1,0 +1,278 @@
+"""Allocates the KV cache of a loaded model and warms up, in an order that depends on the device.
+
+    CPU    allocate the cache (the system assigns memory at the first use), then warm up
+    GPU    warm up with a cache of one block and measure the memory of the largest step; allocate the cache in the
+           remaining free memory; compute the largest step again, so that PyTorch keeps the measured memory
+
+Other processes may start on the same GPU at the same time, so free memory may be gone a moment after it was measured.
+The start therefore succeeds only once both the cache and the largest step's memory are allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kernels import detect, select
+from model.device.dtypes import resolve_kv_dtype
+from model.device.kv_cache import KVCache, bytes_per_token
+from model.device.memory import peak_memory, release_cached
+from model.device.replay import CudaGraphs
+from server.engine.core.memory.kv_demand import KVCacheDemand, NotEnoughMemoryError
+from server.engine.runner.start.kv_memory import allocate_kv_cache
+from server.engine.runner.start.warm_up import compute_largest_step, warm_up
+from server.engine.runner.step.grammars import Grammars
+from server.engine.runner.step.model_runner import ModelRunner
+from server.engine.runner.step.ranks import FollowingExecutor, LeadingExecutor
+from server.engine.runner.step.recordings import recorded_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from model.network.decoder import DecoderLM
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.messages import EngineConfig
+    from server.engine.runner.start.startup_progress import Phases
+    from server.engine.runner.step.ranks import Ranks
+
+log = logging.getLogger("tessera.engine")
+
+_FEWEST_TOKENS: Final = 2
+
+# Memory needed in addition to a step's tensors: for kernels that the driver loads at their first use, and for gaps
+# between tensors of steps of different sizes.
+GPU_HEADROOM_BYTES: Final = 256 * 2**20
+
+
+def start_runner(
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    phases: Phases,
+    ranks: Ranks | None = None,
+) -> tuple[ModelRunner, int]:
+    """Allocate the KV cache, warm up and record steps from now on.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        limits: of a step.
+        phases: reports the progress.
+        ranks: the other ranks if the model is shared.
+
+    Returns:
+        The runner, and the limit of tokens in one sequence.
+
+    Raises:
+        NotEnoughMemoryError: the cache does not fit, or a cache that fits cannot hold a prompt and an output token.
+    """
+    runner = _start(model, config, limits, phases)
+    if ranks is not None:
+        runner.executor = LeadingExecutor(model, runner.kv_cache, ranks)
+    max_total_tokens = _max_total_tokens(runner, limits)
+    _log_capacity(runner, limits, max_total_tokens)
+    if _records(config, runner):
+        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
+        runner.record_steps(served, CudaGraphs(runner.device))
+    return runner, max_total_tokens
+
+
+def start_follower(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> FollowingExecutor:
+    """Do what `start_runner` does, on a rank that does not lead.
+
+    Args:
+        model: this rank's part, on its device.
+        config: of the engine.
+        limits: of a step.
+        phases: reports the progress.
+
+    Raises:
+        NotEnoughMemoryError: as for `start_runner`.
+    """
+    runner = _start(model, config, limits, phases)
+    recorder = CudaGraphs(runner.device) if _records(config, runner) else None
+    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_num_seqs)
+
+
+def _start(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> ModelRunner:
+    """Allocate the KV cache and warm up. Ranks do so at their own pace, and then agree on the size of the cache."""
+    on_gpu = model.embed_tokens.device.type == "cuda"
+    start = _start_on_gpu if on_gpu else _start_on_cpu
+    communicator = model.communicator
+    if communicator is None:
+        return start(model, config, limits, phases)
+    with communicator.detached():
+        runner = start(model, config, limits, phases)
+    runner.num_blocks = communicator.minimum(runner.num_blocks)
+    return runner
+
+
+def _start_on_cpu(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> ModelRunner:
+    with phases("allocating the KV cache"):
+        runner = _allocate(model, config, limits)
+        served = dataclasses.replace(limits, max_model_len=_max_total_tokens(runner, limits))
+    with phases("warming up"):
+        warm_up(runner, served, phases.say)
+    return runner
+
+
+def _start_on_gpu(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> ModelRunner:
+    device = model.embed_tokens.device
+    with phases("warming up"):
+        model.reserve_positions(limits.max_model_len)
+        with peak_memory(device) as peak_bytes:
+            warm_up(make_runner(model, config, num_blocks=1), limits, phases.say)
+            step_bytes = peak_bytes()
+        release_cached(device)
+        recorded = _recorded_bytes(model, config, limits)
+        log.info(
+            "the largest step needs %.2f GiB of activations, recorded steps %.2f GiB",
+            step_bytes / 2**30,
+            recorded / 2**30,
+        )
+    with phases("allocating the KV cache"):
+
+        def hold_step(runner: ModelRunner) -> None:
+            compute_largest_step(runner, limits)
+            torch.cuda.synchronize(device)
+
+        kept_bytes = step_bytes + recorded + GPU_HEADROOM_BYTES
+        return _allocate(model, config, limits, kept_bytes, hold_step)
+
+
+def _records(config: EngineConfig, runner: ModelRunner) -> bool:
+    """Return whether steps are recorded."""
+    return config.cuda_graphs and runner.device.type == "cuda" and _can_record(runner)
+
+
+def _recorded_bytes(model: DecoderLM, config: EngineConfig, limits: SchedulerConfig) -> int:
+    """Return the memory of the inputs and results of recorded steps; 0 if steps are not recorded."""
+    if not config.cuda_graphs:
+        return 0
+    row_bytes = model.config.vocab_size * model.embed_tokens.element_size()
+    return recorded_bytes(limits, config.block_size, row_bytes)
+
+
+def _can_record(runner: ModelRunner) -> bool:
+    """Return whether the attention of a step runs on the GPU alone; logs what does not.
+
+    PyTorch's attention, the fallback for other GPUs and dtypes, reads its batch on the host.
+    """
+    arch = detect(runner.model.embed_tokens.device)
+    specs = [select(problem, arch).spec for problem in runner.attention_problems()]
+    names = {spec.name for spec in specs if spec.launch is None}
+    if names:
+        log.warning(
+            "steps are not recorded: %s reads the batch on the host", ", ".join(sorted(names))
+        )
+    return not names
+
+
+def _allocate(
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    kept_bytes: int = 0,
+    hold_step: Callable[[ModelRunner], None] | None = None,
+) -> ModelRunner:
+    """Allocate a cache of the size that the memory allows or the operator set.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        limits: of a step.
+        kept_bytes: bytes that stay free for a step's activations.
+        hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
+    """
+    shape, parameter = model.config, model.embed_tokens
+
+    def allocate(num_blocks: int) -> ModelRunner:
+        runner = make_runner(model, config, num_blocks)
+        if hold_step is not None:
+            hold_step(runner)
+        return runner
+
+    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
+    demand = KVCacheDemand(
+        requested_tokens=config.kv_cache_tokens,
+        requested_gib=config.kv_cache_gib,
+        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
+        block_size=config.block_size,
+        bytes_per_token=bytes_per_token(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
+        ),
+        kept_bytes=kept_bytes,
+    )
+    num_processes = config.num_engines * config.tensor_parallel
+    return allocate_kv_cache(demand, parameter.device, allocate, num_processes)
+
+
+def make_runner(
+    model: DecoderLM, config: EngineConfig, num_blocks: int, *, deterministic: bool | None = None
+) -> ModelRunner:
+    """Return a runner of a model with a new KV cache.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        num_blocks: of the cache.
+        deterministic: as for `ModelRunner`; None for the configuration's.
+    """
+    shape, parameter = model.config, model.embed_tokens
+    return ModelRunner(
+        model,
+        KVCache(
+            shape.num_layers,
+            num_blocks,
+            config.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
+            parameter.device,
+        ),
+        Grammars(config.model_path, shape),
+        deterministic=config.deterministic if deterministic is None else deterministic,
+    )
+
+
+def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
+    """Return the limit of tokens in one sequence: that of a step's limits or the capacity of the cache."""
+    tokens = min(limits.max_model_len, runner.num_cache_tokens)
+    if tokens < _FEWEST_TOKENS:
+        raise NotEnoughMemoryError(
+            f"a KV cache of {tokens} token cannot hold a prompt and an answer; "
+            f"--kv-cache-tokens must be at least {_FEWEST_TOKENS}"
+        )
+    return tokens
+
+
+def _log_capacity(runner: ModelRunner, limits: SchedulerConfig, tokens: int) -> None:
+    """Log how many sequences the cache holds; `tokens` is the limit of one sequence."""
+    if tokens < limits.max_model_len:
+        log.warning(
+            "the KV cache limits a request to %d tokens, prompt and output together; the model allows %d; "
+            "--kv-cache-tokens and --kv-cache-gib set the size of the cache",
+            tokens,
+            limits.max_model_len,
+        )
+    else:
+        log.info(
+            "the KV cache holds %d tokens, %d sequences of %d tokens at once",
+            runner.num_cache_tokens,
+            runner.num_cache_tokens // limits.max_model_len,
+            limits.max_model_len,
+        )

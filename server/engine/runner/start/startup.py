@@ -1,0 +1,358 @@
+"""Builds an engine from its configuration, and reports each phase to the front end and the log."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import os
+import platform
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from kernels import KernelError, detect
+from kernels.collective.communicator import TorchCommunicator
+from kernels.cpu.library import load
+from kernels.fp8 import FP8
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_part
+from model.device.cpus import default_engine_threads, usable_cpus
+from model.device.dtypes import (
+    resolve_dtype,
+    resolve_quantization,
+    stored_dtype,
+    weight_dtype,
+)
+from model.errors import ModelError
+from model.network import cpu_steps
+from server.engine.core.engine import Engine
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.memory.block_manager import BlockManager
+from server.engine.core.memory.kv_demand import NotEnoughMemoryError
+from server.engine.core.messages import EngineConfig, EngineInfo
+from server.engine.core.schedule.scheduler import Scheduler
+from server.engine.core.start_checks import StartupError, check_start
+from server.engine.runner.explain.model_plan import check_deterministic
+from server.engine.runner.start.device_errors import explain
+from server.engine.runner.start.runner_start import start_follower, start_runner
+from server.engine.runner.start.startup_progress import Phases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kernels import GPUArch
+    from model.network.decoder import DecoderLM
+    from server.engine.core.engine import EngineChannel
+    from server.engine.core.messages import EngineMessage, FrontEndMessage
+    from server.engine.runner.step.ranks import FollowingExecutor, Ranks
+
+log = logging.getLogger("tessera.engine")
+
+
+# Share of the blocks kept empty, so that sequences get adjacent blocks: the CPU's attention reads a run of them in one
+# call. With 0.2 a sequence has 2.2 runs, with 0 it has 35 (64 sequences, twice as many blocks as they need, prefix
+# caching on). The drawback is that cached blocks are evicted earlier.
+_CPU_CONTIGUITY_RESERVE = 0.2
+
+
+_CPU_BUDGET: Final = 512
+_GPU_BUDGET: Final = 1024
+"""Default limits of tokens in a step. The other streams wait for a step with a long prompt, and a CPU computes it more
+slowly than a GPU."""
+_PREFILL_SECONDS: Final = 0.015
+_MOST_PREFILL_TOKENS: Final = 8192
+"""Without other streams, a step has the prompt tokens that a GPU computes in this time at its peak, up to this number:
+1024 tokens of a small model are too little work for all SMs. It really takes about twice as long; so long a prompt
+that arrives next may wait."""
+_CPU_SEQUENCES: Final = 64
+_GPU_SEQUENCES: Final = 256
+
+
+class _Loaded(NamedTuple):
+    """A model on its device, and what was decided while it was loaded."""
+
+    model: DecoderLM
+    config: ModelConfig
+    limits: SchedulerConfig
+    quantization: str
+
+
+def start_engine(
+    config: EngineConfig, channel: EngineChannel, ranks: Ranks | None = None
+) -> Engine:
+    """Load the model, allocate its KV cache and warm up.
+
+    Args:
+        config: of the engine.
+        channel: to the front end.
+        ranks: the other ranks, which are started already; None if `tensor_parallel` is 1.
+
+    Raises:
+        StartupError: the configuration, the checkpoint or the machine does not allow it.
+    """
+    assert config.tensor_parallel == (ranks.size if ranks else 1)
+    phases = Phases(channel)
+    with _errors_explained(phases):
+        loaded = _load(config, phases, 0, None if ranks is None else ranks.store)
+        model, model_config, limits, quantization = loaded
+        runner, max_total_tokens = start_runner(model, config, limits, phases, ranks)
+    device = runner.device
+    dtype = model.embed_tokens.dtype
+    num_blocks = runner.num_cache_tokens // config.block_size
+    blocks = BlockManager(
+        num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
+    )
+    info = EngineInfo(
+        model_id=config.model_id,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization,
+        vocab_size=model_config.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_total_tokens=max_total_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_prefill_tokens=limits.prefill_budget,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_cache_dtype=runner.cache_dtype,
+        num_parameters=model_config.num_parameters,
+        plan=runner.describe_plan(),
+        startup_seconds=phases.seconds,
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        engine=config.engine,
+        pid=os.getpid(),
+    )
+    log.info(
+        "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",
+        info.model_id,
+        info.num_parameters / 1e6,
+        info.dtype,
+        "" if info.quantization == "none" else f" (layers in {info.quantization})",
+        info.device,
+        runner.num_cache_tokens,
+        info.kv_cache_dtype,
+    )
+    log.info("%s; GET /plan lists the reasons", info.plan)
+    runs_ahead = config.overlap and device.type == "cuda"
+    return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
+
+
+def start_rank(config: EngineConfig, rank: int, store: str) -> FollowingExecutor:
+    """Load this rank's part of the model, allocate its KV cache and warm up.
+
+    Args:
+        config: of the engine.
+        rank: of this process, 1 or more.
+        store: as in `Ranks`.
+
+    Raises:
+        StartupError: as for `start_engine`.
+    """
+    phases = Phases(_Silent())
+    with _errors_explained(phases):
+        loaded = _load(config, phases, rank, store)
+        return start_follower(loaded.model, config, loaded.limits, phases)
+
+
+class _Silent:
+    """The channel of a rank that does not report to the front end."""
+
+    def send(self, message: EngineMessage) -> None:
+        """Discard the message."""
+
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
+        """Return nothing."""
+        del wait
+        return []
+
+
+@contextmanager
+def _errors_explained(phases: Phases) -> Iterator[None]:
+    """Raise a `StartupError` with an explanation in place of any other error."""
+    try:
+        yield
+    except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
+        raise StartupError(str(error)) from error
+    except Exception as error:
+        # Drivers, libraries and compilers raise errors of many types; the operator may be able to fix the cause.
+        log.exception("%s failed", phases.current)
+        raise StartupError(explain(error, phases.current)) from error
+
+
+def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) -> _Loaded:
+    """Load the model or a rank's part of it.
+
+    Args:
+        config: of the engine.
+        phases: reports the progress.
+        rank: of this process.
+        store: as in `Ranks`; None without other ranks.
+    """
+    with phases("reading the configuration"):
+        model_config = ModelConfig.from_folder(Path(config.model_path))
+        check_start(config, model_config, has_gpu=torch.cuda.is_available())
+        device = _device(config.device, rank, config.tensor_parallel)
+        if config.compiled_kernels is not None:
+            _read_compiled_kernels(Path(config.compiled_kernels), device)
+        limits = step_limits(config, model_config, detect(device))
+        quantization = resolved_quantization(config, model_config, detect(device))
+        dtype = resolve_dtype(config.dtype, model_config, device)
+        threads = _set_threads(config, device, quantization)
+    communicator = None
+    if store is not None:
+        with phases("connecting the ranks"):
+            communicator = TorchCommunicator(rank, config.tensor_parallel, store, device)
+    with phases("loading the weights"), _weights_progress(phases, shown=not rank) as progress:
+        model = load_part(
+            Path(config.model_path),
+            model_config,
+            stored_dtype(model_config) if quantization in cpu_steps.BITS else dtype,
+            device,
+            config.load_format,
+            progress,
+            weight_dtype=weight_dtype(quantization),
+            communicator=communicator,
+        )
+        model.optimize(quantization, threads)
+        model.unmeasured_kernels = config.unmeasured_kernels
+        if config.deterministic:
+            kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else None
+            check_deterministic(model, config.block_size, detect(device), kv_dtype)
+    return _Loaded(model, model_config, limits, quantization)
+
+
+def _read_compiled_kernels(folder: Path, device: torch.device) -> None:
+    if device.type == "cpu":
+        log.info("--compiled-kernels has no effect: the model runs on the CPU")
+        return
+    try:
+        from kernels.gpu.kernel_cache import read_also  # noqa: PLC0415 - imports Triton
+    except ImportError:
+        log.warning("--compiled-kernels has no effect: Triton is not installed")
+    else:
+        read_also(folder)
+
+
+def release_memory() -> None:
+    """Return memory of objects that are no longer referenced to the system, on any device."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing unless a GPU is in use
+
+
+def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> SchedulerConfig:
+    """Return the operator's limits, with defaults for those that are not set.
+
+    Args:
+        config: of the engine.
+        model: configuration of the checkpoint.
+        arch: the processor.
+    """
+    sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
+    prefill = config.max_prefill_tokens
+    most = budget or prefill
+    if sequences is None:
+        default = _CPU_SEQUENCES if arch.is_cpu else _GPU_SEQUENCES
+        sequences = default if most is None else min(default, most)
+    if budget is None:
+        # Half is left for prompts when all sequences decode.
+        budget = max(_CPU_BUDGET if arch.is_cpu else _GPU_BUDGET, 2 * sequences)
+        if prefill is None and not arch.is_cpu:
+            prefill = max(budget, _prefill_tokens(model.num_parameters, config, arch))
+        budget = min(budget, prefill or budget)
+    return SchedulerConfig(
+        max_num_seqs=sequences,
+        max_num_batched_tokens=budget,
+        max_model_len=config.max_model_len or model.max_context,
+        max_prefill_tokens=prefill,
+    )
+
+
+def _prefill_tokens(num_parameters: int, config: EngineConfig, arch: GPUArch) -> int:
+    """Return the largest power of two of tokens that a GPU computes in `_PREFILL_SECONDS` at its peak; 1 if unknown."""
+    operations_of_token = 2 * num_parameters / config.tensor_parallel
+    tokens = int(_PREFILL_SECONDS * arch.half_tflops * 1e12 / operations_of_token)
+    return min(_MOST_PREFILL_TOKENS, 1 << (max(1, tokens).bit_length() - 1))
+
+
+def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
+    """Return the device of a rank, and make its GPU the current one.
+
+    Raises:
+        StartupError: there are fewer GPUs than ranks.
+    """
+    if requested == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if num_ranks == 1:
+        return torch.device("cuda")
+    visible = torch.cuda.device_count()
+    if visible < num_ranks:
+        raise StartupError(
+            f"--tensor-parallel {num_ranks} needs a GPU for each rank; visible: {visible}"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def resolved_quantization(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> str:
+    """Return the quantization of the weights on a processor; see `resolve_quantization`."""
+
+    def unsupported() -> tuple[str, ...]:
+        in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
+        reasons = cpu_steps.unsupported(model, fp8_cache=in_fp8, num_ranks=num_ranks)
+        if config.quantization == "auto" and reasons == (load(),):
+            log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
+        return reasons
+
+    return resolve_quantization(config.quantization, arch, config.dtype, unsupported)
+
+
+def _set_threads(config: EngineConfig, device: torch.device, quantization: str) -> int:
+    """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
+
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks, and the
+    engines of one service, share the cores.
+
+    Returns:
+        The threads of the C library, which computes models in int8 and int4.
+    """
+    cpus, requested = usable_cpus(), config.cpu_threads
+    most, num_processes = _default_torch_threads(), config.num_engines * config.tensor_parallel
+    torch_threads, native_threads = (
+        requested
+        or max(1, min(most, default_engine_threads(cpus, synchronous=it)) // num_processes)
+        for it in (True, False)
+    )
+    torch.set_num_threads(torch_threads)
+    if device.type == "cpu":
+        threads = native_threads if quantization in cpu_steps.BITS else torch_threads
+        log.info("threads: %d, for %s", threads, cpus)
+    return native_threads
+
+
+@functools.cache
+def _default_torch_threads() -> int:
+    """Return PyTorch's number of threads before the first engine of this process set it."""
+    return torch.get_num_threads()
+
+
+@contextmanager
+def _weights_progress(phases: Phases, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Report the progress of loading: as a progress bar on a terminal if it is `shown`, and as the start-up phase."""
+    disable = not (shown and sys.stderr.isatty())
+    with tqdm(unit="B", unit_scale=True, desc="weights", leave=False, disable=disable) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            phases.say(f"loading the weights, {done / max(1, total):.0%}")
+
+        yield show

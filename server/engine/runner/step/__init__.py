@@ -1,0 +1,1 @@
+"""Packs, computes, records and samples a step."""

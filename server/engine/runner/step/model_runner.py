@@ -1,0 +1,370 @@
+"""Computes a step: packs its input, runs the model and samples.
+
+`launch` returns without waiting for the device; the object it returns waits for the results. Sampled tokens also stay
+on the device, where the next step reads those that the host does not know yet (`sampled_tokens`).
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+import torch
+
+from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
+from model.device.memory import is_out_of_memory, release_cached
+from model.network.step import StepOutput
+from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
+from model.sampling.rows import SamplingRow, TokenHistory
+from model.sampling.sampler import Sampler
+from server.engine.core.sequence import SequenceStatus
+from server.engine.core.step import PromptLogprobs
+from server.engine.runner.explain.model_plan import explain_model
+from server.engine.runner.step.batch_needs import DecodeNeeds, needs_of_prompts, scores_prompt
+from server.engine.runner.step.executor import StepExecutor
+from server.engine.runner.step.recordings import RecordedSteps
+from server.engine.runner.step.sampled_tokens import SampledTokens
+from server.engine.runner.step.shared_prefix import shared_blocks
+from server.engine.runner.step.step_input import PackedStep, exact_bucket
+from server.engine.runner.step.step_result import GreedyStep, SampledStep, WaitingStep, suffices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+
+    from kernels import AttentionProblem
+    from model.device.kv_cache import KVCache
+    from model.device.replay import Recorder
+    from model.network.decoder import DecoderLM
+    from model.network.step import Bucket
+    from model.sampling.grammar import GrammarMatcher, PendingMasks
+    from server.engine.core.grammar import Matcher
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.plan_report import PlanReport
+    from server.engine.core.sequence import Sequence
+    from server.engine.core.step import (
+        DecodeRows,
+        PendingStep,
+        ScheduledSequence,
+        SchedulerOutput,
+        StepResult,
+    )
+    from server.engine.runner.step.grammars import Grammars
+    from server.engine.runner.step.shared_prefix import SharingRule
+
+_PROMPT_LOGPROB_ROWS: Final = 256
+"""Rows of logits computed at a time for a prompt's log-probabilities; bounds the memory with large vocabularies."""
+_FEWEST_SAMPLED: Final = 64
+_KEPT_INPUTS: Final = 8
+"""Number of inputs kept for later steps of the same bucket that have no recording."""
+
+
+class ModelRunner:
+    """Owns the model and the KV cache. Only the engine's thread uses it.
+
+    Args:
+        model: in evaluation mode, on the cache's device.
+        kv_cache: the engine's `BlockManager` allocates its blocks.
+        grammars: compiles the grammars of sequences; None if none has one.
+        deterministic: whether all sequences are deterministic.
+
+    Attributes:
+        executor: computes the packed steps; may be replaced before `record_steps`.
+        num_blocks: blocks of the cache that sequences may use.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        kv_cache: KVCache,
+        grammars: Grammars | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.model, self.kv_cache, self.deterministic = model, kv_cache, deterministic
+        self.executor = StepExecutor(model, kv_cache)
+        self.num_blocks = kv_cache.num_blocks
+        self._grammars = grammars
+        self.device = kv_cache.layer(0).device
+        self.sharing_rule = self._find_sharing_rule()
+        self.recorded: RecordedSteps | None = None
+        self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)
+        self._inputs: OrderedDict[Bucket, PackedStep] = OrderedDict()
+        self._sampler = Sampler()
+        self._needs = DecodeNeeds()
+        self._histories: dict[int, TokenHistory] = {}
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Capacity of the KV cache in tokens."""
+        return self.num_blocks * self.kv_cache.block_size
+
+    @property
+    def cache_dtype(self) -> str:
+        """PyTorch's name of the KV cache's dtype."""
+        return str(self.kv_cache.dtype).removeprefix("torch.")
+
+    def record_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
+        """Enable recordings: from now on, steps are recorded and replayed.
+
+        Args:
+            limits: of a step.
+            recorder: for the cache's device.
+        """
+        self._sampled = SampledTokens(limits.max_num_seqs + 1, self.device)
+        self.recorded = RecordedSteps(
+            self.model,
+            self.kv_cache,
+            recorder,
+            self._sampled,
+            limits,
+            self.sharing_rule,
+            executor=self.executor,
+            deterministic=self.deterministic,
+        )
+
+    def use_idle_time(self) -> bool:
+        """Record the steps of one bucket; return whether any bucket was waiting for a recording."""
+        return self.recorded is not None and self.recorded.record_next()
+
+    def compile_grammar(self, grammar: str) -> Future[Matcher]:
+        """Start to compile a serialized grammar on another thread."""
+        assert self._grammars is not None
+        return self._grammars.compile(grammar)
+
+    def forget(self, request_id: int) -> None:
+        """Drop the token history of a sequence that ended; unknown ids are ignored."""
+        self._histories.pop(request_id, None)
+
+    def recover(self, error: Exception) -> bool:
+        """Release memory after a step that ran out of it, and check that the device still works.
+
+        Returns:
+            Whether later steps can succeed. An illegal memory access leaves a CUDA context unusable.
+        """
+        if self.executor.is_shared:
+            return False  # the other ranks may be in another step, or wait for this one
+        out_of_memory = is_out_of_memory(error)
+        if out_of_memory:
+            traceback.clear_frames(error.__traceback__)  # the frames hold the step's tensors
+        try:
+            if out_of_memory:
+                release_cached(self.device)
+            if self.device.type == "cuda":
+                # An error's type does not tell whether it is fatal, but every call on a broken context fails.
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Compute a step and wait for its results.
+
+        Args:
+            output: see `launch`.
+        """
+        pending = self.launch(output)
+        pending.sample()
+        return pending.result()
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Start computing the scheduled tokens and sampling one token from each row of logits.
+
+        Args:
+            output: at least one scheduled sequence; its blocks are allocated. Input tokens that the host does not know
+                yet must be tokens that the previously launched step samples.
+        """
+        decode, prefill = output.decode, output.prefill
+        needs = self._needs.of(decode)
+        if prefill:
+            needs |= needs_of_prompts(prefill)
+        greedy = needs.all_argmax
+        sampling = [] if greedy else _sampling(decode, prefill)
+        rows = [self._sampling_row(sequence) for sequence in sampling]
+        waits = any(
+            row.parameters.needs_history and sequence.num_tokens_in_flight
+            for row, sequence in zip(rows, sampling, strict=False)
+        )
+        masks = None if greedy or waits else self._start_masks(rows, sampling)
+        prompts: dict[int, PromptLogprobs] = {}
+        computed = None
+        try:
+            if self.recorded is not None and not needs.any_scored:
+                computed = self.recorded.compute(decode, prefill)
+            if computed is None:
+                computed, prompts = self._compute(output, scored=needs.any_scored)
+        except Exception:
+            if masks is not None:
+                masks[1].wait()  # the step may be computed again, with masks of the same grammars
+            raise
+        self._sampled.note(decode, prefill)
+        if greedy and suffices(computed, logprobs=needs.logprobs):
+            return GreedyStep(computed, decode, prefill, logprobs=needs.logprobs)
+        num_logits = [s.num_logits for s in prefill]
+        if not (decode.num_logits or any(num_logits)):
+            return SampledStep(None, 0, num_logits, prompts, feeds_next=True)
+        parts = [part.logits for part in computed]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if greedy:
+            sampling = _sampling(decode, prefill)
+            rows = [self._sampling_row(sequence) for sequence in sampling]
+
+        def sample(masks: tuple[list[int], PendingMasks] | None) -> SampledStep:
+            errors = {} if masks is None else _add_masks(rows, *masks)
+            tokens = self._sampler.begin(logits, rows)
+            self._sampled.put(tokens.tokens)
+            if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
+                self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
+            return SampledStep(
+                tokens, decode.num_logits, num_logits, prompts, tokens.feeds_next, errors
+            )
+
+        if waits:
+            return WaitingStep(lambda: sample(self._start_masks(rows, sampling)))
+        return sample(masks)
+
+    def pack(self, output: SchedulerOutput, sharing_rule: SharingRule | None) -> PackedStep:
+        """Pack a step that has no recording into its exact bucket.
+
+        Args:
+            output: at least one scheduled sequence; its blocks are allocated.
+            sharing_rule: decides whether the decode sequences' shared prefix is read once; None for never.
+        """
+        decode, prefill, block_size = output.decode, output.prefill, self.kv_cache.block_size
+        shared = shared_blocks(decode, block_size, sharing_rule)
+        bucket = exact_bucket(decode, prefill, block_size, shared)
+        packed = self._inputs.pop(bucket, None) or PackedStep(bucket, block_size, self.device)
+        self._inputs[bucket] = packed
+        if len(self._inputs) > _KEPT_INPUTS:
+            self._inputs.popitem(last=False)
+        packed.pack(decode, prefill, self._sampled)
+        return packed
+
+    def attention_problems(self) -> list[AttentionProblem]:
+        """Return the attention problem of every kind of layer and phase."""
+        return self.model.attention.problems(
+            self.kv_cache.block_size, self.kv_cache.kv_dtype, deterministic=self.deterministic
+        )
+
+    def describe_plan(self) -> PlanReport:
+        """Report which attention kernels run, their launch configurations, and the reasons."""
+        cache = self.kv_cache
+        steps = self.model.cpu_steps
+        return explain_model(
+            self.model,
+            cache.block_size,
+            detect(self.device),
+            cache.kv_dtype,
+            None if steps is None else steps.quantization,
+            deterministic=self.deterministic,
+        )
+
+    def _compute(
+        self, output: SchedulerOutput, *, scored: bool
+    ) -> tuple[list[StepOutput], dict[int, PromptLogprobs]]:
+        """Compute a step without a recording; also the prompt log-probabilities that sequences requested."""
+        packed = self.pack(output, self.sharing_rule)
+        sampled = None
+        if packed.reads_sampled or self.device.type == "cuda":
+            sampled = self._sampled.ids
+        if not scored:
+            return [self.executor.step(packed.input, sampled)], {}
+        hidden = self.executor.hidden_states(packed.input, sampled)
+        deterministic = packed.input.bucket.deterministic
+        scheduled = (*output.decode, *output.prefill)
+        prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
+        return [self.executor.score(packed.input, hidden)], prompts
+
+    def _find_sharing_rule(self) -> SharingRule | None:
+        """Return the rule that decides whether a step reads a shared prefix once; None if no layer supports it."""
+        arch = detect(self.device)
+        takers = [
+            problem
+            for problem in self.attention_problems()
+            if problem.phase is Phase.DECODE and takes_shared_prefix(problem, arch)
+        ]
+        if not takers:
+            return None
+        # Only full-attention layers support it, and those of a model all have the same problem.
+        return functools.partial(shared_prefix_is_faster, takers[0], arch)
+
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        """Return the sampler's row for the next token of a sequence. The token history is kept between steps."""
+        history = self._histories.get(sequence.request_id)
+        if history is None:
+            history = TokenHistory(sequence.token_ids, sequence.num_prompt_tokens)
+            self._histories[sequence.request_id] = history
+        return SamplingRow(sequence.sampling, sequence.num_known_tokens, history)
+
+    def _start_masks(
+        self, rows: list[SamplingRow], sequences: list[Sequence]
+    ) -> tuple[list[int], PendingMasks] | None:
+        """Start to compute the masks of the rows with a grammar; return their indices and masks, None for none."""
+        masked = [
+            i
+            for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
+            if sequence.matcher is not None
+            # The results of the step before may have ended the sequence, or have filled the row's position.
+            and sequence.status is not SequenceStatus.FINISHED
+            and sequence.num_tokens == row.position
+        ]
+        if not masked:
+            return None
+        assert self._grammars is not None
+        inputs = [(sequences[i].matcher, _end_allowed(rows[i])) for i in masked]
+        return masked, self._grammars.start_masks(cast("list[tuple[GrammarMatcher, bool]]", inputs))
+
+    def _prompt_logprobs(
+        self,
+        scheduled: tuple[ScheduledSequence, ...],
+        hidden: torch.Tensor,
+        *,
+        deterministic: bool,
+    ) -> dict[int, PromptLogprobs]:
+        results: dict[int, PromptLogprobs] = {}
+        first_row = 0
+        for s in scheduled:
+            sequence, row = s.sequence, first_row
+            first_row += s.num_tokens
+            if not scores_prompt(sequence):
+                continue
+            # The logits at token i score token i + 1; those at the last prompt token are for sampling.
+            following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
+            logprobs: list[float] = []
+            top_tokens: list[list[tuple[int, float]]] = []
+            count = sequence.sampling.prompt_top_logprobs
+            for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
+                ids = following[i : i + _PROMPT_LOGPROB_ROWS]
+                logits = self.executor.logits(
+                    hidden, row + i, len(ids), deterministic=deterministic
+                )
+                logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
+                if count:
+                    top_tokens += prompt_top_tokens(logits, count)
+            results[sequence.request_id] = PromptLogprobs(s.start, logprobs, top_tokens)
+        return results
+
+
+def _end_allowed(row: SamplingRow) -> bool:
+    """Return whether the model's end tokens may be sampled where the grammar allows them."""
+    parameters = row.parameters
+    # A request that ignores the model's end tokens has none.
+    return bool(parameters.eos_token_ids) and row.num_output_tokens >= parameters.min_new_tokens
+
+
+def _add_masks(rows: list[SamplingRow], masked: list[int], masks: PendingMasks) -> dict[int, str]:
+    """Wait for masks, and put each into its row; return the errors of rows that have none, by row."""
+    errors = masks.wait()
+    for i, words in zip(masked, masks.words, strict=True):
+        rows[i] = msgspec.structs.replace(rows[i], allowed=words)
+    return {masked[i]: error for i, error in errors.items()}
+
+
+def _sampling(decode: DecodeRows, prefill: Iterable[ScheduledSequence]) -> list[Sequence]:
+    """Return the sequence of each row of logits."""
+    decoding = decode.batch.sequences[: decode.num_logits]
+    return [*decoding, *(row.sequence for row in prefill for _ in range(row.num_logits))]

@@ -1,0 +1,218 @@
+"""Packs scheduled sequences into the arrays of a step. No other module writes token ids, slots and block tables."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from model.network.step import Bucket, StepInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
+    from server.engine.runner.step.sampled_tokens import SampledTokens
+
+
+def exact_bucket(
+    decode: DecodeRows,
+    prefill: Sequence[ScheduledSequence],
+    block_size: int,
+    shared_blocks: int = 0,
+) -> Bucket:
+    """Return the bucket that a step fills completely.
+
+    Args:
+        decode: sequences with one token each.
+        prefill: the other sequences; `decode` and `prefill` have at least one sequence together.
+        block_size: tokens per block.
+        shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
+    """
+    deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
+    longest = max([s.start + s.num_tokens for s in prefill], default=0)
+    if decode.starts:
+        longest = max(longest, max(decode.starts) + 1)
+    return Bucket(
+        rows=len(decode),
+        prompt_tokens=sum(s.num_tokens for s in prefill),
+        prompt_seqs=len(prefill),
+        columns=-(-longest // block_size),
+        num_logits=decode.num_logits + sum([s.num_logits for s in prefill]),
+        shared_blocks=0 if deterministic else shared_blocks,
+        deterministic=deterministic,
+    )
+
+
+def _no_batch() -> None:
+    """Stand in for a weak reference before the first step."""
+
+
+class PackedStep:
+    """The input arrays of a bucket, reused for each of its steps.
+
+    Attributes:
+        input: the arrays.
+        reads_sampled: whether the packed step reads tokens that the host does not know yet.
+    """
+
+    def __init__(self, bucket: Bucket, block_size: int, device: torch.device) -> None:
+        self.input = StepInput(bucket, block_size, device)
+        self.reads_sampled = False
+        # For each decode row of the block table: the list of blocks it was copied from, and the number of its entries.
+        self._held: list[tuple[list[int] | None, int]] = [(None, 0)] * bucket.rows
+        # The decode rows of the last step, and the lengths of their block tables then. Weak: there are many inputs, and
+        # the sequences of their last steps may have ended.
+        self._batch: Callable[[], DecodeBatch | None] = _no_batch
+        self._num_blocks: list[int] = []
+        self._row_numbers = np.arange(bucket.rows)
+        self._logits_rows: tuple[int, list[int]] | None = None
+        self._first_sampled = 0
+
+    def pack(
+        self,
+        decode: DecodeRows,
+        prefill: Sequence[ScheduledSequence],
+        sampled: SampledTokens,
+        first_sampled: int = 0,
+    ) -> None:
+        """Write a step to the host arrays and queue their copy to the device. The step must fit in the bucket.
+
+        Args:
+            decode: sequences with one token each; their blocks are allocated.
+            prefill: sequences whose tokens the host knows; their blocks are allocated.
+            sampled: holds the tokens that the host does not know yet.
+            first_sampled: index in `sampled.ids` of the first token that this step samples.
+        """
+        self.input.wait()
+        if self.input.bucket.rows:
+            self._pack_decode(decode, sampled)
+        if self.input.bucket.prompt_seqs:
+            self._pack_prompts(prefill)
+        self._pack_logits(decode, prefill, first_sampled, len(sampled.ids) - 1)
+        self.input.send()
+
+    def _pack_decode(self, decode: DecodeRows, sampled: SampledTokens) -> None:
+        """Write the decode rows."""
+        host, count, rows = self.input.host, len(decode), self.input.bucket.rows
+        block_size = self.input.block_size
+        self._pack_block_table(decode.batch)
+        ids = sampled.ids_or_rows(decode)
+        self.reads_sampled = count > 0 and int(ids.min()) < 0
+        positions = host.positions[:count]
+        host.token_ids[:count] = ids
+        positions[:] = decode.starts
+        host.seq_lens[:count] = positions
+        host.seq_lens[:count] += 1
+        blocks = host.block_table[self._row_numbers[:count], positions // block_size]
+        host.slot_mapping[:count] = blocks * block_size + positions % block_size
+        if count < rows:
+            host.token_ids[count:rows] = 0
+            host.positions[count:rows] = 0
+            host.seq_lens[count:] = 0
+            host.slot_mapping[count:rows] = -1
+
+    def _pack_block_table(self, batch: DecodeBatch) -> None:
+        """Write the entries of the block table that the rows lack.
+
+        This is correct because a list of blocks only grows, and a sequence gets a new list after its blocks are freed.
+        """
+        sequences = batch.sequences
+        num_blocks = [len(sequence.block_table) for sequence in sequences]
+        if batch is self._batch():  # each row has kept its list
+            if num_blocks == self._num_blocks:
+                return
+            pairs = zip(num_blocks, self._num_blocks, strict=True)
+            changed = [row for row, (new, old) in enumerate(pairs) if new != old]
+        else:
+            tables = [sequence.block_table for sequence in sequences]
+            self._move_rows(tables)
+            changed = [
+                row
+                for row, (table, (held, known)) in enumerate(zip(tables, self._held, strict=False))
+                if table is not held or len(table) != known
+            ]
+        self._batch, self._num_blocks = weakref.ref(batch), num_blocks
+        block_table, columns = self.input.host.block_table, self.input.bucket.columns
+        for row in changed:
+            blocks = sequences[row].block_table
+            held, known = self._held[row]
+            known = known if held is blocks else 0
+            # Blocks allocated for later tokens may exceed the columns.
+            stop = min(len(blocks), columns)
+            if stop == known + 1:
+                block_table[row, known] = blocks[known]
+            elif known < stop:
+                block_table[row, known:stop] = blocks[known:stop]
+            self._held[row] = blocks, stop
+
+    def _move_rows(self, tables: list[list[int]]) -> None:
+        """Move the rows that the block table has at other places: lists take longer to copy than arrays.
+
+        A sequence that ends moves all rows after its own.
+
+        Args:
+            tables: the lists of blocks of the rows.
+        """
+        before = {id(held): row for row, (held, _) in enumerate(self._held)}
+        sources = [before.get(id(table), -1) for table in tables]
+        moved = [row for row, source in enumerate(sources) if source not in (row, -1)]
+        if not moved:
+            return
+        held = [self._held[sources[row]] for row in moved]
+        used = max(known for _, known in held)
+        block_table = self.input.host.block_table
+        block_table[moved, :used] = block_table[[sources[row] for row in moved], :used]
+        for row, entry in zip(moved, held, strict=True):
+            self._held[row] = entry
+
+    def _pack_prompts(self, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the chunks of the prompts."""
+        host, rows, block_size = self.input.host, self.input.bucket.rows, self.input.block_size
+        ids, positions, slots = (array[rows:] for array in host[:3])
+        end = 0
+        for row, s in enumerate(prefill):
+            first, end = end, end + s.num_tokens
+            stop = s.start + s.num_tokens
+            blocks = np.array(s.sequence.block_table[: -(-stop // block_size)], np.int32)
+            at = np.arange(s.start, stop)
+            ids[first:end] = s.sequence.token_ids[s.start : stop]
+            positions[first:end] = at
+            slots[first:end] = blocks[at // block_size] * block_size + at % block_size
+            host.prompt_seq_lens[row] = stop
+            host.prompt_block_table[row, : len(blocks)] = blocks
+            host.prompt_cu_seqlens[row + 1] = end
+        ids[end:] = 0
+        positions[end:] = 0
+        slots[end:] = -1
+        host.prompt_seq_lens[len(prefill) :] = 0
+        host.prompt_cu_seqlens[len(prefill) + 1 :] = end
+
+    def _pack_logits(
+        self,
+        decode: DecodeRows,
+        prefill: Sequence[ScheduledSequence],
+        first_sampled: int,
+        unused: int,
+    ) -> None:
+        """Write which rows get logits, the last ones of each sequence, and the indices of their sampled tokens."""
+        host, bucket = self.input.host, self.input.bucket
+        ends = itertools.accumulate((s.num_tokens for s in prefill), initial=bucket.rows)
+        next(ends)
+        rows: list[int] = []
+        for stop, s in zip(ends, prefill, strict=True):
+            rows += range(stop - s.num_logits, stop)
+        num_decoded = decode.num_logits
+        if (num_decoded, rows) == self._logits_rows and first_sampled == self._first_sampled:
+            return  # as in nearly every step of decode rows
+        count = num_decoded + len(rows)
+        self._logits_rows, self._first_sampled = (num_decoded, rows), first_sampled
+        host.logits_rows[:num_decoded] = self._row_numbers[:num_decoded]
+        host.logits_rows[num_decoded:count] = rows
+        host.logits_rows[count:] = 0
+        host.sampled_rows[:count] = range(first_sampled, first_sampled + count)
+        host.sampled_rows[count:] = unused

@@ -1,0 +1,159 @@
+"""Divides a text that may call tools into the output items of a response, and tells the events of their growth."""
+
+from __future__ import annotations
+
+import collections
+import uuid
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from server.http.dialects.openai.replies import FunctionCall, OutputMessage
+from server.http.dialects.openai.responses_api.format import new_message_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from model.text.tools.parser import CallDelta
+    from server.http.dialects.openai.replies import OutputItem
+    from server.http.dialects.openai.responses_api.format import ResponseFormat
+    from server.http.dialects.openai.tools import ToolUse
+    from server.http.reply.completion import Token
+
+Event: TypeAlias = tuple[str, dict[str, Any]]
+"""Type and fields of an event."""
+
+
+class OutputItems:
+    """The output items of one response: a message with the text before the calls, then the calls.
+
+    A response without text and calls has an empty message. Text after the calls, which no grammar allows but special
+    tokens can add, is another message.
+
+    Args:
+        tools: that may be called.
+        reply: builds the records.
+
+    Attributes:
+        finished: the items that are complete; all of them after the last piece.
+    """
+
+    def __init__(self, tools: ToolUse, reply: ResponseFormat) -> None:
+        self.finished: list[OutputItem] = []
+        self._tools = tools
+        self._reply = reply
+        self._parser = tools.parser()
+        self._item: OutputItem | None = None  # that grows; its text is in `_pieces`
+        self._pieces: list[str] = []
+        self._tokens: list[Token] = []  # of the item's text
+        self._events: list[Event] = []
+        # Tokens that are not assigned to a text yet, each with its position.
+        self._waiting: collections.deque[tuple[int, Token]] = collections.deque()
+        self._length = 0  # of the texts of all tokens
+        self._shown = 0  # characters of the text before the calls
+
+    def push(self, text: str, tokens: Sequence[Token], *, ended: bool) -> list[Event]:
+        """Append a piece of the text.
+
+        Args:
+            text: the piece.
+            tokens: its tokens, if log-probabilities are reported.
+            ended: whether it is the last piece.
+
+        Returns:
+            The events that it causes, without those of the response.
+        """
+        self._events = []
+        for token in tokens:
+            self._waiting.append((self._length, token))
+            self._length += len(token.text)
+        deltas = [self._parser.push(text)]
+        if ended:
+            deltas.append(self._parser.finish())
+        for delta in deltas:
+            self._add_text(delta.content, self._take_tokens(delta.content))
+            for call in delta.calls:
+                self._add_call(call)
+            self._add_text(delta.trailing, ())
+        if ended:
+            self._end()
+        return self._events
+
+    def _take_tokens(self, content: str) -> list[Token]:
+        """Return the tokens that begin within the text up to the end of this piece."""
+        self._shown += len(content)
+        taken = []
+        while self._waiting and self._waiting[0][0] < self._shown:
+            taken.append(self._waiting.popleft()[1])
+        return taken
+
+    def _add_text(self, text: str, tokens: Sequence[Token]) -> None:
+        if not text and not tokens:
+            return
+        if not isinstance(self._item, OutputMessage):
+            self._begin_message()
+        self._pieces.append(text)
+        self._tokens += tokens
+        logprobs = self._reply.logprobs(tokens)
+        self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _add_call(self, call: CallDelta) -> None:
+        if call.name is not None:
+            item = FunctionCall(
+                id=f"fc_{uuid.uuid4().hex}",
+                call_id=self._tools.new_id(),
+                name=call.name,
+                arguments="",
+                status="in_progress",
+            )
+            self._begin(item)
+        if call.arguments:
+            self._pieces.append(call.arguments)
+            self._event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _begin_message(self) -> None:
+        self._begin(OutputMessage(id=new_message_id(), status="in_progress", content=[]))
+        self._event("response.content_part.added", content_index=0, part=self._reply.part("", ()))
+
+    def _begin(self, item: OutputItem) -> None:
+        self._close("completed")
+        self._item, self._pieces, self._tokens = item, [], []
+        index = len(self.finished)
+        self._events.append(("response.output_item.added", {"output_index": index, "item": item}))
+
+    def _end(self) -> None:
+        if (
+            not self._parser.num_calls
+        ):  # a token without text, such as the last one, is of the text too
+            tokens = [token for _, token in self._waiting]
+            self._add_text("", tokens)
+            if self._item is None:
+                self._begin_message()
+        calls = isinstance(self._item, FunctionCall)
+        status = "completed" if self._parser.call_complete else "incomplete"
+        self._close(status if calls else self._reply.status)
+
+    def _close(self, status: str) -> None:
+        """Complete the item that grows, if there is one."""
+        if self._item is None:
+            return
+        text, item = "".join(self._pieces), self._item
+        if isinstance(item, FunctionCall):
+            item = msgspec.structs.replace(item, arguments=text, status=status)
+            self._event("response.function_call_arguments.done", arguments=text)
+        else:
+            part = self._reply.part(text, self._tokens)
+            item = msgspec.structs.replace(item, content=[part], status=status)
+            logprobs = part.logprobs
+            self._event("response.output_text.done", content_index=0, text=text, logprobs=logprobs)
+            self._event("response.content_part.done", content_index=0, part=part)
+        index = len(self.finished)
+        self._events.append(("response.output_item.done", {"output_index": index, "item": item}))
+        self.finished.append(item)
+        self._item = None
+
+    def _event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - of the event
+        """Append an event of the item that grows."""
+        assert self._item is not None
+        place = {"item_id": self._item.id, "output_index": len(self.finished)}
+        self._events.append((kind, place | fields))

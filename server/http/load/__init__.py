@@ -1,0 +1,1 @@
+"""Limits of what is served at once."""

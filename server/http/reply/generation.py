@@ -1,0 +1,259 @@
+"""The completions of one request: submits them to the engine, and counts tokens and time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from server.engine.core.request import GenerateRequest
+from server.http.body.request_options import RequestOptions
+from server.http.metrics.usage import RequestUsage
+from server.http.reply.completion import Completion
+from server.http.request_id import current_request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from model.sampling.parameters import SamplingParams
+    from server.http.context import AppContext
+    from server.http.metrics.records import RequestRecord
+    from server.http.reply.completion import Prompt, StopStrings
+
+GENERATION = "tessera.generation"
+"""Key of a request's `Generation` in its ASGI scope, from its submission on."""
+
+_SEEDS = 2**64
+_DEFAULTS = RequestOptions()
+
+
+class Timings(NamedTuple):
+    """How long the parts of a request took, in seconds.
+
+    Attributes:
+        total: since the request was received.
+        validation: until it was submitted to the engine.
+        queue: from then until its first step.
+        inference: from then on.
+    """
+
+    total: float
+    validation: float
+    queue: float
+    inference: float
+
+
+class Generation:
+    """The completions of one request while the engine generates them. The creator must always call `abort` at the end.
+
+    Args:
+        context: the application's context.
+        prompts: the prompts to continue.
+        completions_per_prompt: completions of each prompt. The first has the seed of the sampling parameters, each
+            further one the next higher seed.
+        stop: strings that end a completion.
+        keep_tokens: whether `finish` keeps the tokens in addition to the text.
+        skip_special_tokens: whether special tokens add no text.
+        options: how the engine schedules the completions.
+
+    Attributes:
+        completions: in order of the prompts.
+        returned: the completions that the answer consists of: all, unless `select_best` was called.
+        prompt_tokens: tokens of the prompts; each prompt counts once.
+        submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
+
+    Raises:
+        OverloadedError: the request would wait too long.
+        UnavailableError: the engine is not ready, and requests do not wait for it.
+    """
+
+    def __init__(
+        self,
+        context: AppContext,
+        prompts: Sequence[Prompt],
+        *,
+        completions_per_prompt: int = 1,
+        stop: StopStrings,
+        keep_tokens: bool = False,
+        skip_special_tokens: bool = True,
+        options: RequestOptions = _DEFAULTS,
+    ) -> None:
+        self.submitted = time.perf_counter()
+        self._context = context
+        self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
+        self.completions: list[Completion] = []
+        self._per_prompt = completions_per_prompt
+        self._keep_tokens = keep_tokens
+        request = current_request()
+        deadline = None
+        if options.timeout_ms is not None:
+            deadline = request.arrived + options.timeout_ms / 1000
+        lengths = [
+            (len(prompt.token_ids), prompt.sampling.max_new_tokens)
+            for prompt in prompts
+            for _ in range(completions_per_prompt)
+        ]
+        context.shedding.admit(lengths, context.engine_info(), deadline)
+        cache_salt = options.salt_within(request.cache_namespace)
+        try:
+            for prompt in prompts:
+                for i in range(completions_per_prompt):
+                    sampling = _sampling(prompt, i)
+                    submitted = GenerateRequest(
+                        request_id=context.client.next_request_id(),
+                        prompt_token_ids=prompt.token_ids,
+                        sampling=sampling,
+                        external_id=request.id,
+                        priority=options.priority,
+                        deadline=deadline,
+                        cache_salt=cache_salt,
+                        client=request.client,
+                        deterministic=options.deterministic,
+                    )
+                    stream = context.submit(submitted)  # first, so that the engine can start
+                    self.completions.append(
+                        Completion(
+                            context.tokenizer,
+                            prompt,
+                            stream,
+                            sampling.seed,
+                            stop,
+                            skip_special_tokens=skip_special_tokens,
+                        )
+                    )
+        except BaseException:
+            self.abort()
+            raise
+        self.returned = self.completions
+
+    def abort(self) -> None:
+        """Free what the engine holds for this request. Does nothing for completions that have ended."""
+        for completion in self.completions:
+            completion.stream.abort()
+
+    async def accepted(self) -> None:
+        """Wait for the engine while it is being started again; the answer must not begin before.
+
+        Raises:
+            UnavailableError: it was not ready in time.
+        """
+        for completion in self.completions:
+            if not await completion.stream.accepted():
+                raise self._context.unavailable()
+
+    async def finish(self, record: RequestRecord) -> None:
+        """Wait until every completion has ended.
+
+        Raises:
+            GenerationError: one of them failed.
+        """
+        parts = [c.finish(record.clock(), keep_tokens=self._keep_tokens) for c in self.completions]
+        # The usual single completion needs no task of its own.
+        await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The largest limit of the tokens of a completion."""
+        return max([completion.prompt.sampling.max_new_tokens for completion in self.completions])
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine has reported what each completion used, so that `usage` is complete."""
+        return all(completion.stream.finished for completion in self.completions)
+
+    async def settle(self) -> None:
+        """Wait until `settled`. Call when all completions have ended."""
+        for completion in self.completions:
+            await completion.stream.settle()
+
+    def usage(self) -> RequestUsage:
+        """Return what the request used, of all completions; final if `settled`."""
+        queue = prefill = decode = device = blocks = 0.0
+        computed = cached = recomputed = steps = 0
+        for completion in self.completions:
+            stream = completion.stream
+            used = stream.usage
+            queue = max(queue, stream.queue_seconds)
+            prefill = max(prefill, used.prefill_seconds)
+            decode = max(decode, used.decode_seconds)
+            device += used.device_seconds
+            blocks += used.block_seconds
+            computed += used.num_computed_prompt_tokens
+            cached += used.num_cached_prompt_tokens
+            recomputed += used.num_recomputed_tokens
+            steps += used.num_steps
+        return RequestUsage(
+            queue_ms=_milliseconds(queue),
+            prefill_ms=_milliseconds(prefill),
+            decode_ms=_milliseconds(decode),
+            computed_prompt_tokens=computed,
+            cached_prompt_tokens=cached,
+            recomputed_tokens=recomputed,
+            steps=steps,
+            device_seconds=round(device, 9),
+            kv_block_seconds=round(blocks, 6),
+        )
+
+    def select_best(self, count: int) -> list[Completion]:
+        """Keep only the completions of each prompt with the highest mean log-probability. Call after `finish`.
+
+        Args:
+            count: completions to keep for each prompt, in `returned`.
+
+        Returns:
+            The other completions.
+        """
+        if count >= self._per_prompt:
+            return []
+        self.returned = []
+        for i in range(0, len(self.completions), self._per_prompt):
+            ranked = sorted(
+                self.completions[i : i + self._per_prompt],
+                key=lambda completion: completion.mean_logprob,
+                reverse=True,
+            )
+            self.returned += ranked[:count]
+        return [c for c in self.completions if c not in self.returned]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the returned completions so far."""
+        return sum([completion.num_tokens for completion in self.returned])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens taken from the engine's prefix cache; valid once each prompt has its first token."""
+        return sum([c.stream.num_cached_tokens for c in self.completions[:: self._per_prompt]])
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long the first returned completion waited in the engine; valid after its first token."""
+        return self.returned[0].stream.queue_seconds
+
+    def timings(self, started: float) -> Timings:
+        """Return how long the parts of the request have taken until now.
+
+        Args:
+            started: when the request was received, `time.perf_counter` seconds.
+        """
+        now, queue = time.perf_counter(), self.queue_seconds
+        return Timings(
+            total=now - started,
+            validation=self.submitted - started,
+            queue=queue,
+            inference=max(0.0, now - self.submitted - queue),
+        )
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def _sampling(prompt: Prompt, index: int) -> SamplingParams:
+    """Return the sampling parameters of a prompt's completion: each has a seed of its own."""
+    sampling = prompt.sampling
+    if index:
+        sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)
+    return sampling

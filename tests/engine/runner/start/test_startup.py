@@ -1,0 +1,147 @@
+"""Defaults of settings that the operator does not set, and the end of a start that fails."""
+
+import dataclasses
+import queue
+import weakref
+
+import pytest
+
+from kernels import detect
+from kernels.arch import CATALOGUE, CPU
+from model.checkpoint.config import ModelConfig
+from server.engine.core.messages import EngineConfig, StartupFailed
+from server.engine.core.start_checks import StartupError
+from server.engine.link.engine_process import process
+from server.engine.link.protocol import EngineLaunch
+from server.engine.runner.start.startup import resolved_quantization, step_limits
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+
+
+def processor(name):
+    return detect("cpu") if name == "cpu" else CATALOGUE[name]
+
+
+@pytest.mark.parametrize(
+    ("arch", "sequences", "budget", "prefill", "expected"),
+    [
+        ("cpu", None, None, None, (64, 512, 512)),
+        ("cpu", 1000, None, None, (1000, 2000, 2000)),
+        ("cpu", None, None, 4096, (64, 512, 4096)),
+        ("h100", None, None, None, (256, 1024, 8192)),
+        ("h100", None, 100, None, (100, 100, 100)),
+        ("h100", None, 9000, None, (256, 9000, 9000)),
+        ("h100", None, 1024, 2048, (256, 1024, 2048)),
+        ("h100", None, None, 700, (256, 700, 700)),
+        ("h100", None, None, 100, (100, 100, 100)),
+        ("h100", 3, 7, None, (3, 7, 7)),
+    ],
+)
+def test_default_limits_depend_on_the_device(arch, sequences, budget, prefill, expected):
+    config = EngineConfig(
+        model_path="",
+        model_id="",
+        max_num_seqs=sequences,
+        max_num_batched_tokens=budget,
+        max_prefill_tokens=prefill,
+    )
+
+    limits = step_limits(config, MODEL, processor(arch))
+
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.prefill_budget) == expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "hidden_size", "num_ranks", "expected"),
+    [
+        ("h100", 2048, 1, 4096),
+        ("h100", 2048, 2, 8192),
+        ("h100", 4096, 1, 1024),
+        ("a100", 2048, 1, 1024),
+        ("t4", 512, 1, 4096),
+    ],
+)
+def test_a_small_model_computes_more_tokens_of_prompts_alone(
+    arch, hidden_size, num_ranks, expected
+):
+    model = dataclasses.replace(
+        MODEL, num_layers=24, hidden_size=hidden_size, head_dim=64, layer_types=()
+    )
+    model = dataclasses.replace(
+        model, num_heads=hidden_size // 64, num_kv_heads=8, intermediate_size=4 * hidden_size
+    )
+    config = EngineConfig(model_path="", model_id="", tensor_parallel=num_ranks)
+
+    assert step_limits(config, model, processor(arch)).prefill_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "warnings"),
+    [
+        ({"quantization": "auto"}, 1),
+        ({"quantization": "auto", "dtype": "float32"}, 0),
+        ({"quantization": "auto", "kv_cache_dtype": "fp8"}, 0),
+        ({"quantization": "none"}, 0),
+    ],
+    ids=str,
+)
+def test_weights_that_are_not_in_int8_for_want_of_the_library_alone_are_warned_about(
+    monkeypatch, caplog, fields, warnings
+):
+    for module in ("kernels.cpu.decoder", "server.engine.runner.start.startup"):
+        monkeypatch.setattr(f"{module}.load", lambda: "the CPU library cannot be loaded")
+    model = dataclasses.replace(
+        MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32
+    )
+    config = EngineConfig(model_path="", model_id="", **fields)
+
+    assert resolved_quantization(config, model, CPU) == "none"
+    assert [it.levelname for it in caplog.records] == ["WARNING"] * warnings
+    assert caplog.text.count("int8, so steps take longer: the CPU library cannot be") == warnings
+
+
+def test_the_memory_of_a_failed_start_is_free_before_the_failure_is_reported(monkeypatch):
+    alive, reports = [], []
+
+    class Model:
+        pass
+
+    def fail(config, channel, ranks):
+        model = Model()  # held by this frame, and so by the exception
+        alive.append(weakref.ref(model))
+        raise StartupError("warming up failed: out of memory")
+
+    class RecordingChannel:
+        def __init__(self, *_):
+            pass
+
+        def send(self, message):
+            reports.append((message, alive[0]()))
+
+        def close(self):
+            pass
+
+    launches = queue.SimpleQueue()
+    launches.put(EngineLaunch(address="", config=EngineConfig(model_path="", model_id="")))
+    monkeypatch.setattr("server.engine.runner.start.startup.start_engine", fail)
+    monkeypatch.setattr(process, "Channel", RecordingChannel)
+    monkeypatch.setattr(process, "_listen", lambda *_: None)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    for name in ("dump_stacks_on_signal", "set_passive_openmp_wait"):
+        monkeypatch.setattr(process, name, lambda: None)
+    monkeypatch.setattr(process.queue, "SimpleQueue", lambda: launches)
+    with pytest.raises(SystemExit) as exit_status:
+        process.main()
+
+    assert exit_status.value.code == 1
+    assert reports == [(StartupFailed("warming up failed: out of memory"), None)]

@@ -1,0 +1,234 @@
+"""The packed arrays of a step for any mix of sequences, in its exact bucket and in larger ones."""
+
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from model.network.step import Bucket, StepInput
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
+from server.engine.core.sequence import Sequence
+from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
+from server.engine.runner.step.sampled_tokens import SampledTokens
+from server.engine.runner.step.step_input import PackedStep, exact_bucket
+
+CPU = torch.device("cpu")
+S = 4
+
+
+def sequence(name, num_tokens, first_block):
+    request = GenerateRequest(
+        request_id=name,
+        prompt_token_ids=[100 * name + i for i in range(num_tokens)],
+        sampling=SamplingParams(max_new_tokens=4),
+    )
+    made = Sequence(request)
+    made.block_table = [first_block + 7 * i for i in range(-(-num_tokens // S) + 1)]
+    return made
+
+
+def scheduled(name, start, num_tokens, num_logits=1):
+    owner = sequence(name, start + num_tokens, 10 * name)
+    return ScheduledSequence(owner, start, num_tokens, num_logits)
+
+
+def pack(decode, prefill, bucket=None, first_sampled=0):
+    decode = DecodeRows.of(decode)
+    packed = PackedStep(bucket or exact_bucket(decode, prefill, S), S, CPU)
+    packed.pack(decode, prefill, SampledTokens(20, CPU), first_sampled)
+    return packed
+
+
+def expected_tokens(it):
+    """(id, position, slot) of each token."""
+    table = it.sequence.block_table
+    return [
+        (it.sequence.token_ids[p], p, table[p // S] * S + p % S)
+        for p in range(it.start, it.start + it.num_tokens)
+    ]
+
+
+DECODE = (scheduled(1, 8, 1), scheduled(3, 0, 1), scheduled(2, 3, 1, num_logits=0))
+PREFILL = (scheduled(4, 0, 6), scheduled(5, 5, 4, num_logits=3), scheduled(6, 2, 2, num_logits=0))
+
+
+@pytest.mark.parametrize("decode", [DECODE, ()], ids=["decode", ""])
+@pytest.mark.parametrize("prefill", [PREFILL, ()], ids=["prompts", ""])
+@pytest.mark.parametrize("spare", [0, 2], ids=["exact", "larger"])
+def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, spare):
+    if not decode and not prefill:
+        return
+    exact = exact_bucket(DecodeRows.of(decode), prefill, S)
+    bucket = Bucket(*(size + spare if size else 0 for size in exact[:5]))
+    host = pack(decode, prefill, bucket, first_sampled=2).input.host
+
+    rows = bucket.rows
+    tokens = list(zip(host.token_ids, host.positions, host.slot_mapping, strict=True))
+    assert tokens[: len(decode)] == [expected_tokens(it)[0] for it in decode]
+    prompts = [token for it in prefill for token in expected_tokens(it)]
+    assert tokens[rows : rows + len(prompts)] == prompts
+    unused = tokens[len(decode) : rows] + tokens[rows + len(prompts) :]
+    assert set(unused) <= {(0, 0, -1)}
+    for group, lens, table in (
+        (decode, host.seq_lens, host.block_table),
+        (prefill, host.prompt_seq_lens, host.prompt_block_table),
+    ):
+        ends = [it.start + it.num_tokens for it in group]
+        assert lens.tolist() == ends + [0] * (len(lens) - len(ends))
+        for row, it in enumerate(group):
+            count = -(-ends[row] // S)
+            assert table[row, :count].tolist() == it.sequence.block_table[:count]
+    counts = [it.num_tokens for it in prefill]
+    starts = np.cumsum([0, *counts]).tolist()
+    assert host.prompt_cu_seqlens.tolist() == starts + [starts[-1]] * (
+        len(host.prompt_cu_seqlens) - len(starts)
+    )
+    scored = [row for row, it in enumerate(decode) if it.num_logits]
+    for it, end in zip(prefill, starts[1:], strict=True):
+        scored += range(rows + end - it.num_logits, rows + end)
+    assert host.logits_rows[: len(scored)].tolist() == scored
+    assert host.sampled_rows[: len(scored)].tolist() == [2 + i for i in range(len(scored))]
+    # Unused rows write to an index that is never read.
+    assert set(host.sampled_rows[len(scored) :].tolist()) <= {19}
+
+
+def test_a_sequence_may_have_several_rows_of_logits():
+    verifying = scheduled(1, 7, 4, num_logits=4)
+    bucket = exact_bucket(DecodeRows.of(()), (verifying,), S)
+
+    assert bucket == Bucket(0, 4, 1, 3, 4)
+    assert pack((), (verifying,)).input.host.logits_rows.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_without_logits_come_last():
+    with pytest.raises(AssertionError, match="come last"):
+        DecodeRows.of((DECODE[2], DECODE[0]))
+
+
+def test_a_repacked_input_equals_a_new_one():
+    rng = random.Random(0)
+    bucket = Bucket(4, 12, 3, 8, 5)
+    again = PackedStep(bucket, S, CPU)
+    sampled = SampledTokens(20, CPU)
+    for _ in range(50):
+        decode = tuple(
+            scheduled(rng.randrange(1, 9), rng.randrange(20), 1) for _ in range(rng.randrange(5))
+        )
+        prefill = tuple(
+            scheduled(rng.randrange(1, 9), rng.randrange(9), rng.randint(2, 4))
+            for _ in range(rng.randrange(4))
+        )
+        if len(decode) + len(prefill) > 5:
+            continue
+        again.pack(DecodeRows.of(decode), prefill, sampled)
+        new = PackedStep(bucket, S, CPU)
+        new.pack(DecodeRows.of(decode), prefill, sampled)
+        for name in new.input.host._fields:
+            ours, theirs = getattr(again.input.host, name), getattr(new.input.host, name)
+            if name == "block_table":
+                for row, it in enumerate(decode):
+                    count = it.start // S + 1
+                    assert ours[row, :count].tolist() == theirs[row, :count].tolist()
+            elif name == "prompt_block_table":
+                for row, it in enumerate(prefill):
+                    count = -(-(it.start + it.num_tokens) // S)
+                    assert ours[row, :count].tolist() == theirs[row, :count].tolist()
+            else:
+                assert ours.tolist() == theirs.tolist(), name
+
+
+def test_a_block_table_is_updated_after_growth_and_for_another_sequence():
+    first = scheduled(1, 7, 1)
+    packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
+    rows = DecodeRows.of([first])
+    packed.pack(rows, (), SampledTokens(4, CPU))
+    first.sequence.block_table.append(99)
+    packed.pack(rows, (), SampledTokens(4, CPU))
+    assert packed.input.host.block_table[0, :4].tolist() == [10, 17, 24, 99][:4]
+
+    packed.pack(DecodeRows.of([scheduled(2, 3, 1)]), (), SampledTokens(4, CPU))
+
+    assert packed.input.host.block_table[0, :2].tolist() == [20, 27]
+
+
+def test_rows_keep_their_blocks_while_sequences_end_begin_and_grow():
+    rng = random.Random(1)
+    bucket = Bucket(6, 0, 0, 12, 6)
+    again, sampled = PackedStep(bucket, S, CPU), SampledTokens(20, CPU)
+    alive, batch = [], None
+    for name in range(200):
+        changes = rng.random() < 0.6
+        if changes and alive:
+            alive.pop(rng.randrange(len(alive)))
+        if changes and len(alive) < 6:
+            alive.insert(rng.randrange(len(alive) + 1), sequence(name, rng.randrange(1, 9), name))
+        for it in alive:
+            it.token_ids.append(7)
+            if it.num_tokens > S * len(it.block_table):
+                it.block_table.append(1000 * name + rng.randrange(1000))
+        alive = [it for it in alive if it.num_tokens < 12 * S]
+        if batch is None or batch.sequences != alive:
+            batch = DecodeBatch(list(alive))
+        starts = [it.num_tokens - 1 for it in alive]
+
+        again.pack(DecodeRows(batch, starts, len(starts)), (), sampled)
+
+        host = again.input.host
+        for row, it in enumerate(alive):
+            table = it.block_table[:12]
+            assert host.block_table[row, : len(table)].tolist() == table
+            assert host.slot_mapping[row] == table[starts[row] // S] * S + starts[row] % S
+
+
+def test_an_input_does_not_keep_the_sequences_of_its_last_step():
+    packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
+    decode = DecodeRows.of([scheduled(1, 7, 1)])
+    packed.pack(decode, (), SampledTokens(4, CPU))
+    batch = weakref.ref(decode.batch)
+
+    del decode
+
+    assert batch() is None
+
+
+def test_an_unknown_token_is_referred_to_by_its_row():
+    known, unknown = scheduled(1, 4, 1), scheduled(2, 4, 1)
+    sampled = SampledTokens(4, CPU)
+    sampled.note(DecodeRows.of([known, unknown]), ())
+    later = ScheduledSequence(unknown.sequence, 5, 1, 1)
+    packed = PackedStep(Bucket(2, 0, 0, 2, 2), S, CPU)
+
+    packed.pack(DecodeRows.of([known, later]), (), sampled)
+
+    assert packed.input.host.token_ids.tolist() == [104, -2]
+    assert packed.reads_sampled
+
+
+def test_the_first_of_several_forced_tokens_is_read_and_not_the_last():
+    plain, forced = scheduled(1, 4, 1), scheduled(2, 4, 1)
+    batch = DecodeBatch([plain.sequence, forced.sequence])
+    sampled = SampledTokens(4, CPU)
+    sampled.note(DecodeRows(batch, [4, 4], 2), ())
+    for row, new in ((plain, [7]), (forced, [8, 9, 10])):
+        row.sequence.token_ids[5:] = new
+    # The budget leaves one token for the second sequence, so the step samples none for it.
+    decode = DecodeRows(batch, [5, 5], 1)
+    packed = PackedStep(Bucket(2, 0, 0, 2, 1), S, CPU)
+
+    packed.pack(decode, (), sampled)
+
+    assert packed.input.host.token_ids.tolist() == [7, 8]
+
+
+def test_a_step_can_be_rebuilt_from_its_bytes():
+    ours = pack(DECODE, PREFILL).input
+    theirs = StepInput(ours.bucket, S, CPU)
+
+    for here, there in zip(ours.host, theirs.host, strict=True):
+        there[...] = np.frombuffer(here.tobytes(), here.dtype).reshape(here.shape)
+
+    assert all(torch.equal(a, b) for a, b in zip(ours.device, theirs.device, strict=True))
+    assert ours.decode.max_seqlen_k == theirs.decode.max_seqlen_k == 3 * S

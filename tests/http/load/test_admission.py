@@ -1,0 +1,178 @@
+"""Admission: places for sequences, places for tokenizing, and one budget of bytes for bodies and replies."""
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from server.errors import OverloadedError, ValidationError
+from server.http.load.admission import FREE_BYTES, Admission
+from server.http.transport import HTTP11Protocol
+from tests.http.conftest import CONFIG
+from tests.http.fakes import INFO, silent
+from tests.http.serving import Server, head, read_reply, until
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 100_000
+ROUTES = ("/generate", "/v1/completions", "/v1/responses", "/invocations", "/tokenize", "/detokenize",
+          "/chat_tokenize", "/abort")  # fmt: skip
+
+
+@pytest.fixture
+def admission():
+    return Admission(replace(CONFIG, max_buffered_body_bytes=LIMIT), None, None)
+
+
+@pytest.fixture
+async def server(make_app):
+    app = make_app(max_buffered_body_bytes=LIMIT, max_concurrent_requests=4)
+    async with Server(app, HTTP11Protocol) as server:
+        yield server
+
+
+async def status(reader):
+    return int((await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)).split()[1])
+
+
+async def test_bytes_beyond_the_budget_are_refused_until_others_are_given_back(admission):
+    with admission.buffer() as one, admission.buffer() as two:
+        one.hold(FREE_BYTES + 60_000)
+        one.hold(FREE_BYTES + 50_000)
+        assert admission.buffered_bytes == 60_000
+        with pytest.raises(OverloadedError):
+            two.hold(FREE_BYTES + 60_000)
+        two.hold(FREE_BYTES + 40_000)
+        two.hold(FREE_BYTES)
+        one.release()
+        two.hold(FREE_BYTES + 90_000)
+        two.add(5_000)
+        assert admission.buffered_bytes == 95_000
+    assert admission.buffered_bytes == 0
+
+
+async def test_a_request_alone_may_exceed_the_budget_since_it_could_never_fit(admission):
+    with admission.buffer() as one, admission.buffer() as two:
+        one.hold(10 * LIMIT)
+        two.hold(FREE_BYTES)
+        with pytest.raises(OverloadedError):
+            two.hold(FREE_BYTES + 1)
+    assert admission.buffered_bytes == 0
+
+
+async def test_requests_that_tokenize_have_places_of_their_own(admission):
+    limit = admission.limit(INFO)
+    assert limit == 2 * INFO.max_num_seqs
+    places = [admission.admit_tokenizing(INFO) for _ in range(limit + 1)]
+    for place in places[:limit]:
+        place.__enter__()
+    with pytest.raises(OverloadedError), places[limit]:
+        pass
+    places[0].__exit__(None, None, None)
+    with admission.admit_tokenizing(INFO):
+        pass
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 128), ("cuda:0", 1024)])
+async def test_a_gpu_has_more_places_for_each_sequence_that_it_computes(admission, device, limit):
+    assert admission.limit(msgspec.structs.replace(INFO, device=device, max_num_seqs=64)) == limit
+
+
+async def test_more_sequences_than_places_are_a_users_mistake(admission):
+    admission.check_sequences("n", 128, INFO)
+    with pytest.raises(ValidationError, match=r"`n` must ask for at most 128 .* Given: 129"):
+        admission.check_sequences("n", 129, INFO)
+
+
+async def test_a_request_is_refused_before_its_body_is_read_if_the_service_is_full(server, engine):
+    engine.script = silent
+    running = [await server.post("/generate") for _ in range(4)]
+    await until(lambda: len(engine.running) == 4)
+    reader, writer = await server.connect()
+
+    writer.write(head("/generate", 1_000_000))
+
+    assert await status(reader) == 429
+    for _, one in (*running, (reader, writer)):
+        one.close()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_bodies_that_would_exceed_the_budget_are_refused_on_every_route(server, path):
+    _, writer = await server.connect()
+    writer.write(head("/tokenize", FREE_BYTES + LIMIT - 10))
+    await asyncio.sleep(0.01)
+    other_reader, other = await server.connect()
+
+    other.write(head(path, FREE_BYTES + 11))
+
+    text = (await asyncio.wait_for(other_reader.readuntil(b"\r\n\r\n"), 10)).decode()
+    assert text.startswith("HTTP/1.1 429")
+    assert "retry-after: 1" in text
+    writer.close()
+    other.close()
+    await asyncio.sleep(0.01)
+    _, again = await server.connect()
+    again.write(head(path, FREE_BYTES + 11))
+    await asyncio.sleep(0.01)
+    again.close()
+
+
+async def test_a_body_without_a_length_is_counted_as_it_arrives(server):
+    _, writer = await server.connect()
+    writer.write(head("/tokenize", FREE_BYTES + LIMIT - 10))
+    await asyncio.sleep(0.01)
+    other_reader, other = await server.connect()
+    other.write(
+        b"POST /generate HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"20000\r\n" + b"x" * 0x20000 + b"\r\n"
+    )
+
+    assert await status(other_reader) == 429
+    writer.close()
+    other.close()
+
+
+async def test_small_requests_are_served_while_the_budget_is_used_up(server):
+    """Also while many clients send bodies slowly: these hold no places."""
+    slow = [await server.connect() for _ in range(10)]
+    for _, writer in slow:
+        writer.write(head("/generate", FREE_BYTES + LIMIT - 10) + b'{"inputs": "')
+    await asyncio.sleep(0.02)
+
+    reader, served = await server.post("/generate")
+
+    assert "generated_text" in await asyncio.wait_for(read_reply(reader), 10)
+    for _, writer in (*slow, (reader, served)):
+        writer.close()
+
+
+async def test_a_body_counts_until_its_prompt_is_submitted(make_app, engine):
+    engine.script = silent
+    app = make_app(max_buffered_body_bytes=LIMIT)
+    body = {"inputs": "x" * (FREE_BYTES + LIMIT - 100), "parameters": {"truncate": 5}}
+    running = []
+    async with Server(app, HTTP11Protocol) as server:
+        for count in (1, 2):
+            running.append(await server.post("/generate", body))
+            await until(lambda count=count: len(engine.running) == count)
+        for _, writer in running:
+            writer.close()
+
+
+async def test_replies_that_are_not_read_count_until_their_clients_are_given_up(make_app):
+    app = make_app(max_buffered_body_bytes=LIMIT)
+    long, short = {"inputs": "x" * 50_000}, {"inputs": "x"}
+    async with Server(app, HTTP11Protocol, send_buffer=4096, send_timeout_seconds=0.4) as server:
+        opened = [await server.post("/tokenize", long, receive_buffer=4096)]
+        assert await status(opened[0][0]) == 200
+        seen = []
+        for body, delay in ((long, 0), (short, 0), (long, 1.0)):
+            await asyncio.sleep(delay)
+            opened.append(await server.post("/tokenize", body, receive_buffer=4096))
+            seen.append(await status(opened[-1][0]))
+        for _, writer in opened:
+            writer.transport.abort()
+
+    assert seen == [429, 200, 200]

@@ -1,0 +1,226 @@
+"""Requests that would wait too long are refused, by what the engine reports and what was submitted since."""
+
+import time
+
+import msgspec
+import pytest
+
+from server.engine.core.messages import EngineStats
+from server.engine.core.queue.waiting_queue import MAX_LENGTH_CLASSES, length_class
+from server.engine.link.protocol import EngineState
+from server.errors import OverloadedError
+from server.http.config import HTTPConfig
+from server.http.load import load_shedding
+from server.http.load.load_shedding import LoadShedding
+from tests.http.fakes import INFO
+
+OUTPUT = 50
+"""Tokens that each sequence generates."""
+BUSY = EngineStats(prompt_rate=1000.0, output_rate=4.0 * OUTPUT, num_free_places=400, num_running=1)
+
+
+class Engine:
+    def __init__(self, stats=BUSY):
+        self.stats = stats
+        self.state = EngineState.READY
+
+
+def waiting(*lengths, **others):
+    counts, tokens = [0] * MAX_LENGTH_CLASSES, [0] * MAX_LENGTH_CLASSES
+    for length in lengths:
+        counts[length_class(length)] += 1
+        tokens[length_class(length)] += length
+    fields = {
+        "waiting_by_length": counts,
+        "waiting_tokens_by_length": tokens,
+        "waiting_output_by_length": [OUTPUT * count for count in counts],
+    }
+    return msgspec.structs.replace(BUSY, **fields | others)
+
+
+def shedding(stats=BUSY, **limits):
+    return LoadShedding(Engine(stats), HTTPConfig(model_id="m", **limits))
+
+
+@pytest.fixture(autouse=True)
+def no_spread(monkeypatch):
+    monkeypatch.setattr(load_shedding.random, "random", lambda: 0.0)
+
+
+def test_a_prompt_waits_for_the_whole_queue_or_for_twice_the_prompts_that_are_no_longer():
+    shed = shedding(waiting(*[2000] * 10, *[100] * 8, num_prefill_tokens=1456))
+
+    assert shed.expected_wait(2000, INFO) == pytest.approx((20_000 + 800 + 1456 - 256) / 1000)
+    assert shed.expected_wait(100, INFO) == pytest.approx((1600 - 256) / 1000)
+    assert shed.expected_wait(10, INFO) == 0.0
+
+
+def test_a_prompt_waits_for_sequences_to_end_if_places_are_short():
+    shed = shedding(waiting(*[10] * 20, num_free_places=0))
+
+    assert shed.expected_wait(10, INFO) == pytest.approx(21 / 4)
+
+
+def test_prompts_submitted_since_the_last_stats_count_until_the_engine_must_have_reported_them():
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m"))
+    waits = []
+    for _ in range(3):
+        shed.admit([(1256, OUTPUT)], INFO)
+        waits.append(shed.expected_wait(1256, INFO))
+    for _ in range(2):
+        engine.stats = msgspec.structs.replace(BUSY)
+        waits.append(shed.expected_wait(1256, INFO))
+        shed.admit([(16, OUTPUT)], INFO)
+
+    assert waits == pytest.approx([1.0, 2.256, 3.512, 3.512, 0.0])
+
+
+def test_an_idle_engine_that_reports_nothing_more_accepts_requests_again(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: now[0])
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
+    shed.admit([(1000, OUTPUT)], INFO)
+    shed.admit([(1000, OUTPUT)], INFO)
+    # All have ended, but these stats may have been sent before the requests came.
+    engine.stats = msgspec.structs.replace(BUSY)
+
+    with pytest.raises(OverloadedError):
+        shed.admit([(1000, OUTPUT)], INFO)
+    now[0] += 1.1
+
+    shed.admit([(1000, OUTPUT)], INFO)
+
+
+@pytest.mark.parametrize("change", [{"num_running": 0}, {"num_steps": 2}])
+def test_what_newer_stats_must_include_does_not_count_twice(change):
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
+    for _ in range(100):
+        shed.admit([(10, OUTPUT)], INFO)
+    engine.stats = msgspec.structs.replace(BUSY, **change)
+
+    shed.admit([(2000, OUTPUT)], INFO, deadline=time.monotonic() + 0.1)
+
+
+def test_what_came_during_a_long_step_counts_until_the_next_one_has_ended():
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=10.0))
+    for _ in range(10):
+        shed.admit([(1000, OUTPUT)], INFO)
+    engine.stats = msgspec.structs.replace(BUSY, num_steps=1)
+
+    assert shed.expected_wait(1000, INFO) == pytest.approx((10_000 - 256) / 1000)
+
+
+def test_the_wait_for_places_depends_on_what_the_waiting_sequences_will_generate():
+    short = waiting(*[10] * 20, num_free_places=0)
+    output = [10 * count for count in short.waiting_output_by_length]
+    long = msgspec.structs.replace(short, waiting_output_by_length=output)
+
+    assert shedding(short).expected_wait(10, INFO) == pytest.approx(21 / 4)
+    assert shedding(long).expected_wait(10, INFO) == pytest.approx(10 * 21 / 4)
+
+
+def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_enough():
+    engine = Engine(waiting(*[1000] * 24))
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=10))
+
+    with pytest.raises(OverloadedError, match="about 24 s, longer than 10 s") as caught:
+        shed.admit([(1000, OUTPUT)], INFO)
+    assert caught.value.retry_after == 14
+    shed.admit([(16, OUTPUT)], INFO)  # short ones do not wait for long ones
+    engine.stats = waiting(*[1000] * 9)
+    shed.admit([(1000, OUTPUT)], INFO)
+
+
+def test_nothing_is_refused_before_a_rate_was_measured_or_without_a_queue():
+    unknown = msgspec.structs.replace(waiting(*[1000] * 100), prompt_rate=0.0, output_rate=0.0)
+    shedding(unknown, max_queue_seconds=1).admit(
+        [(1000, OUTPUT)], INFO, deadline=time.monotonic() + 1
+    )
+    slow = msgspec.structs.replace(BUSY, prompt_rate=0.5, output_rate=0.01)
+    shedding(slow, max_queue_seconds=1, max_queued_tokens=100).admit([(5000, OUTPUT)], INFO)
+
+
+def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once():
+    shed = shedding(waiting(*[1000] * 24))
+    now = time.monotonic()
+
+    with pytest.raises(OverloadedError, match="`timeout_ms`") as caught:
+        shed.admit([(1000, OUTPUT)], INFO, deadline=now + 20)
+    assert caught.value.retry_after in (4, 5)
+    shed.admit([(1000, OUTPUT)], INFO, deadline=now + 30)
+
+
+def test_the_queued_tokens_are_limited_but_a_request_alone_is_not():
+    shed = shedding(waiting(1000, num_prefill_tokens=500), max_queued_tokens=4000)
+    shed.admit([(2000, OUTPUT)], INFO)
+
+    with pytest.raises(OverloadedError, match="3500 tokens of prompts are queued") as caught:
+        shed.admit([(3000, OUTPUT)], INFO)
+
+    assert caught.value.retry_after == 3
+    shedding(max_queued_tokens=4000).admit([(5000, OUTPUT)], INFO)
+
+
+def test_the_wait_after_the_limit_of_requests_follows_from_the_rate_at_which_sequences_end():
+    full = waiting(*[10] * 8, num_free_places=0)
+
+    assert shedding(full).retry_after() == 1
+    assert shedding(full).retry_after(20) == 5
+    assert shedding(EngineStats()).retry_after(20) == 1
+    assert shedding(msgspec.structs.replace(full, output_rate=0.001)).retry_after(20) == 600
+
+
+def test_clients_refused_at_one_moment_return_at_different_times(monkeypatch):
+    values = iter([0.0, 0.5, 0.999])
+    monkeypatch.setattr(load_shedding.random, "random", lambda: next(values))
+    shed = shedding(waiting(10, output_rate=0.05 * OUTPUT))
+
+    assert [shed.retry_after() for _ in range(3)] == [20, 25, 30]
+
+
+@pytest.mark.anyio
+async def test_a_refused_request_gets_429_with_retry_after_and_never_reaches_the_engine(
+    open_client, engine
+):
+    client = await open_client(max_queue_seconds=10)
+    engine.stats = waiting(*[100] * 300)
+
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}
+    admitted = await client.post("/generate", json=body)
+    refused = await client.post("/generate", json=body | {"inputs": "x" * 100})
+
+    assert admitted.status_code == 200
+    assert (refused.status_code, refused.json()["error_type"]) == (429, "overloaded")
+    assert refused.headers["retry-after"] == "20"  # 300 * 100 tokens, less a step
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.anyio
+async def test_requests_share_the_engine_by_api_key_or_by_address(open_client, engine):
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}
+    keyed = await open_client(api_keys=("one", "two"))
+    for name, key in (("authorization", "Bearer one"), ("x-api-key", "two"), ("x-api-key", "one")):
+        reply = await keyed.post("/generate", json=body, headers={name: key})
+        assert reply.status_code == 200
+    plain = await open_client()
+    await plain.post("/generate", json=body)
+
+    first, second, again, address = [request.client for request in engine.requests]
+    assert first == again != second
+    assert "one" not in first
+    assert address == "127.0.0.1"
+
+
+def test_requests_that_wait_for_a_restarting_engine_do_not_count_as_its_queue():
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
+    engine.state = EngineState.RESTARTING
+    for _ in range(100):
+        shed.admit([(2000, OUTPUT)], INFO)
+    engine.state = EngineState.READY
+
+    shed.admit([(2000, OUTPUT)], INFO)
