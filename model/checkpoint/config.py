@@ -23,9 +23,10 @@ from model.checkpoint.families import (
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.checkpoint.network_config import NetworkConfig
-from model.checkpoint.rope_config import RopeConfig
+from model.checkpoint.rope_config import read_rotary, read_rotary_by_layer_type, rotary_to_dict
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.json_input import Harmless, convert, read_json_object, refuse, shorten
+from model.network.spec import Rotary
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -185,7 +186,7 @@ class ModelConfig(NetworkConfig):
         if family.windows in ("by layer", "by pattern"):
             values["layer_types"] = list(self.layer_types)
         if self.rope is not None:
-            values |= {"rope_theta": self.rope.theta, "rope_scaling": self.rope.to_dict()}
+            values |= {"rope_theta": self.rope.theta, "rope_scaling": rotary_to_dict(self.rope)}
         if self.local_rope is not None:
             values["rope_local_base_freq"] = self.local_rope.theta
         names = {activation: name for name, activation in reversed(ACTIVATIONS.items())}
@@ -219,13 +220,13 @@ def _keys_of(family: Family) -> dict[str, str]:
 
 def _ropes(
     config: dict[str, Any], family: Family, max_positions: int
-) -> tuple[RopeConfig | None, RopeConfig | None]:
+) -> tuple[Rotary | None, Rotary | None]:
     """Read `rope` and `local_rope`."""
     if not family.thetas:
         return None, None
     if len(family.thetas) == 1:
-        return RopeConfig.from_dict(config, max_positions), None
-    return RopeConfig.by_layer_type(config, max_positions, (family.thetas[0], family.thetas[1]))
+        return read_rotary(config, max_positions), None
+    return read_rotary_by_layer_type(config, max_positions, (family.thetas[0], family.thetas[1]))
 
 
 def _token_ids(ids: int | list[int] | None, vocab_size: int, key: str) -> tuple[int, ...]:

@@ -6,14 +6,17 @@ This module does not import PyTorch, because the front end imports it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from model.checkpoint.families import ActivationName, LayerType
-from model.checkpoint.rope_config import Positions, RopeConfig
+from model.checkpoint.rope_config import Positions
 from model.errors import ModelFolderError
+from model.network.spec import Attention, Dense, Layer, Network, Norm, Rotary
+from model.network.spec import Positions as LearnedPositions
 
 _Heads = Annotated[int, Meta(ge=1, le=1_024)]
 _Softcap = Annotated[float, Meta(gt=0, le=1e6)]
@@ -70,8 +73,8 @@ class NetworkConfig:
     post_norms: bool = False
     activation: ActivationName = "silu"
     gated_mlp: bool = True
-    rope: RopeConfig | None = dataclasses.field(default_factory=RopeConfig)
-    local_rope: RopeConfig | None = None
+    rope: Rotary | None = dataclasses.field(default_factory=Rotary)
+    local_rope: Rotary | None = None
     position_offset: int = 0
     scale_embeddings: bool = False
     query_pre_attn_scalar: Annotated[int, Meta(ge=1, le=65_536)] | None = None
@@ -128,6 +131,43 @@ class NetworkConfig:
         if rope is not None and rope.rope_type in ("yarn", "dynamic"):
             return max(stated, math.floor(rope.original_max_positions * rope.factor))
         return stated
+
+    @functools.cached_property
+    def network(self) -> Network:
+        """The function that the model computes."""
+        norm = Norm(self.norm_eps, self.norm, self.norms_add_one)
+        mlp = Dense(self.intermediate_size, self.activation, self.gated_mlp, self.mlp_bias)
+
+        def attention(layer: int) -> Attention:
+            window = self.layer_window(layer)
+            rotary = self.rope if window is None or self.local_rope is None else self.local_rope
+            return Attention(
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                self.softmax_scale,
+                window,
+                rotary,
+                dataclasses.replace(norm, kind="rms") if self.qk_norm else None,
+                self.attention_softcap,
+                self.attention_bias,
+                self.attention_output_bias,
+            )
+
+        learned = LearnedPositions(self.max_position_embeddings, self.position_offset)
+        return Network(
+            self.vocab_size,
+            self.hidden_size,
+            tuple(
+                Layer(attention(layer), mlp, norm, self.post_norms)
+                for layer in range(self.num_layers)
+            ),
+            norm,
+            self.hidden_size**0.5 if self.scale_embeddings else 1.0,
+            learned if self.rope is None else None,
+            self.logit_softcap,
+            self.tie_word_embeddings,
+        )
 
     @property
     def mixes_attention(self) -> bool:

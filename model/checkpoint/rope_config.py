@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, get_args
 
 import msgspec
 from msgspec import Meta
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.json_input import Harmless, convert, refuse, shorten
+from model.network.spec import RopeType, Rotary
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Positions = Annotated[int, Meta(ge=1, le=2**24)]
 _Theta = Annotated[float, Meta(ge=2, le=1e12)]
 _Number = Annotated[float, Meta(ge=0, le=1e6)]
@@ -27,7 +26,7 @@ _FIELDS: Final[dict[RopeType, tuple[str, ...]]] = {
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Fields of `RopeConfig` that config.json holds under the same name, by variant.
+"""Fields of `Rotary` that config.json holds under the same name, by variant.
 
 YaRN's have defaults, as have the first two of LongRoPE; the others are required.
 """
@@ -43,123 +42,91 @@ _HARMLESS: Final[Harmless] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Parameters of the rotary embedding; fields that a variant does not use keep their defaults.
+def read_rotary(config: dict[str, Any], max_positions: int) -> Rotary:
+    """Read the parameters from either form of `config.json`.
 
-    Attributes:
-        rope_type: the scaling variant.
-        theta: base of the geometric series of wavelengths.
-        factor: factor by which the original context is extended.
-        original_max_positions: tokens of the context before the extension (dynamic, yarn, longrope, llama3).
-        low_freq_factor: llama3; wavelengths above original / low_freq_factor are divided by factor.
-        high_freq_factor: llama3; wavelengths below original / high_freq_factor are kept.
-        attention_factor: multiplies cosine and sine (yarn, longrope); 1 elsewhere.
-        beta_fast: yarn; dimensions that rotate more often than this over the original context are kept.
-        beta_slow: yarn; dimensions that rotate less often than this are divided by factor.
-        truncate: yarn; whether the two borders are rounded outwards to whole dimensions.
-        short_factor: longrope; divides the frequency of each pair of dimensions within the original context.
-        long_factor: longrope; the same for longer contexts.
+    Args:
+        config: the content of config.json.
+        max_positions: tokens of the context that it states.
+
+    Raises:
+        ModelFolderError: a value is missing, of the wrong type or outside its limits.
+        UnsupportedModelError: the variant or a feature is not supported.
+
+    Source: transformers 5, `modeling_rope_utils.py`: precedence of the keys and the defaults.
     """
-
-    rope_type: RopeType = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any], max_positions: int) -> RopeConfig:
-        """Read the parameters from either form of `config.json`.
-
-        Args:
-            config: the content of config.json.
-            max_positions: tokens of the context that it states.
-
-        Raises:
-            ModelFolderError: a value is missing, of the wrong type or outside its limits.
-            UnsupportedModelError: the variant or a feature is not supported.
-
-        Source: transformers 5, `modeling_rope_utils.py`: precedence of the keys and the defaults.
-        """
-        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        stated = config.get(name) or {}
-        if not isinstance(stated, dict):
-            raise ModelFolderError(f"{name} must be an object, found {shorten(stated)}")
-        refuse(stated, _HARMLESS, f"{name}.")
-        outer, rope = convert(config, _OuterKeys), convert(stated, _RopeKeys, prefix=f"{name}.")
-        rope_type = _supported(rope.rope_type or rope.type or "default")
-        original = (
-            outer.original_max_position_embeddings
-            or rope.original_max_position_embeddings
-            or max_positions
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    stated = config.get(name) or {}
+    if not isinstance(stated, dict):
+        raise ModelFolderError(f"{name} must be an object, found {shorten(stated)}")
+    refuse(stated, _HARMLESS, f"{name}.")
+    outer, rope = convert(config, _OuterKeys), convert(stated, _RopeKeys, prefix=f"{name}.")
+    rope_type = _supported(rope.rope_type or rope.type or "default")
+    original = (
+        outer.original_max_position_embeddings
+        or rope.original_max_position_embeddings
+        or max_positions
+    )
+    values = {field: getattr(rope, field) for field in _FIELDS[rope_type]}
+    if rope_type == "yarn":
+        values |= _yarn(rope, max_positions / original)
+    if rope_type == "longrope":
+        values |= _longrope(rope, max_positions / original, original)
+    if missing := [field for field, value in values.items() if value is None]:
+        raise ModelFolderError(f"{name}.{missing[0]} is missing")
+    if rope_type == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise ModelFolderError(
+            f"{name}.high_freq_factor = {values['high_freq_factor']:g} must be greater than"
+            f" low_freq_factor = {values['low_freq_factor']:g}"
         )
-        values = {field: getattr(rope, field) for field in _FIELDS[rope_type]}
-        if rope_type == "yarn":
-            values |= _yarn(rope, max_positions / original)
-        if rope_type == "longrope":
-            values |= _longrope(rope, max_positions / original, original)
-        if missing := [field for field, value in values.items() if value is None]:
-            raise ModelFolderError(f"{name}.{missing[0]} is missing")
-        if rope_type == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
-            raise ModelFolderError(
-                f"{name}.high_freq_factor = {values['high_freq_factor']:g} must be greater than"
-                f" low_freq_factor = {values['low_freq_factor']:g}"
-            )
-        if rope_type in ("yarn", "longrope", "llama3", "dynamic"):
-            values["original_max_positions"] = max_positions if rope_type == "dynamic" else original
-        return cls(rope_type, rope.rope_theta or outer.rope_theta or cls.theta, **values)
+    if rope_type in ("yarn", "longrope", "llama3", "dynamic"):
+        values["original_max_positions"] = max_positions if rope_type == "dynamic" else original
+    return Rotary(rope_type, rope.rope_theta or outer.rope_theta or Rotary.theta, **values)
 
-    @classmethod
-    def by_layer_type(
-        cls, config: dict[str, Any], max_positions: int, thetas: tuple[float, float]
-    ) -> tuple[RopeConfig, RopeConfig]:
-        """Read the parameters of layers that attend to all tokens, and of layers with a sliding window.
 
-        Args:
-            config: the content of config.json.
-            max_positions: tokens of the context that it states.
-            thetas: the default bases of both.
+def read_rotary_by_layer_type(
+    config: dict[str, Any], max_positions: int, thetas: tuple[float, float]
+) -> tuple[Rotary, Rotary]:
+    """Read the parameters of layers that attend to all tokens, and of layers with a sliding window.
 
-        Raises:
-            ModelFolderError: a value is missing, of the wrong type or outside its limits.
-            UnsupportedModelError: the variant or a feature is not supported.
+    Args:
+        config: the content of config.json.
+        max_positions: tokens of the context that it states.
+        thetas: the default bases of both.
 
-        Source: transformers 5, Gemma3TextConfig.convert_rope_params_to_dict.
-        """
-        local_theta = convert(config, _LocalKeys).rope_local_base_freq or thetas[1]
-        stated = {"rope_theta": thetas[0]} | {k: v for k, v in config.items() if v is not None}
-        local: dict[str, Any] = {"rope_theta": local_theta}
-        nested = stated.get("rope_parameters")
-        if isinstance(nested, dict) and any(kind in nested for kind in _LAYER_TYPES):
-            parts = [nested.get(kind) or {} for kind in _LAYER_TYPES]
-            stated, local = (
-                outer | {"rope_parameters": part}
-                for outer, part in zip((stated, local), parts, strict=True)
-            )
-        found = cls.from_dict(local, max_positions)
-        if found.rope_type != "default":
-            raise UnsupportedModelError(
-                f"rope type {shorten(found.rope_type)} of sliding_attention is not supported; supported is default"
-            )
-        return cls.from_dict(stated, max_positions), found
+    Raises:
+        ModelFolderError: a value is missing, of the wrong type or outside its limits.
+        UnsupportedModelError: the variant or a feature is not supported.
 
-    def to_dict(self) -> dict[str, Any] | None:
-        """Return the value of `rope_scaling` in config.json."""
-        if self.rope_type == "default":
-            return None
-        names = ("rope_type", *_FIELDS[self.rope_type])
-        values = {name: getattr(self, name) for name in names}
-        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-        original = {"original_max_position_embeddings": self.original_max_positions}
-        return values | lists | (original if self.rope_type in _WITH_ORIGINAL else {})
+    Source: transformers 5, Gemma3TextConfig.convert_rope_params_to_dict.
+    """
+    local_theta = convert(config, _LocalKeys).rope_local_base_freq or thetas[1]
+    stated = {"rope_theta": thetas[0]} | {k: v for k, v in config.items() if v is not None}
+    local: dict[str, Any] = {"rope_theta": local_theta}
+    nested = stated.get("rope_parameters")
+    if isinstance(nested, dict) and any(kind in nested for kind in _LAYER_TYPES):
+        parts = [nested.get(kind) or {} for kind in _LAYER_TYPES]
+        stated, local = (
+            outer | {"rope_parameters": part}
+            for outer, part in zip((stated, local), parts, strict=True)
+        )
+    found = read_rotary(local, max_positions)
+    if found.rope_type != "default":
+        raise UnsupportedModelError(
+            f"rope type {shorten(found.rope_type)} of sliding_attention is not supported; supported is default"
+        )
+    return read_rotary(stated, max_positions), found
+
+
+def rotary_to_dict(rotary: Rotary) -> dict[str, Any] | None:
+    """Return the value of `rope_scaling` in config.json."""
+    if rotary.rope_type == "default":
+        return None
+    names = ("rope_type", *_FIELDS[rotary.rope_type])
+    values = {name: getattr(rotary, name) for name in names}
+    lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    original = {"original_max_position_embeddings": rotary.original_max_positions}
+    return values | lists | (original if rotary.rope_type in _WITH_ORIGINAL else {})
 
 
 class _LocalKeys(msgspec.Struct):

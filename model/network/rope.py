@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kernels import rope_tables
-from model.checkpoint.rope_config import RopeConfig
+from model.network.spec import Rotary
 
 _CHUNK_POSITIONS = 16_384
 
 
-def inverse_frequencies(rope: RopeConfig | None, head_dim: int, *, long: bool = False) -> Tensor:
+def inverse_frequencies(rope: Rotary | None, head_dim: int, *, long: bool = False) -> Tensor:
     """Compute the radians by which each pair of dimensions rotates per position.
 
     For `dynamic` they hold within the original context; see `RotaryEmbedding` for longer sequences.
@@ -45,7 +45,7 @@ def inverse_frequencies(rope: RopeConfig | None, head_dim: int, *, long: bool = 
     return frequencies
 
 
-def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+def _llama3(rope: Rotary, frequencies: Tensor) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend linearly in between.
 
     Source: Llama 3.1 reference code, `apply_scaling`.
@@ -59,7 +59,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     return torch.where(between, blended, scaled)
 
 
-def _yarn(rope: RopeConfig, frequencies: Tensor, periods: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: Rotary, frequencies: Tensor, periods: Tensor, head_dim: int) -> Tensor:
     """Keep the frequencies of fast dimensions, divide those of slow ones by the factor, interpolate in between.
 
     Source: YaRN (arXiv 2309.00071) section 3.2, "NTK-by-parts".
@@ -107,9 +107,9 @@ class RotaryEmbedding:
         head_dim: D.
     """
 
-    def __init__(self, rope: RopeConfig | None, head_dim: int) -> None:
+    def __init__(self, rope: Rotary | None, head_dim: int) -> None:
         self._stated = rope
-        self._rope = RopeConfig() if rope is None else rope
+        self._rope = Rotary() if rope is None else rope
         self._head_dim = head_dim
         self._frequencies: dict[bool, Tensor] = {}
         self._cos = torch.empty(0)

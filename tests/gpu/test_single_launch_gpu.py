@@ -16,11 +16,11 @@ from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
-from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache
 from model.network import single_launch
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
+from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
@@ -42,7 +42,7 @@ QWEN = ModelConfig(
     qk_norm=True,
     tie_word_embeddings=True,
     dtype="bfloat16",
-    rope=RopeConfig(theta=1e6),
+    rope=Rotary(theta=1e6),
 )
 LLAMA = dataclasses.replace(
     QWEN,
@@ -112,8 +112,8 @@ GEMMA = {
     "activation": "gelu_tanh",
     "scale_embeddings": True,
     "tie_word_embeddings": True,
-    "rope": RopeConfig(theta=1e6),
-    "local_rope": RopeConfig(theta=1e4),
+    "rope": Rotary(theta=1e6),
+    "local_rope": Rotary(theta=1e4),
     "query_pre_attn_scalar": 200,
     "sliding_window": 512,
 }
@@ -133,7 +133,7 @@ ALONE = ("post_norms", "local_rope")
 GEMMAS = {
     "gemma-3-1b": gemma(1152, 6912, 4, 1, num_layers=6, layer_types=WINDOW_IN_TWO * 2),
     "gemma-3-270m": gemma(640, 2048, 4, 1, sliding_window=100),
-    "gemma-3-4b": gemma(2560, 10240, 8, 4, rope=RopeConfig("linear", 1e6, 8.0)),
+    "gemma-3-4b": gemma(2560, 10240, 8, 4, rope=Rotary("linear", 1e6, 8.0)),
     "gemma without norms after": gemma(
         2048, 16384, 8, 1, post_norms=False, local_rope=None, qk_norm=False, sliding_window=None,
         layer_types=(),

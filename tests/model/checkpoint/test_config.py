@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.rope_config import RopeConfig
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.network.rope import RotaryEmbedding, inverse_frequencies
+from model.network.spec import Rotary
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 LLAMA = {
@@ -81,13 +81,13 @@ def test_the_classic_and_the_transformers_5_form_give_the_same_configuration():
     }
 
     assert ModelConfig.from_dict(classic) == ModelConfig.from_dict(new)
-    assert ModelConfig.from_dict(new).rope == RopeConfig("llama3", 500000.0, 8.0, 256, 1.0, 4.0)
+    assert ModelConfig.from_dict(new).rope == Rotary("llama3", 500000.0, 8.0, 256, 1.0, 4.0)
 
 
 def test_the_oldest_key_of_the_rope_type_is_read():
     config = ModelConfig.from_dict(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
 
-    assert config.rope == RopeConfig("linear", 500000.0, 2.0)
+    assert config.rope == Rotary("linear", 500000.0, 2.0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -167,8 +167,8 @@ def test_the_local_theta_of_gemma_is_read_in_both_forms():
     }
 
     assert ModelConfig.from_dict(classic) == ModelConfig.from_dict(new)
-    assert ModelConfig.from_dict(new).rope == RopeConfig("linear", 5000.0, 8.0)
-    assert ModelConfig.from_dict(new).local_rope == RopeConfig("default", 100.0)
+    assert ModelConfig.from_dict(new).rope == Rotary("linear", 5000.0, 8.0)
+    assert ModelConfig.from_dict(new).local_rope == Rotary("default", 100.0)
 
 
 def test_gpt2_without_an_inner_size_has_four_times_the_hidden_size():

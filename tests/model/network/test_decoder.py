@@ -6,9 +6,9 @@ import torch
 from kernels import Phase
 from kernels.linear.cpu import unsupported as packing_unsupported
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.network.decoder import DecoderLM
+from model.network.spec import Rotary
 from tests.model.network.paged import PagedDriver, logits_in_chunks
 
 CONFIG = ModelConfig(
@@ -174,7 +174,7 @@ def test_the_cache_reports_its_bytes():
 
 
 def dynamic(max_positions=16, factor=2.0):
-    rope = RopeConfig("dynamic", 10_000.0, factor, max_positions)
+    rope = Rotary("dynamic", 10_000.0, factor, max_positions)
     return dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=max_positions)
 
 

@@ -20,8 +20,8 @@ from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
 from kernels.rope.cache import unsupported
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
+from model.network.spec import Rotary
 from tests.kernels import float8_library, triton_interpreter
 from tests.model.network.paged import PagedDriver
 from tests.model.network.test_fp8_weights import both_in_float8
@@ -58,7 +58,7 @@ FAMILIES = {
         "layer_types": ("sliding_attention", "full_attention"),
     },
     "yarn": {
-        "rope": RopeConfig(
+        "rope": Rotary(
             "yarn", factor=4.0, original_max_positions=32, attention_factor=1.1, beta_fast=8.0
         )
     },
@@ -86,7 +86,7 @@ FAMILIES = {
     | {
         "architecture": "Gemma3ForCausalLM",
         "qk_norm": True,
-        "local_rope": RopeConfig(theta=100.0),
+        "local_rope": Rotary(theta=100.0),
         "sliding_window": 2,
         "num_layers": 2,
         "layer_types": ("sliding_attention", "full_attention"),

@@ -9,9 +9,9 @@ from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
 from model.network.single_launch import step_shape
+from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 
 HOPPER = ARCHES[90]
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     max_position_embeddings=64,
-    rope=RopeConfig(),
+    rope=Rotary(),
 )
 QWEN = StepShape(1024, 3072, 16, 8, 128, 151936, 1e-6, 128**-0.5)
 
@@ -230,7 +230,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
         ({"gated_mlp": False}, "MLP without a gate"),
         ({"scale_embeddings": True}, ""),
         ({"norms_add_one": True}, ""),
-        ({"local_rope": RopeConfig(theta=100.0)}, ""),
+        ({"local_rope": Rotary(theta=100.0)}, ""),
         ({"attention_softcap": 50.0}, "softcap of attention scores"),
         ({"logit_softcap": 30.0}, "softcap of logits"),
     ],
@@ -262,7 +262,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     [
         ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
         (
-            {"local_rope": RopeConfig(theta=100.0)},
+            {"local_rope": Rotary(theta=100.0)},
             "rotary embedding of its own for layers with a sliding window for several sequences",
         ),
     ],
@@ -277,7 +277,7 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
     plain = DecoderLM(CONFIG, torch.bfloat16)
-    local = DecoderLM(dataclasses.replace(CONFIG, local_rope=RopeConfig(theta=9.0)), torch.bfloat16)
+    local = DecoderLM(dataclasses.replace(CONFIG, local_rope=Rotary(theta=9.0)), torch.bfloat16)
     for model in (plain, local):
         model.reserve_positions(20)
 

@@ -7,10 +7,10 @@ import torch
 
 from kernels import PagedBatch
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
+from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 
@@ -34,7 +34,7 @@ QWEN = ModelConfig(
     head_dim=64,
     max_position_embeddings=192,
     qk_norm=True,
-    rope=RopeConfig(theta=1e6),
+    rope=Rotary(theta=1e6),
 )
 GEMMA = dataclasses.replace(
     QWEN,
@@ -45,7 +45,7 @@ GEMMA = dataclasses.replace(
     scale_embeddings=True,
     tie_word_embeddings=True,
     query_pre_attn_scalar=50,
-    local_rope=RopeConfig(theta=100.0),
+    local_rope=Rotary(theta=100.0),
     sliding_window=40,
     layer_types=("sliding_attention", "full_attention", "sliding_attention"),
 )

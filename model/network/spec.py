@@ -1,0 +1,285 @@
+"""The network of a decoder as frozen data, and what an executor cannot compute of it.
+
+A `Network` says which function a model computes, layer by layer. Families (`model.families`) make it from config.json;
+parameters, executors, caches and plans follow from it. It does not say how matrices are stored
+(`kernels.weights.WeightFormat`) nor on which device they are. This module imports neither PyTorch nor kernels.
+
+An executor declares which fields of which parts it computes (`Reads`). Everything else is found by `unsupported`, field
+by field: a part or a field that an executor does not list is refused, whoever added it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""As in `kernels.norms.pytorch`, which this module does not import, because that imports PyTorch."""
+
+
+_TEXT: Final = "text"
+"""Key of what a message calls a value of a field other than its default."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Parameters of the rotary position embedding; fields that a variant does not use keep their defaults.
+
+    All executors read tables of cosines and sines, so that they read every variant.
+
+    Attributes:
+        rope_type: the scaling variant.
+        theta: base of the geometric series of wavelengths.
+        factor: factor by which the original context is extended.
+        original_max_positions: tokens of the context before the extension (dynamic, yarn, longrope, llama3).
+        low_freq_factor: llama3; wavelengths above original / low_freq_factor are divided by factor.
+        high_freq_factor: llama3; wavelengths below original / high_freq_factor are kept.
+        attention_factor: multiplies cosine and sine (yarn, longrope); 1 elsewhere.
+        beta_fast: yarn; dimensions that rotate more often than this over the original context are kept.
+        beta_slow: yarn; dimensions that rotate less often than this are divided by factor.
+        truncate: yarn; whether the two borders are rounded outwards to whole dimensions.
+        short_factor: longrope; divides the frequency of each pair of dimensions within the original context.
+        long_factor: longrope; the same for longer contexts.
+        dims: dimensions of a head that rotate, which come first in each half of the head; None for all.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    dims: int | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of vectors.
+
+    Attributes:
+        eps: added to the mean square or variance.
+        kind: "rms", or "layer" for a layer norm with a bias.
+        float32: whether its weight is held in float32, because it is a sum of 1 and a stored number, which bfloat16
+            would round by up to 2^-9.
+    """
+
+    eps: float = 1e-6
+    kind: Literal["rms", "layer"] = field(default="rms", metadata={_TEXT: "layer norms"})
+    float32: bool = field(default=False, metadata={_TEXT: "float32 weights of norms"})
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention with a KV cache.
+
+    Attributes:
+        num_heads: H query heads.
+        num_kv_heads: K, divides H.
+        head_dim: D, even.
+        scale: factor on the scores.
+        window: tokens that a token attends to, itself included; None for all before it.
+        rotary: of queries and keys; None for no rotation.
+        qk_norm: of each head of queries and keys before the rotation; None for none.
+        softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
+        bias: whether the q, k and v projections have one.
+        output_bias: whether the output projection has one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = field(default=None, metadata={_TEXT: "sliding window"})
+    rotary: Rotary | None = field(default=Rotary(), metadata={_TEXT: "rotary embedding"})
+    qk_norm: Norm | None = field(default=None, metadata={_TEXT: "norms of queries and keys"})
+    softcap: float | None = field(default=None, metadata={_TEXT: "softcap of attention scores"})
+    bias: bool = field(default=False, metadata={_TEXT: "bias of the q, k and v projections"})
+    output_bias: bool = field(default=False, metadata={_TEXT: "bias of the output projection"})
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the number of parameters between streams of `hidden` elements."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = 2 * self.head_dim if self.qk_norm else 0
+        biases = self.bias * (queries + 2 * keys) + self.output_bias * hidden
+        return hidden * (2 * queries + 2 * keys) + norms + biases
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A multi-layer perceptron of two or, gated, three matrices.
+
+    Attributes:
+        inner: F, elements between its matrices.
+        activation: f.
+        gated: whether f(gate projection) * up projection is between them; else f(projection).
+        bias: whether the projections have biases.
+    """
+
+    inner: int
+    activation: ActivationName = field(default="silu", metadata={_TEXT: "{} activation"})
+    gated: bool = field(default=True, metadata={_TEXT: "MLP without a gate"})
+    bias: bool = field(default=False, metadata={_TEXT: "biases of the MLP"})
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the number of parameters between streams of `hidden` elements."""
+        widened = (1 + self.gated) * self.inner
+        return hidden * (widened + self.inner) + self.bias * (widened + hidden)
+
+
+Mixer: TypeAlias = Attention
+"""What mixes tokens of a sequence in a layer."""
+MLP: TypeAlias = Dense
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer: its mixer and then its MLP read the normalized residual stream and add their results to it.
+
+    Attributes:
+        norm: of the stream before the mixer, and another one before the MLP.
+        post_norms: whether the results of mixer and MLP are normalized, without bias, before they are added.
+    """
+
+    mixer: Mixer
+    mlp: MLP
+    norm: Norm = Norm()
+    post_norms: bool = field(default=False, metadata={_TEXT: "norms after attention and MLP"})
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the number of parameters of a layer of a stream of `hidden` elements."""
+        norms = 2 * _norm_size(self.norm, hidden) + 2 * hidden * self.post_norms
+        return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + norms
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A table of learned positions, which are added to the embeddings.
+
+    Attributes:
+        count: positions that it has.
+        offset: rows before that of position 0.
+    """
+
+    count: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Network:
+    """A decoder: embedding, layers, final norm, projection to the vocabulary.
+
+    Attributes:
+        vocab: V, tokens of the vocabulary.
+        hidden: C, elements of the residual stream.
+        layers: in order.
+        norm: of the stream after the last layer.
+        embedding_factor: multiplies the embeddings, rounded to their dtype.
+        positions: learned positions; None for none.
+        logit_softcap: c in c * tanh(logit / c); None for none.
+        tied: whether the projection to the vocabulary is the embedding matrix.
+    """
+
+    vocab: int
+    hidden: int
+    layers: tuple[Layer, ...]
+    norm: Norm = Norm()
+    embedding_factor: float = field(default=1.0, metadata={_TEXT: "factor on embeddings"})
+    positions: Positions | None = field(default=None, metadata={_TEXT: "learned positions"})
+    logit_softcap: float | None = field(default=None, metadata={_TEXT: "softcap of logits"})
+    tied: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters; a tied projection counts once."""
+        tables = self.vocab * (1 if self.tied else 2)
+        if self.positions is not None:
+            tables += self.positions.count + self.positions.offset
+        layers = sum(layer.num_parameters(self.hidden) for layer in self.layers)
+        return layers + tables * self.hidden + _norm_size(self.norm, self.hidden)
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The distinct rotary embeddings of the layers, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+
+
+def _norm_size(norm: Norm, size: int) -> int:
+    return size * (2 if norm.kind == "layer" else 1)
+
+
+ALL: Final = None
+"""Every value of a field."""
+Reads: TypeAlias = Mapping[type, Mapping[str, Collection[Any] | None] | None]
+"""For each part that an executor computes, the fields that it reads and the values of each; `ALL` for every value, or
+for every field. It computes each field without a default, the default of each other one, and a part within a part by
+the entry of its own type: only whether there is an optional part must be listed.
+"""
+Varying: TypeAlias = Collection[tuple[type, str]]
+"""The fields in which the layers of a network may differ for an executor, as (part, field)."""
+
+
+def unsupported(network: Network, reads: Reads, varying: Varying) -> tuple[str, ...]:
+    """List what an executor cannot compute of a network; empty if nothing.
+
+    Args:
+        network: the network.
+        reads: what the executor computes.
+        varying: what may differ from layer to layer.
+
+    Returns:
+        Reasons such as "no softcap of logits", each once.
+    """
+    return tuple(
+        dict.fromkeys((*_unread(network, reads), *_differing(network.layers, frozenset(varying))))
+    )
+
+
+def _unread(part: Any, reads: Reads) -> Iterator[str]:  # noqa: ANN401 - any part of a network
+    if type(part) not in reads:
+        yield f"no {type(part).__name__}"
+        return
+    read = reads[type(part)]
+    for it in dataclasses.fields(part):
+        value = getattr(part, it.name)
+        is_default = it.default is dataclasses.MISSING or value == it.default
+        is_part = dataclasses.is_dataclass(value) and type(value) is type(it.default)
+        if not is_default and not is_part and read is not ALL:
+            values = read.get(it.name, ())
+            if values is not ALL and value not in values:
+                yield f"no {_text(part, it, value)}"
+                continue
+        for inner in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
+            if dataclasses.is_dataclass(inner):
+                yield from _unread(inner, reads)
+
+
+def _text(part: Any, it: dataclasses.Field[Any], value: object) -> str:  # noqa: ANN401 - any part of a network
+    text: str = it.metadata.get(_TEXT, f"{type(part).__name__}.{it.name} = {{}}")
+    return text.format(value)
+
+
+def _differing(parts: Collection[Any], varying: Collection[tuple[type, str]]) -> Iterator[str]:
+    """Yield the fields in which parts at the same place differ, unless they may."""
+    first, *others = dict.fromkeys(parts)
+    if any(type(part) is not type(first) for part in others):
+        names = dict.fromkeys(type(part).__name__ for part in (first, *others))
+        yield f"no layers of different kinds: {', '.join(names)}"
+        return
+    for it in dataclasses.fields(first):
+        values = dict.fromkeys(getattr(part, it.name) for part in (first, *others))
+        if len(values) == 1 or (type(first), it.name) in varying:
+            continue
+        if all(dataclasses.is_dataclass(value) for value in values):
+            yield from _differing(values, varying)
+            continue
+        text = it.metadata.get(_TEXT, f"{type(first).__name__}.{it.name}").format("one")
+        yield f"no {text} of its own for some layers"
