@@ -28,18 +28,29 @@ if TYPE_CHECKING:
     from kernels.linear.projection import Norm, Projection
     from model.checkpoint.config import ModelConfig
     from model.network.head import Head
+    from model.network.spec import Network
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """Return the configuration of the layers of one of `size` ranks; `parallel_unsupported` must be empty."""
-    if size == 1:
-        return config
-    return dataclasses.replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=config.num_kv_heads // size,
-        intermediate_size=config.intermediate_size // size,
+    return dataclasses.replace(config, network=shard_network(config.network, size))
+
+
+def shard_network(network: Network, size: int) -> Network:
+    """Return the network of one of `size` ranks."""
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            mixer=dataclasses.replace(
+                layer.mixer,
+                num_heads=layer.mixer.num_heads // size,
+                num_kv_heads=layer.mixer.num_kv_heads // size,
+            ),
+            mlp=dataclasses.replace(layer.mlp, inner=layer.mlp.inner // size),
+        )
+        for layer in network.layers
     )
+    return dataclasses.replace(network, layers=layers)
 
 
 def shard(whole: Tensor, shape: Sequence[int], rank: int) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -20,6 +18,7 @@ from kernels.testing.problems import assert_no_worse_than
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import QWEN
+from tests.model.configs import changed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -196,7 +195,7 @@ def decode(model, rows, dtype, context=70):
 
 @pytest.mark.parametrize("rows", [5, 16, 33, 64, 128, 200, 256])
 def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
-    config = dataclasses.replace(QWEN, attention_bias=False)
+    config = changed(QWEN, attention_bias=False)
     model, wide = (DecoderLM(config, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
     model.init_weights(std=0.02, seed=0)
     wide.load_state_dict(model.state_dict())

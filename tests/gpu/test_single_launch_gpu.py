@@ -14,7 +14,6 @@ from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
-from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.device.kv_cache import KVCache
 from model.network import single_launch
@@ -24,12 +23,13 @@ from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.model.configs import changed, model_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 BLOCK = 16
 BLOCKS = 260
-QWEN = ModelConfig(
+QWEN = model_config(
     architecture="Qwen3ForCausalLM",
     vocab_size=4096,
     hidden_size=1024,
@@ -44,7 +44,7 @@ QWEN = ModelConfig(
     dtype="bfloat16",
     rope=Rotary(theta=1e6),
 )
-LLAMA = dataclasses.replace(
+LLAMA = changed(
     QWEN,
     architecture="LlamaForCausalLM",
     hidden_size=2048,
@@ -55,7 +55,7 @@ LLAMA = dataclasses.replace(
     tie_word_embeddings=False,
     layer_types=(),
 )
-BIASED = dataclasses.replace(
+BIASED = changed(
     LLAMA,
     architecture="Qwen2ForCausalLM",
     hidden_size=1024,
@@ -70,7 +70,7 @@ BIASED = dataclasses.replace(
 
 def llama(hidden, inner, heads, kv_heads, dim, **changes):
     """Return a model like LLAMA with other sizes."""
-    return dataclasses.replace(
+    return changed(
         LLAMA,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -86,7 +86,7 @@ MODELS = {"qwen": QWEN, "llama": LLAMA, "biased": BIASED}
 SHAPES = {
     "groups of 3": llama(576, 1536, 9, 3, 64),
     "groups of 3, 960": llama(960, 2560, 15, 5, 64),
-    "groups of 7": dataclasses.replace(
+    "groups of 7": changed(
         llama(896, 4864, 14, 2, 64), architecture="Qwen2ForCausalLM", attention_bias=True
     ),
     "groups of 6": llama(1536, 8960, 12, 2, 128),
@@ -101,7 +101,7 @@ SHAPES = {
 }
 """Sizes that real models have, and odd ones."""
 WINDOW_IN_TWO = ("sliding_attention", "full_attention", "sliding_attention")
-SHAPES["windows in two of three layers"] = dataclasses.replace(
+SHAPES["windows in two of three layers"] = changed(
     llama(1152, 2048, 8, 2, 128, sliding_window=100), layer_types=WINDOW_IN_TWO
 )
 GEMMA = {
@@ -122,7 +122,7 @@ GEMMA = {
 def gemma(hidden, inner, heads, kv_heads, **changes):
     """Return a model like Gemma 3 with other sizes."""
     changes = GEMMA | {"layer_types": WINDOW_IN_TWO} | changes
-    return dataclasses.replace(llama(hidden, inner, heads, kv_heads, 256), **changes)
+    return changed(llama(hidden, inner, heads, kv_heads, 256), **changes)
 
 
 PLAIN = {

@@ -207,14 +207,14 @@ def test_only_the_files_of_kernels_are_counted_and_lose_their_sources(tmp_path):
 
 
 ONE_STEP = """
-import dataclasses
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from model.network.step import Bucket, StepInput
 
 config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
-config = dataclasses.replace(config, num_layers=1, layer_types=(), vocab_size=512, hidden_size=HIDDEN_SIZE)
+keys = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": HIDDEN_SIZE}
+config = ModelConfig.from_dict(config.content | keys)
 with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
     model = DecoderLM(config, torch.bfloat16, device, torch.float8_e4m3fn)
     model.optimize()

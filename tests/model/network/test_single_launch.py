@@ -8,14 +8,14 @@ import torch
 from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
-from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.single_launch import step_shape
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.model.configs import changed, model_config
 
 HOPPER = ARCHES[90]
-CONFIG = ModelConfig(
+CONFIG = model_config(
     architecture="LlamaForCausalLM",
     vocab_size=64,
     hidden_size=32,
@@ -27,6 +27,11 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     rope=Rotary(),
 )
+LOCAL_ROPE = {
+    "local_rope": Rotary(theta=100.0),
+    "sliding_window": 64,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
 QWEN = StepShape(1024, 3072, 16, 8, 128, 151936, 1e-6, 128**-0.5)
 
 
@@ -230,14 +235,14 @@ def test_unsupported_dtypes_and_gpus_are_named():
         ({"gated_mlp": False}, "MLP without a gate"),
         ({"scale_embeddings": True}, ""),
         ({"norms_add_one": True}, ""),
-        ({"local_rope": Rotary(theta=100.0)}, ""),
+        (LOCAL_ROPE, ""),
         ({"attention_softcap": 50.0}, "softcap of attention scores"),
         ({"logit_softcap": 30.0}, "softcap of logits"),
     ],
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
-    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+    model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
@@ -262,14 +267,14 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     [
         ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
         (
-            {"local_rope": Rotary(theta=100.0)},
+            LOCAL_ROPE,
             "rotary embedding of its own for layers with a sliding window for several sequences",
         ),
     ],
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
-    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+    model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ()
     assert model.single_launch_unsupported(HOPPER, 8) == (f"no {message}",)
@@ -277,7 +282,7 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
     plain = DecoderLM(CONFIG, torch.bfloat16)
-    local = DecoderLM(dataclasses.replace(CONFIG, local_rope=Rotary(theta=9.0)), torch.bfloat16)
+    local = DecoderLM(changed(CONFIG, **LOCAL_ROPE), torch.bfloat16)
     for model in (plain, local):
         model.reserve_positions(20)
 
@@ -292,7 +297,5 @@ def test_the_step_shape_equals_the_models():
     assert shape.inner_size == CONFIG.intermediate_size
     assert shape.softmax_scale == CONFIG.head_dim**-0.5
     assert shape[-3:] == ("silu", 1.0, False)
-    gemma = dataclasses.replace(
-        CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True
-    )
+    gemma = changed(CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True)
     assert step_shape(gemma)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)

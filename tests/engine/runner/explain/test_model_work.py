@@ -7,8 +7,8 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.roofline import Work
-from model.checkpoint.config import ModelConfig
 from server.engine.runner.explain.model_work import ModelWork, Rows
+from tests.model.configs import model_config
 
 HEADS, KV_HEADS, DIM, LAYERS, HIDDEN, INNER, VOCAB = 4, 2, 8, 3, 16, 24, 50
 ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflops=1e-3)
@@ -16,7 +16,7 @@ ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflop
 
 
 def config(**changes):
-    return ModelConfig(
+    return model_config(
         **{
             "architecture": "LlamaForCausalLM",
             "vocab_size": VOCAB,
