@@ -2,6 +2,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from model.checkpoint.config import ModelConfig
 from model.errors import ModelFolderError, UnsupportedModelError
+from model.families.table import FAMILIES
 from model.network.rope import RotaryEmbedding, inverse_frequencies
 from model.network.spec import Norm, Rotary
 from tests.model.checkpoint.hf_checkpoints import CASES
@@ -453,6 +455,12 @@ def test_the_parameter_count_equals_that_of_the_checkpoint():
         config = ModelConfig.from_dict(model.config.to_dict())
 
         assert config.network.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_every_family_is_in_the_document_of_models():
+    table = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+
+    assert [name for name in FAMILIES if f"| `{name}` |" not in table] == []
 
 
 NUMBERS = st.one_of(st.integers(-1, 300), st.integers(), st.floats(), st.floats(0.5, 64))
