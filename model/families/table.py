@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
-from model.families import gemma2, gemma3, gpt2, llama, mistral, opt, qwen2, qwen3
+from model.families import gemma2, gemma3, gpt2, granite, llama, mistral, opt, qwen2, qwen3
 from model.families.keys import Keys
 from model.json_input import shorten
 
@@ -21,6 +21,7 @@ FAMILIES: Final = {
         gemma3.FAMILY,
         gpt2.FAMILY,
         opt.FAMILY,
+        granite.FAMILY,
     )
 }
 """Supported families by architecture."""

@@ -86,6 +86,14 @@ _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
+
+
 def _layers(count, **changes):
     return {"num_hidden_layers": count, **changes}
 
@@ -203,5 +211,10 @@ CASES = {
     ),
     "opt without biases": Case(
         "OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False}
+    ),
+    "granite": Case("Granite", _GRANITE, in_half=True),
+    "granite tied biases": Case(
+        "Granite",
+        _GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
 }
