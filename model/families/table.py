@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
-from model.families import gemma2, gemma3, gpt2, granite, llama, mistral, opt, qwen2, qwen3
+from model.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    opt,
+    qwen2,
+    qwen3,
+    starcoder2,
+)
 from model.families.keys import Keys
 from model.json_input import shorten
 
@@ -22,6 +33,7 @@ FAMILIES: Final = {
         gpt2.FAMILY,
         opt.FAMILY,
         granite.FAMILY,
+        starcoder2.FAMILY,
     )
 }
 """Supported families by architecture."""

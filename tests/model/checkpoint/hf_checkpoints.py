@@ -217,4 +217,8 @@ CASES = {
         "Granite",
         _GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "starcoder2": Case("Starcoder2", {"sliding_window": 24}, in_half=True),
+    "starcoder2 untied without biases": Case(
+        "Starcoder2", {"tie_word_embeddings": False, "use_bias": False}
+    ),
 }
