@@ -14,7 +14,6 @@ from typing import Any, Final
 from msgspec import Meta
 
 from model.checkpoint.compression_config import CONFIG_KEYS, check_compression
-from model.checkpoint.flat_config import FlatConfig
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
@@ -31,7 +30,7 @@ _DEVIATION: Final = Meta(ge=0, le=10)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(FlatConfig):
+class ModelConfig:
     """The configuration of one checkpoint.
 
     Attributes:
@@ -158,7 +157,7 @@ def max_context(network: Network, stated: int) -> int:
     """
     extended = (
         math.floor(rotary.original_max_positions * rotary.factor)
-        for rotary in network.rotaries
+        for rotary, _ in network.rotaries
         if rotary is not None and rotary.rope_type in ("yarn", "dynamic")
     )
     return max((stated, *extended))

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.fp8 import quantize_rows
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite
+from model.network.layers import stacked_rows
 from model.network.parallel import shard
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from model.families.tensors import Tensors
     from model.network.decoder import DecoderLM
     from model.network.layers import DecoderLayer
-    from model.network.spec import Attention, Layer
+    from model.network.spec import Attention
 
+_STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""The modules whose rows a parameter stacks; without a gate it has those of the last one."""
 _ROTATED: Final = ("q", "k", "q_norm", "k_norm")
 """Modules whose rows have the order of the pairs that rotate."""
 
@@ -157,8 +160,7 @@ class ParameterPart:
 def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
     """Map every tensor name of the checkpoint to the part of the model that holds it, in layer order."""
     assert not model.is_packed, "packed weights cannot be split: load with pack=False"
-    config = model.config
-    tensors, rewrites = FAMILIES[config.architecture].tensors, config.rewrites()
+    tensors, rewrites = FAMILIES[model.config.architecture].tensors, model.config.rewrites()
     outside = dict(model.named_parameters(recurse=False))
     parts = {}
 
@@ -171,9 +173,9 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             parts[f"{prefix}{tensors.modules[module]}{suffix}"] = ParameterPart(values, (rows,))
 
     add("embed_tokens", "embed_positions")
-    for index, layer in enumerate(config.network.layers):
+    for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
-        for name, part in _layer_parts(layer, model.decoder_layers[index], tensors, rewrites):
+        for name, part in _layer_parts(layer, tensors, rewrites):
             parts[prefix + name] = part
     add("norm", "norm_bias", HEAD)
     return parts
@@ -201,19 +203,16 @@ def _rows(
 
 
 def _layer_parts(
-    layer: Layer, parameters: DecoderLayer, tensors: Tensors, rewrites: Mapping[str, Rewrite]
+    layer: DecoderLayer, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
-    mixer, mlp = layer.mixer, layer.mlp
-    key_rows = mixer.num_kv_heads * mixer.head_dim
-    stacked = {"qkv": {"q": mixer.num_heads * mixer.head_dim, "k": key_rows, "v": key_rows}}
-    stacked["gate_up"] = {"gate": mlp.inner, "up": mlp.inner} if mlp.gated else {"up": mlp.inner}
-    orders = dict.fromkeys(_ROTATED, head_order(mixer, tensors))
-    buffers = dict(parameters.named_buffers())
-    for parameter, tensor in parameters.named_parameters():
+    orders = dict.fromkeys(_ROTATED, head_order(layer.spec.mixer, tensors))
+    buffers = dict(layer.named_buffers())
+    for parameter, tensor in layer.named_parameters():
         base, suffix = _module(parameter)
+        counts = stacked_rows(layer.spec, parameter) or [len(tensor)]
+        modules = dict(zip(_STACKED.get(base, (base,))[-len(counts) :], counts, strict=True))
         scale, start = buffers.get(f"{parameter}_scale"), 0
-        modules = stacked.get(base, {base: len(tensor)})
         for name, same in itertools.groupby(modules, tensors.layer_modules.__getitem__):
             rows = tuple(
                 _rows(modules[it], rewrites.get(it), suffix, orders.get(it)) for it in same
@@ -226,7 +225,9 @@ def _layer_parts(
                     rows,
                     None if scale is None else scale[start:stop],
                     transposed=tensors.transposed and tensor.ndim > 1,
-                    grouped_by=mixer.head_dim if tensors.grouped_qkv and base == "qkv" else None,
+                    grouped_by=layer.spec.mixer.head_dim
+                    if tensors.grouped_qkv and base == "qkv"
+                    else None,
                 ),
             )
             start = stop

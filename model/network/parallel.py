@@ -26,31 +26,28 @@ if TYPE_CHECKING:
 
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import Norm, Projection
-    from model.checkpoint.config import ModelConfig
     from model.network.head import Head
-    from model.network.spec import Network
-
-
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Return the configuration of the layers of one of `size` ranks; `parallel_unsupported` must be empty."""
-    return dataclasses.replace(config, network=shard_network(config.network, size))
+    from model.network.spec import Layer, Network
 
 
 def shard_network(network: Network, size: int) -> Network:
-    """Return the network of one of `size` ranks."""
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            mixer=dataclasses.replace(
-                layer.mixer,
-                num_heads=layer.mixer.num_heads // size,
-                num_kv_heads=layer.mixer.num_kv_heads // size,
-            ),
-            mlp=dataclasses.replace(layer.mlp, inner=layer.mlp.inner // size),
-        )
-        for layer in network.layers
+    """Return what the layers of one of `size` ranks compute; `parallel_unsupported` must be empty."""
+    if size == 1:
+        return network
+    return dataclasses.replace(
+        network, layers=tuple(_shard_layer(layer, size) for layer in network.layers)
     )
-    return dataclasses.replace(network, layers=layers)
+
+
+def _shard_layer(layer: Layer, size: int) -> Layer:
+    mixer, mlp = layer.mixer, layer.mlp
+    return dataclasses.replace(
+        layer,
+        mixer=dataclasses.replace(
+            mixer, num_heads=mixer.num_heads // size, num_kv_heads=mixer.num_kv_heads // size
+        ),
+        mlp=dataclasses.replace(mlp, inner=mlp.inner // size),
+    )
 
 
 def shard(whole: Tensor, shape: Sequence[int], rank: int) -> Tensor:

@@ -15,7 +15,6 @@ from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.hub import BUNDLED, resolve
-from model.device.kv_cache import KVCache
 from model.network import single_launch
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
@@ -24,6 +23,7 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.model.configs import changed, model_config
+from tests.model.network import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -195,14 +195,13 @@ def bind(model, cache, rows=1, *, tensor_cores=False):
     wanted = {"side_effect": lambda *_, **__: True} if tensor_cores else {"wraps": on_tensor_cores}
     with mock.patch("kernels.step.single_launch.on_tensor_cores", **wanted):
         return bind_single_launch(
-            model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
+            model.network, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
         )
 
 
 def new_cache(model, kv_dtype=None):
-    c = model.config
-    dtype = model.embed_tokens.dtype if kv_dtype is None else getattr(torch, kv_dtype)
-    cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cuda")
+    dtype = None if kv_dtype is None else getattr(torch, kv_dtype)
+    cache = paged.new_cache(model, BLOCKS, BLOCK, dtype)
     fill(cache)
     return cache
 
@@ -240,7 +239,7 @@ class Step:
         self.slots = torch.tensor([slot], dtype=torch.int32).cuda()
         self.table = table.int()[None].cuda()
         self.context = context
-        vocabulary = model.config.vocab_size
+        vocabulary = model.network.vocab
         self.logits = torch.empty(1, vocabulary, dtype=model.embed_tokens.dtype, device="cuda")
         self.tokens = torch.empty(1, dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(1, device="cuda")
@@ -291,7 +290,7 @@ class RowsStep:
         self.ids = torch.tensor([context % 1000 + 3 for context in contexts]).cuda()
         self.positions = torch.tensor(contexts).cuda() - 1
         self.slots, self.table = slots.cuda(), table.cuda()
-        vocabulary, dtype = model.config.vocab_size, model.embed_tokens.dtype
+        vocabulary, dtype = model.network.vocab, model.embed_tokens.dtype
         self.logits = torch.empty(len(contexts), vocabulary, dtype=dtype, device="cuda")
         self.tokens = torch.empty(len(contexts), dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(len(contexts), device="cuda")
@@ -353,7 +352,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
         found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )
@@ -472,7 +471,7 @@ def test_non_finite_logits_give_token_minus_one(bad):
     step.single_launch(bind(model, new_cache(model)))
 
     assert step.tokens.item() == -1
-    assert 0 <= step.sampled[0].item() < model.config.vocab_size
+    assert 0 <= step.sampled[0].item() < model.network.vocab
 
 
 def test_equal_logits_choose_the_smallest_id():
@@ -510,7 +509,9 @@ ONE_ROW = {"wide", "long", *GEMMAS}
 def rows_supported(name, rows, arch):
     """Return whether a model's steps of several sequences are single launches."""
     config = MODELS[name]
-    return not single_launch.unsupported(config, torch.bfloat16, None, arch, rows, unmeasured=True)
+    return not single_launch.unsupported(
+        config.network, torch.bfloat16, None, arch, rows, unmeasured=True
+    )
 
 
 def test_the_models_of_the_tests_of_several_sequences_are_supported():
@@ -542,7 +543,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
         found = step.single_launch(bound)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (own_cache, truth_cache, cache)), kv_dtype
             )
@@ -613,7 +614,7 @@ def require_accuracy(model, kv_dtype, *, tensor_cores=False):
         found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )
@@ -745,5 +746,5 @@ def test_the_shapes_of_these_models_are_supported():
     for config, weight_dtype in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
         arch = detect("cuda")
         assert not single_launch.unsupported(
-            config, torch.bfloat16, weight_dtype, arch, unmeasured=True
+            config.network, torch.bfloat16, weight_dtype, arch, unmeasured=True
         )

@@ -10,13 +10,13 @@ import torch
 from kernels.arch import CATALOGUE, detect
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
-from model.device.kv_cache import KVCache
 from model.families.parts import with_windows
 from model.network.decoder import DecoderLM
 from server.engine.core.plan_report import PlanReport
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.model_runner import ModelRunner
 from tests.model.configs import read_again
+from tests.model.network.paged import new_cache
 from tests.plans import PLAN
 
 
@@ -132,7 +132,7 @@ def test_launches_are_in_order_of_preference(config):
 
 def test_a_runner_reports_the_plan_for_its_device_and_cache(config):
     model = DecoderLM(config, torch.float32)
-    cache = KVCache(1, 2, 32, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    cache = new_cache(model, 2, 32)
 
     report = ModelRunner(model, cache).describe_plan()
 

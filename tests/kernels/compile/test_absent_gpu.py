@@ -213,12 +213,12 @@ from model.network.decoder import DecoderLM
 from model.network.step import Bucket, StepInput
 
 config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
-keys = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": HIDDEN_SIZE}
+keys = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": HIDDEN_SIZE, "bos_token_id": 0, "eos_token_id": 0}
 config = ModelConfig.from_dict(config.content | keys)
 with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
     model = DecoderLM(config, torch.bfloat16, device, torch.float8_e4m3fn)
     model.optimize()
-    cache = KVCache(1, 8, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
+    cache = KVCache(1, 8, 16, 8, 128, torch.bfloat16, device)
     model.step(StepInput(Bucket(1, 0, 0, columns=8, num_logits=1), 16, device), cache)
 print(json.dumps(sorted({p.stem for p in Path(knobs.cache.dir).glob("*/[!_]*.cubin")})))
 """

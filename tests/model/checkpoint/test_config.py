@@ -140,8 +140,8 @@ def test_absent_keys_of_gemma_have_the_defaults_of_transformers():
 
     assert (second.layers[0].mixer.softcap, second.logit_softcap) == (50.0, 30.0)
     assert (third.layers[0].mixer.softcap, third.logit_softcap) == (None, None)
-    assert second.rotaries == (Rotary(theta=10_000.0),)
-    assert third.rotaries == (Rotary(theta=10_000.0), Rotary(theta=1_000_000.0))
+    assert second.rotaries == ((Rotary(theta=10_000.0), 256),)
+    assert third.rotaries == ((Rotary(theta=1_000_000.0), 256), (Rotary(theta=10_000.0), 256))
     for network in (second, third):
         first = network.layers[0]
         assert (first.mixer.head_dim, first.mixer.num_kv_heads, first.mixer.scale) == (
@@ -523,8 +523,7 @@ def test_any_value_of_any_key_is_either_read_or_rejected(base, changes):
 
     assert config.network.num_parameters > 0
     assert config.max_context >= 1
-    dim = mixer(config).head_dim
-    for rotary in config.network.rotaries:
+    for rotary, dim in config.network.rotaries:
         assert inverse_frequencies(rotary, dim).shape == (dim // 2,)
         RotaryEmbedding(rotary, dim).dense(torch.arange(3), torch.float32)
     assert ModelConfig.from_dict(config.to_dict()) == config

@@ -82,7 +82,7 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
 ):
     config, oracle = both(scaling, theta, stated)
     positions = torch.tensor([0, 1, 4095, 4096, 9000, context // 2, context - 2, context - 1])
-    rope = RotaryEmbedding(config.network.rotaries[0], 128)
+    rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(context, torch.float32, CPU)
 
     cos, sin = rope.table(positions)
@@ -97,7 +97,7 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
 def test_a_longrope_service_within_the_original_context_has_the_short_factors():
     config, oracle = both(LONGROPE, 1e4, 131072)
     positions = torch.tensor([0, 5, ORIGINAL - 1])
-    rope = RotaryEmbedding(config.network.rotaries[0], 128)
+    rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(ORIGINAL, torch.float32, CPU)
 
     short = rope.table(positions)[0]
@@ -162,7 +162,7 @@ def test_scores_of_heads_that_rotate_in_part_are_those_of_their_definition(scali
 
 def test_training_on_a_longrope_model_uses_the_factors_for_the_length():
     config, oracle = both(LONGROPE | {"original_max_position_embeddings": 16}, 1e4, 64)
-    rope = RotaryEmbedding(config.network.rotaries[0], 128)
+    rope = RotaryEmbedding(*config.network.rotaries[0])
     for length in (16, 17):
         positions = torch.arange(length)
 

@@ -29,7 +29,7 @@ CONFIG = model_config(
 )
 LOCAL_ROPE = {
     "local_rope": Rotary(theta=100.0),
-    "sliding_window": 64,
+    "sliding_window": 16,
     "layer_types": ("sliding_attention", "full_attention"),
 }
 QWEN = StepShape(1024, 3072, 16, 8, 128, 151936, 1e-6, 128**-0.5)
@@ -266,10 +266,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     ("change", "message"),
     [
         ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
-        (
-            LOCAL_ROPE,
-            "rotary embedding of its own for layers with a sliding window for several sequences",
-        ),
+        (LOCAL_ROPE, "rotary embedding of its own for some layers for several sequences"),
     ],
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
@@ -286,16 +283,15 @@ def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
     for model in (plain, local):
         model.reserve_positions(20)
 
-    assert plain.rope_tables == plain.rope.tables
-    assert local.rope_tables == (*local.rope.tables, *local.local_rope.tables)
+    assert plain.rope_tables == plain.ropes[0].tables
+    assert local.rope_tables == (*local.ropes[0].tables, *local.ropes[1].tables)
+    assert [it[0].theta for it in local.network.rotaries] == [10_000.0, 100.0]
 
 
 def test_the_step_shape_equals_the_models():
-    shape = step_shape(CONFIG)
+    shape = step_shape(CONFIG.network)
 
-    assert shape.hidden_size == CONFIG.hidden_size
-    assert shape.inner_size == CONFIG.intermediate_size
-    assert shape.softmax_scale == CONFIG.head_dim**-0.5
+    assert (shape.hidden_size, shape.inner_size, shape.softmax_scale) == (32, 48, 8**-0.5)
     assert shape[-3:] == ("silu", 1.0, False)
     gemma = changed(CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True)
-    assert step_shape(gemma)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)
+    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", 32**0.5, True)

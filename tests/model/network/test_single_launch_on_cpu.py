@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kernels import PagedBatch
-from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.model.configs import changed, model_config
+from tests.model.network import paged
 
 if HAS_TRITON:
     from tests.kernels.step.step_on_cpu import steps_on_cpu
@@ -65,9 +65,7 @@ def by_layers(model, cache, ids, slots, table, context):
 
 
 def new_cache(model):
-    c = model.config
-    dtype = model.embed_tokens.dtype
-    cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cpu")
+    cache = paged.new_cache(model, BLOCKS, BLOCK)
     for number, layer in enumerate(cache.layers):
         rows = torch.randn(layer.shape, generator=torch.Generator().manual_seed(number))
         layer.copy_(rows.bfloat16())
@@ -93,7 +91,7 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     cache, truth_cache = new_cache(model), new_cache(wide)
     bound = bind_single_launch(
-        config, model.decoder_layers, model.embed_tokens, head, model.norm, cache
+        model.network, model.decoder_layers, model.embed_tokens, head, model.norm, cache
     )
     table = torch.randperm(BLOCKS, generator=generator).int()[None]
     for context in (150, 30):
