@@ -1,14 +1,17 @@
 """Settings from flags and the environment."""
 
+from typing import Annotated
+
 import huggingface_hub
 import pytest
-from pydantic import Field, create_model
+from pydantic import create_model
 
 from model.checkpoint.hub import resolve
 from server.cli import command_settings
 from server.cli.command_settings import find_model, read_settings
 from server.cli.settings import Settings
 from server.engine.core.start_checks import StartupError
+from server.setting import Setting
 
 
 @pytest.fixture(autouse=True)
@@ -179,14 +182,16 @@ def test_every_wrong_value_is_described_without_the_words_of_the_validating_libr
 
 
 def test_the_value_of_a_secret_setting_is_not_shown(refusal, monkeypatch):
-    wide = create_model("Wide", __base__=Settings, key=(int, Field(default=0, repr=False)))
-    for module in ("command_settings", "settings", "parsing.setting_flags"):
+    key = Annotated[int, Setting("a number", secret=True)]
+    wide = create_model("Wide", __base__=Settings, key=(key, 0))
+    for module in ("command_settings", "settings"):
         monkeypatch.setattr(f"server.cli.{module}.Settings", wide)
 
     message = refusal("--key=hunter2")
 
     assert "--key (or TESSERA_KEY); it must be a whole number" in message
     assert "hunter2" not in message
+    assert "hunter2" not in repr(Settings(api_key=("hunter2",)))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +207,9 @@ def test_the_value_of_a_secret_setting_is_not_shown(refusal, monkeypatch):
 def test_a_setting_that_is_a_list_takes_commas_or_repetition(
     monkeypatch, arguments, variable, names
 ):
-    wide = create_model("Wide", __base__=Settings, names=(list[str], Field(default=[])))
-    for module in ("command_settings", "settings", "parsing.setting_flags"):
+    several = Annotated[list[str], Setting("names")]
+    wide = create_model("Wide", __base__=Settings, names=(several, []))
+    for module in ("command_settings", "settings"):
         monkeypatch.setattr(f"server.cli.{module}.Settings", wide)
     monkeypatch.setenv("TESSERA_NAMES", variable)
 
