@@ -1,9 +1,9 @@
-"""What makes a field of a configuration record a setting of the service."""
+"""What the command line must know of a setting beside its name, type, default and description."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,8 +12,7 @@ Group = Literal["model", "HTTP", "engine", "memory", "process"]
 """Groups of the help text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class Form(NamedTuple):
     """What the text of a setting looks like, or each text of a list.
 
     Attributes:
@@ -27,20 +26,15 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The metadata of a field that operators set: `Annotated[int, Setting("tokens in a block", ge=1)] = 16`.
-
-    The field's name, type and default are those of the setting. `server.cli.settings` collects the fields; their flags,
-    environment variables, checks, help text and documents follow from them.
+    """Metadata of a field of a record of settings: `block_size: Annotated[int, Setting(ge=1)] = 16`.
 
     Attributes:
-        meaning: for the help text and the documents.
         group: of the help text; None for that of the record.
-        ge, gt, le: limits of a number, which must be finite.
+        ge, gt, le: limits of a number.
         form: of a text.
         secret: whether messages must not show the value.
     """
 
-    meaning: str
     group: Group | None = None
     ge: int | None = None
     gt: int | None = None
@@ -59,8 +53,7 @@ class Setting:
     ) -> dict[str, Any]:
         """Make pydantic check the limits; it calls this for a field with this metadata."""
         schema = handler(source)
-        number = schema.get("schema", schema)  # `int | None` contains the schema of `int`
-        number.update(self.limits)
-        if number["type"] == "float":
-            number["allow_inf_nan"] = False
+        schema.get("schema", schema).update(
+            self.limits
+        )  # `int | None` contains the schema of `int`
         return schema

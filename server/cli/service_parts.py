@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from model.checkpoint.generation_config import SamplingDefaults, read_sampling_defaults
+from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.hub import BUNDLED, resolve
+from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
 from server.http.config import HTTPConfig, HTTPSettings
 

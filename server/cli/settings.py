@@ -6,6 +6,7 @@ No other module reads the environment.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from server.docstrings import attribute_texts
 from server.engine.settings import EngineSettings
 from server.http.config import HTTPSettings
 from server.setting import Group, Setting
@@ -43,76 +45,40 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
 
     Every flag can also be given as an environment variable: --max-model-len is TESSERA_MAX_MODEL_LEN. A flag overrides
     the environment. `server.cli.command_settings` reads both.
+
+    Attributes:
+        model: checkpoint folder, Hugging Face model id such as Qwen/Qwen3-0.6B, or 'bundled' for the included code
+            model; may also be given without --model.
+        revision: branch, tag or commit of a Hugging Face model id.
+        generation_config: auto takes the sampling parameters that a request to the OpenAI API does not set from the
+            checkpoint's generation_config.json, none from the service's own defaults.
+        host: address to listen on; 0.0.0.0 for all interfaces.
+        port: TCP port to listen on; 0 chooses a free one.
+        frontends: processes that share the port and the work of HTTP, tokenizing and streaming; one process streams
+            about 50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4, plus 2
+            for each further engine; else 1.
+        data_parallel: engine processes, each with the whole model, that share the requests: each has a GPU of its own,
+            or on a CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits
+            of memory and steps, such as --max-num-seqs, are those of each engine.
+        api_key_file: file of further keys, one on each line; empty lines and lines that begin with # are ignored.
+        engine_hang_seconds: seconds after which a silent engine, or one whose step does not end, is restarted; steps
+            that are usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front
+            end that handles nothing.
+        ignore_unknown_env: start although an environment variable that begins with TESSERA_ is not one of a setting.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: Annotated[
-        str,
-        Setting(
-            "checkpoint folder, Hugging Face model id such as Qwen/Qwen3-0.6B, or 'bundled' for the included code "
-            "model; may also be given without --model",
-            "model",
-        ),
-    ] = "bundled"
-    revision: Annotated[
-        str | None, Setting("branch, tag or commit of a Hugging Face model id", "model")
-    ] = None
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        Setting(
-            "auto takes the sampling parameters that a request to the OpenAI API does not set from the checkpoint's "
-            "generation_config.json, none from the service's own defaults"
-        ),
-    ] = "auto"
-    host: Annotated[str, Setting("address to listen on; 0.0.0.0 for all interfaces")] = "127.0.0.1"
-    port: Annotated[int, Setting("TCP port to listen on; 0 chooses a free one", ge=0, le=65535)] = (
-        8000
-    )
-    frontends: Annotated[
-        int | None,
-        Setting(
-            "processes that share the port and the work of HTTP, tokenizing and streaming; one process streams about "
-            "50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4, plus 2 for "
-            "each further engine; else 1",
-            ge=1,
-            le=64,
-        ),
-    ] = None
-    data_parallel: Annotated[
-        int | None,
-        Setting(
-            "engine processes, each with the whole model, that share the requests: each has a GPU of its own, or on a "
-            "CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits of "
-            "memory and steps, such as --max-num-seqs, are those of each engine",
-            "engine",
-            ge=1,
-            le=MAX_ENGINES,
-        ),
-    ] = 1
-    api_key_file: Annotated[
-        Path | None,
-        Setting(
-            "file of further keys, one on each line; empty lines and lines that begin with # are ignored"
-        ),
-    ] = None
-    engine_hang_seconds: Annotated[
-        float,
-        Setting(
-            "seconds after which a silent engine, or one whose step does not end, is restarted; steps that are usually "
-            "slow, loading and compiling have more time (docs/operations.md); also the limit of a front end that "
-            "handles nothing",
-            "process",
-            gt=0,
-        ),
-    ] = 60.0
-    ignore_unknown_env: Annotated[
-        bool,
-        Setting(
-            "start although an environment variable that begins with TESSERA_ is not one of a setting",
-            "process",
-        ),
-    ] = False
+    model: Annotated[str, Setting("model")] = "bundled"
+    revision: Annotated[str | None, Setting("model")] = None
+    generation_config: Literal["auto", "none"] = "auto"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Setting(ge=0, le=65535)] = 8000
+    frontends: Annotated[int | None, Setting(ge=1, le=64)] = None
+    data_parallel: Annotated[int | None, Setting("engine", ge=1, le=MAX_ENGINES)] = 1
+    api_key_file: Path | None = None
+    engine_hang_seconds: Annotated[float, Setting("process", gt=0)] = 60.0
+    ignore_unknown_env: Annotated[bool, Setting("process")] = False
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Return the names and values that `repr` shows: no secrets."""
@@ -129,11 +95,7 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
         if value == "auto":
             return None
         if not _is_number(str(value)) or not 1 <= int(str(value)) <= MAX_ENGINES:
-            raise PydanticCustomError(
-                "data_parallel",
-                "it must be a whole number from 1 to {most}, or auto",
-                {"most": MAX_ENGINES},
-            )
+            raise _refusal(f"it must be a whole number from 1 to {MAX_ENGINES}, or auto")
         return value
 
     @field_validator("api_key")
@@ -149,56 +111,39 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             return value
         for text in [value] if isinstance(value, str) else value:
             if not re.fullmatch(form.pattern, text):
-                context = {"text": repr(text), "refusal": form.refusal}
-                raise PydanticCustomError("form", "{text} {refusal}", context)
+                raise _refusal(f"{text!r} {form.refusal}")
         return value
 
     @model_validator(mode="after")
-    def _budget_serves_every_sequence(self) -> Self:
-        budget, prefill, sequences = (
-            self.max_num_batched_tokens,
-            self.max_prefill_tokens,
-            self.max_num_seqs,
-        )
-        for name, tokens in (("max-num-batched-tokens", budget), ("max-prefill-tokens", prefill)):
-            if tokens is not None and sequences is not None and tokens < sequences:
-                raise PydanticCustomError(
-                    "budget",
-                    "--{name} {tokens} is less than --max-num-seqs {sequences}: "
-                    "every running sequence needs a token of each step",
-                    {"name": name, "tokens": tokens, "sequences": sequences},
+    def _agree(self) -> Self:
+        """Refuse settings that contradict each other."""
+        tokens, prefill = self.max_num_batched_tokens, self.max_prefill_tokens
+        for name, limit in (("max-num-batched-tokens", tokens), ("max-prefill-tokens", prefill)):
+            if limit is not None and self.max_num_seqs is not None and limit < self.max_num_seqs:
+                raise _refusal(
+                    f"--{name} {limit} is less than --max-num-seqs {self.max_num_seqs}: "
+                    "every running sequence needs a token of each step"
                 )
-        if budget is not None and prefill is not None and prefill < budget:
-            raise PydanticCustomError(
-                "prefill_budget",
-                "--max-prefill-tokens {prefill} is less than --max-num-batched-tokens {tokens}: "
-                "a step without decoding sequences would have fewer tokens than one with them",
-                {"prefill": prefill, "tokens": budget},
+        if tokens is not None and prefill is not None and prefill < tokens:
+            raise _refusal(
+                f"--max-prefill-tokens {prefill} is less than --max-num-batched-tokens {tokens}: "
+                "a step without decoding sequences would have fewer tokens than one with them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _gpus_are_shared_in_one_way(self) -> Self:
         if self.data_parallel != 1 and self.tensor_parallel > 1:
-            engines = "auto" if self.data_parallel is None else self.data_parallel
-            raise PydanticCustomError(
-                "parallel",
-                "--data-parallel {engines} and --tensor-parallel {ranks} cannot be combined: "
-                "start a service for each group of GPUs",
-                {"engines": engines, "ranks": self.tensor_parallel},
+            raise _refusal(
+                f"--data-parallel {self.data_parallel or 'auto'} and --tensor-parallel {self.tensor_parallel} cannot "
+                "be combined: start a service for each group of GPUs"
+            )
+        if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
+            raise _refusal(
+                f"--kv-cache-tokens {self.kv_cache_tokens} and --kv-cache-gib {self.kv_cache_gib} both give the size "
+                "of the KV cache: leave one out"
             )
         return self
 
-    @model_validator(mode="after")
-    def _kv_cache_has_one_size(self) -> Self:
-        if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
-            raise PydanticCustomError(
-                "kv_cache",
-                "--kv-cache-tokens {tokens} and --kv-cache-gib {gib} both give the size of the KV cache: "
-                "leave one out",
-                {"tokens": self.kv_cache_tokens, "gib": self.kv_cache_gib},
-            )
-        return self
+
+def _refusal(message: str) -> PydanticCustomError:
+    return PydanticCustomError("setting", "{message}", {"message": message})
 
 
 def read_environment(
@@ -245,17 +190,22 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     """
     for number, key in enumerate(keys, 1):
         if not _is_key(key):
-            raise PydanticCustomError(
-                "api_key",
-                "key {number} is empty or has characters other than visible ASCII without commas",
-                {"number": number},
+            raise _refusal(
+                f"key {number} is empty or has characters other than visible ASCII without commas"
             )
     return keys
 
 
 def setting(field: FieldInfo) -> Setting:
-    """Return what makes a field a setting."""
-    return next(it for it in field.metadata if isinstance(it, Setting))
+    """Return the metadata of a setting."""
+    return next((it for it in field.metadata if isinstance(it, Setting)), Setting())
+
+
+@functools.cache
+def meanings() -> dict[str, str]:
+    """Return the descriptions of all settings by name, for help and documents."""
+    texts = map(attribute_texts, (Settings, HTTPSettings, EngineSettings))
+    return {name: text.removesuffix(".") for part in texts for name, text in part.items()}
 
 
 def listed_settings() -> dict[str, FieldInfo]:

@@ -5,188 +5,101 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from model.checkpoint.generation_config import SamplingDefaults
+from model.sampling.parameters import SamplingDefaults
 from server.setting import Form, Setting
+
+_ORIGIN = Form(
+    r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+",
+    "is not an origin: it must be * or a scheme, a host and possibly a port, such as https://example.com:8443, without "
+    "a path",
+)
+_HOST = Form(
+    r"\*|(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]",
+    "is not a host: it must be a name, *. and a name, an IPv4 address, an IPv6 address in brackets, or *, without a "
+    "scheme and a port",
+)
+_ADDRESS = Form(
+    r"https?://[^\s/?#]+(/[^\s?#]*)?",
+    "is not the address of a collector: it must begin with http:// or https://, such as http://localhost:4318",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HTTPSettings:
-    """The part of the service's settings that the HTTP layer reads."""
+    """The part of the service's settings that the HTTP layer reads. Help texts and documents show the descriptions.
 
-    chat_template: Annotated[
-        str | None,
-        Setting(
-            "file with a chat template in Jinja, or the template itself; default: the checkpoint's",
-            "model",
-        ),
-    ] = None
+    Attributes:
+        chat_template: file with a chat template in Jinja, or the template itself; default: the checkpoint's.
+        tool_call_format: format in which the model writes calls of tools; auto finds it by the chat template, or takes
+            hermes.
+        served_model_name: name of the model in the OpenAI API; several by repeating the flag or separated by commas, of
+            which replies have the first; default: --model.
+        max_concurrent_requests: limit of requests in progress; more are refused with 429; default: twice --max-num-seqs
+            on a CPU, 16 times on a GPU.
+        max_queue_seconds: a request that would wait longer in the queue, by the measured rates, is refused with 429.
+        max_queued_tokens: limit of the prompt tokens in the queue; more are refused with 429; default: no limit.
+        max_connections: limit of open connections of one front end; at the limit a new connection takes the place of
+            the one that has waited longest for its next request; default: 8192, or 128 fewer than the limit of open
+            files.
+        header_timeout: seconds in which a new connection must send its first request, and in which a request's header
+            fields must arrive.
+        keep_alive_timeout: seconds after which a connection without requests is closed; should be longer than a proxy
+            in front keeps its connections.
+        max_header_bytes: limit of the header fields of a request, in bytes.
+        max_body_bytes: largest request body, in bytes.
+        max_buffered_body_bytes: bytes of all request bodies that a front end reads or tokenizes at a time; more are
+            refused with 429; the first 64 KiB of each body do not count.
+        api_key: key that requests must have, as Authorization: Bearer KEY or X-API-Key: KEY; several by repeating the
+            flag or separated by commas; without a key the service is open to all; other users of the machine can see
+            flags, so prefer the variable or --api-key-file.
+        prefix_cache_sharing: key: a request shares cached prefixes only with requests of the same API key, so that no
+            key can find out by its speed what another has sent; all: with all requests.
+        cors_allow_origin: origin, such as https://example.com, whose pages may use the service from a browser; several
+            as with --api-key; * for all; without one no CORS headers are sent.
+        allowed_hosts: host names that requests may have in Host, without a port; several as with --api-key;
+            *.example.com for all subdomains, * for any; default: any, but only those of this machine if the service
+            listens on a loopback address and has no API key.
+        access_log: log a line for each request; those of probes (/health, /ping, /metrics) at level debug.
+        otlp_endpoint: address of an OpenTelemetry collector, such as http://localhost:4318, which receives a trace of
+            each generation request over OTLP/HTTP; needs the extra otel.
+        strict_fields: refuse unknown fields of the OpenAI API instead of reporting that they have no effect.
+        restart_wait: seconds for which requests wait for an engine that is being started again; then, or at once with
+            0, they get 503.
+        drain_delay: seconds for which requests are still served after SIGTERM or SIGINT, while health checks already
+            fail: set it to the time that a load balancer needs to notice.
+        drain_timeout: seconds after that for which requests in progress may run, while new ones get 503; those that are
+            left get an error. A second signal ends both times.
+    """
+
+    chat_template: Annotated[str | None, Setting("model")] = None
     tool_call_format: Annotated[
         Literal["auto", "hermes", "qwen3-coder", "llama3", "mistral", "mistral-args"],
-        Setting(
-            "format in which the model writes calls of tools; auto finds it by the chat template, or takes hermes",
-            "model",
-        ),
+        Setting("model"),
     ] = "auto"
-    served_model_name: Annotated[
-        tuple[str, ...],
-        Setting(
-            "name of the model in the OpenAI API; several by repeating the flag or separated by commas, of which "
-            "replies have the first; default: --model",
-            "model",
-        ),
-    ] = ()
+    served_model_name: Annotated[tuple[str, ...], Setting("model")] = ()
     # A request with `best_of` counts as that many.
-    max_concurrent_requests: Annotated[
-        int | None,
-        Setting(
-            "limit of requests in progress; more are refused with 429; default: twice --max-num-seqs on a CPU, 16 "
-            "times on a GPU",
-            ge=1,
-        ),
-    ] = None
-    max_queue_seconds: Annotated[
-        float,
-        Setting(
-            "a request that would wait longer in the queue, by the measured rates, is refused with 429",
-            gt=0,
-        ),
-    ] = 60.0
-    max_queued_tokens: Annotated[
-        int | None,
-        Setting(
-            "limit of the prompt tokens in the queue; more are refused with 429; default: no limit",
-            ge=1,
-        ),
-    ] = None
-    max_connections: Annotated[
-        int | None,
-        Setting(
-            "limit of open connections of one front end; at the limit a new connection takes the place of the one that "
-            "has waited longest for its next request; default: 8192, or 128 fewer than the limit of open files",
-            ge=1,
-        ),
-    ] = None
-    header_timeout: Annotated[
-        float,
-        Setting(
-            "seconds in which a new connection must send its first request, and in which a request's header fields "
-            "must arrive",
-            gt=0,
-        ),
-    ] = 10.0
-    # Many proxies keep connections for 60 s; they close them first.
-    keep_alive_timeout: Annotated[
-        float,
-        Setting(
-            "seconds after which a connection without requests is closed; should be longer than a proxy in front keeps "
-            "its connections",
-            gt=0,
-        ),
-    ] = 75.0
+    max_concurrent_requests: Annotated[int | None, Setting(ge=1)] = None
+    max_queue_seconds: Annotated[float, Setting(gt=0)] = 60.0
+    max_queued_tokens: Annotated[int | None, Setting(ge=1)] = None
+    max_connections: Annotated[int | None, Setting(ge=1)] = None
+    header_timeout: Annotated[float, Setting(gt=0)] = 10.0
+    # Longer than the 60 s for which many proxies keep connections: they close them first.
+    keep_alive_timeout: Annotated[float, Setting(gt=0)] = 75.0
     # A request's trailers and extensions of chunks have the same limit.
-    max_header_bytes: Annotated[
-        int, Setting("limit of the header fields of a request, in bytes", ge=1024)
-    ] = 32_768
-    max_body_bytes: Annotated[int, Setting("largest request body, in bytes", ge=1024)] = 2_000_000
+    max_header_bytes: Annotated[int, Setting(ge=1024)] = 32_768
+    max_body_bytes: Annotated[int, Setting(ge=1024)] = 2_000_000
     # Tokens of replies of /tokenize count too, and a body until its prompt is submitted to the engine.
-    max_buffered_body_bytes: Annotated[
-        int,
-        Setting(
-            "bytes of all request bodies that a front end reads or tokenizes at a time; more are refused with 429; the "
-            "first 64 KiB of each body do not count",
-            ge=1024,
-        ),
-    ] = 64 << 20
-    api_key: Annotated[
-        tuple[str, ...],
-        Setting(
-            "key that requests must have, as Authorization: Bearer KEY or X-API-Key: KEY; several by repeating the "
-            "flag or separated by commas; without a key the service is open to all; other users of the machine can see "
-            "flags, so prefer the variable or --api-key-file",
-            secret=True,
-        ),
-    ] = field(default=(), repr=False)
-    prefix_cache_sharing: Annotated[
-        Literal["key", "all"],
-        Setting(
-            "key: a request shares cached prefixes only with requests of the same API key, so that no key can find out "
-            "by its speed what another has sent; all: with all requests"
-        ),
-    ] = "key"
-    cors_allow_origin: Annotated[
-        tuple[str, ...],
-        Setting(
-            "origin, such as https://example.com, whose pages may use the service from a browser; several as with "
-            "--api-key; * for all; without one no CORS headers are sent",
-            form=Form(
-                pattern=r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+",
-                refusal="is not an origin: it must be * or a scheme, a host and possibly a port, such as "
-                "https://example.com:8443, without a path",
-            ),
-        ),
-    ] = ()
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        Setting(
-            "host names that requests may have in Host, without a port; several as with --api-key; *.example.com for "
-            "all subdomains, * for any; default: any, but only those of this machine if the service listens on a "
-            "loopback address and has no API key",
-            form=Form(
-                pattern=r"\*|(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]",
-                refusal="is not a host: it must be a name, *. and a name, an IPv4 address, an IPv6 address in "
-                "brackets, or *, without a scheme and a port",
-            ),
-        ),
-    ] = ()
-    access_log: Annotated[
-        bool,
-        Setting(
-            "log a line for each request; those of probes (/health, /ping, /metrics) at level debug"
-        ),
-    ] = True
-    otlp_endpoint: Annotated[
-        str | None,
-        Setting(
-            "address of an OpenTelemetry collector, such as http://localhost:4318, which receives a trace of each "
-            "generation request over OTLP/HTTP; needs the extra otel",
-            "process",
-            form=Form(
-                pattern=r"https?://[^\s/?#]+(/[^\s?#]*)?",
-                refusal="is not the address of a collector: it must begin with http:// or https://, such as "
-                "http://localhost:4318",
-            ),
-        ),
-    ] = None
-    strict_fields: Annotated[
-        bool,
-        Setting(
-            "refuse unknown fields of the OpenAI API instead of reporting that they have no effect"
-        ),
-    ] = False
-    restart_wait: Annotated[
-        float,
-        Setting(
-            "seconds for which requests wait for an engine that is being started again; then, or at once with 0, they "
-            "get 503",
-            ge=0,
-        ),
-    ] = 10.0
-    drain_delay: Annotated[
-        float,
-        Setting(
-            "seconds for which requests are still served after SIGTERM or SIGINT, while health checks already fail: "
-            "set it to the time that a load balancer needs to notice",
-            ge=0,
-        ),
-    ] = 0.0
-    drain_timeout: Annotated[
-        float,
-        Setting(
-            "seconds after that for which requests in progress may run, while new ones get 503; those that are left "
-            "get an error. A second signal ends both times",
-            ge=0,
-        ),
-    ] = 30.0
+    max_buffered_body_bytes: Annotated[int, Setting(ge=1024)] = 64 << 20
+    api_key: Annotated[tuple[str, ...], Setting(secret=True)] = field(default=(), repr=False)
+    prefix_cache_sharing: Literal["key", "all"] = "key"
+    cors_allow_origin: Annotated[tuple[str, ...], Setting(form=_ORIGIN)] = ()
+    allowed_hosts: Annotated[tuple[str, ...], Setting(form=_HOST)] = ()
+    access_log: bool = True
+    otlp_endpoint: Annotated[str | None, Setting("process", form=_ADDRESS)] = None
+    strict_fields: bool = False
+    restart_wait: Annotated[float, Setting(ge=0)] = 10.0
+    drain_delay: Annotated[float, Setting(ge=0)] = 0.0
+    drain_timeout: Annotated[float, Setting(ge=0)] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import typing
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from server.cli.parsing.parser import BOOLEAN
-from server.cli.settings import flag, group_of, listed_settings, setting
+from server.cli.settings import flag, group_of, listed_settings, meanings, setting
 from server.setting import Group
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def allowed_values(field: FieldInfo) -> str:
 
 def _add(parser: Parser, group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     kind = _plain_type(field)
-    text = setting(field).meaning
+    text = meanings().get(name, "")
     if field.default is not None and field.default != "" and not takes_several(field):
         text += f" (default: {str(field.default).lower() if kind is bool else field.default})"
     options: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS}
