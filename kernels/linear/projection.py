@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -40,7 +39,9 @@ from kernels.linear.weights import (
     Norm,
     Operations,
 )
+from kernels.norms import registry as norms
 from kernels.sampling.tokens import argmax_tokens
+from kernels.selection import VectorProblem, load, select_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,22 +192,22 @@ def bind_projection(
     )
     spec = select_linear(problem, arch).spec
     if spec.any_rows:
-        product = _load(spec.target)(weights, problem)
+        product = load(spec.target)(weights, problem)
         return FixedProjection(product, operations, copies_weights=spec.copies_weights)
     return _RowProjection(weights, problem, operations, arch)
 
 
 def bind_norm(
-    norm: Norm | LayerNorm, arch: GPUArch, *, fused: bool
+    norm: Norm | LayerNorm, problem: VectorProblem, arch: GPUArch
 ) -> Callable[[Residual], Tensor]:
     """Bind the norm after the last layer, a function from the residual stream with its partial sums to [..., C].
 
     Args:
         norm: the norm.
+        problem: dtype of the residual stream, and whether the norm must be differentiable.
         arch: processor of the norm's device.
-        fused: whether a Triton kernel computes it instead of PyTorch.
     """
-    if not fused:
+    if select_vector(norms.REGISTRY, problem, arch).spec is norms.PYTORCH:
         return functools.partial(_normalize, norm)
     pdl = may_depend(arch, norm.weight.device)
     return functools.partial(_add_and_normalize, norm, pdl=pdl)
@@ -354,7 +355,7 @@ class _RowProjection:
             choice = select_linear(problem, self._arch, tuned_linear)
             name = choice.spec.name
             if name not in self._products:
-                self._products[name] = _load(choice.spec.target)(self._weights, problem)
+                self._products[name] = load(choice.spec.target)(self._weights, problem)
             found = self._chosen[rows] = choice, self._products[name]
         return found
 
@@ -365,11 +366,3 @@ def _normalize(norm: Norm | LayerNorm, residual: Residual) -> Tensor:
 
 def _add_and_normalize(norm: Norm | LayerNorm, residual: Residual, *, pdl: bool) -> Tensor:
     return add_and_normalize(norm, *residual, pdl=pdl)
-
-
-@functools.cache
-def _load(target: str) -> Callable[..., Any]:
-    """Import the class of a registry row when it is first used."""
-    module, _, attribute = target.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return loaded

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kernels.arch import TENSOR_CORES
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.arch import GPUArch
     from kernels.linear.weights import Norm
 
-__all__ = ["CacheSlots", "rope_and_write_kv", "unsupported"]
-
-_DTYPES = ("bfloat16", "float16", "float32")
-
-
-def unsupported(dtype: str, arch: GPUArch) -> tuple[str, ...]:
-    """List why `rope_and_write_kv` does not support a dtype on a processor; empty if it does."""
-    return (
-        *arch.unsupported(TENSOR_CORES),
-        *(() if dtype in _DTYPES else (f"no {dtype}",)),
-    )
+__all__ = ["CacheSlots", "rope_and_write_kv"]
 
 
 class CacheSlots(NamedTuple):

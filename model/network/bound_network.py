@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
-from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.rope import registry as rope
+from kernels.selection import VectorProblem, select_vector
 from model.network.head import Head, SoftcappedHead
 from model.network.parallel import GatheredHead
 
@@ -73,10 +74,13 @@ def bind_network(
         communicator: of the ranks that share the model; None for one that is whole.
     """
     dtype = head.dtype
-    reasons = rope_unsupported(str(dtype).removeprefix("torch."), arch)
-    fused = purpose is not Purpose.TRAINING and not reasons
-    if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
-        _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
+    trainable = purpose is Purpose.TRAINING
+    problem = VectorProblem(str(dtype).removeprefix("torch."), trainable)
+    spec, _, refusals = select_vector(rope.REGISTRY, problem, arch)
+    fused = spec is rope.TRITON
+    if not (fused or trainable or arch.is_cpu):
+        reason = refusals[0].reasons[0]
+        _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
     bound_head: Head = bind_projection(LinearWeights(head), dtype, arch, purpose=purpose)
     if communicator is not None:
         bound_head = GatheredHead(bound_head, vocab_size, communicator)
@@ -84,7 +88,7 @@ def bind_network(
         bound_head = SoftcappedHead(bound_head, logit_softcap)
     return BoundNetwork(
         layers=[layer.bind(arch, dtype, purpose, communicator) for layer in layers],
-        norm=bind_norm(norm, arch, fused=fused),
+        norm=bind_norm(norm, problem, arch),
         head=bound_head,
         fused=fused,
         pdl=fused and may_depend(arch, head.device),

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from kernels import NoKernelError, detect, select
 from kernels.linear.projection import Purpose, Residual
-from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
+from kernels.selection import VectorProblem, triton_unsupported
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
 from model.network.attention_plans import AttentionPlanner
@@ -379,7 +379,7 @@ class DecoderLM(nn.Module):
                 return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
             return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
-        reasons = rope_unsupported(dtype, arch)
+        reasons = triton_unsupported(VectorProblem(dtype), arch)
         try:
             for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
                 select(problem, arch)

@@ -18,7 +18,7 @@ from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
-from kernels.rope.cache import unsupported
+from kernels.selection import VectorProblem, triton_unsupported
 from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.spec import Rotary
@@ -93,7 +93,7 @@ FAMILIES = {
     },
 }
 H100 = CATALOGUE["h100"]
-LOAD = kernels.linear.projection._load
+LOAD = kernels.linear.projection.load
 FP8 = torch.float8_e4m3fn
 
 
@@ -222,7 +222,7 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
     rows = (matrix, *(row for row in kernels.linear.registry.REGISTRY if row is not MATRIX))
     monkeypatch.setattr(kernels.linear.select, "REGISTRY", rows)
     monkeypatch.setattr(kernels.linear.projection, "REGISTRY", rows)
-    monkeypatch.setattr(kernels.linear.projection, "_load", load)
+    monkeypatch.setattr(kernels.linear.projection, "load", load)
     fused = optimized(**changes)
 
     found = drive(fused, (3,))
@@ -418,7 +418,7 @@ def test_attention_without_a_kernel_falls_back_to_pytorch_between_triton_project
     ids=str,
 )
 def test_unsupported_fusion_is_reported_with_the_reason(arch, dtype, reason):
-    found = unsupported(dtype, arch)
+    found = triton_unsupported(VectorProblem(dtype), arch)
 
     assert bool(found) == bool(reason)
     assert reason in "; ".join(found)
