@@ -63,7 +63,7 @@ def choose(
     """Choose the first row without a reason against it.
 
     Args:
-        rows: the most preferred first.
+        rows: the most preferred first; a row may have a `note`, which becomes part of `why`.
         unsupported: lists the reasons against a row; empty if there are none.
         problem: what the row is for; its text is part of `why` and of the error.
         arch: the processor, likewise.
@@ -76,7 +76,8 @@ def choose(
         reasons = unsupported(spec)
         if not reasons:
             why = f"{spec.name} is the first row that supports {problem} on {arch}"
-            return Choice(spec, why, tuple(refusals))
+            note = getattr(spec, "note", "")
+            return Choice(spec, f"{why}; {note}" if note else why, tuple(refusals))
         refusals.append(Refusal(spec.name, reasons))
     listed = "; ".join(map(str, refusals)) or f"the registry has no row for {problem}"
     raise NoKernelError(f"no kernel for {problem} on {arch}: {listed}")
@@ -127,11 +128,13 @@ class VectorSpec:
         name: unique; shown in plans.
         target: "module:attribute".
         unsupported: returns the reasons why it cannot compute a problem on a processor; empty if it can.
+        note: a remark about this row, shown in plans.
     """
 
     name: str
     target: str
     unsupported: Callable[[VectorProblem, GPUArch], tuple[str, ...]] = lambda *_: ()
+    note: str = ""
 
 
 @functools.cache

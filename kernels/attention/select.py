@@ -112,7 +112,6 @@ def select(
         registry = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
     rows = [row for row in registry if row.phase is problem.phase]
     spec, why, refusals = choose(rows, lambda row: row.unsupported(problem, arch), problem, arch)
-    why = f"{why}; {spec.note}" if spec.note else why
     if spec.copied_bytes:
         why += _for_many_long_sequences(problem, arch, rows[len(refusals) + 1 :])
     return Selection(

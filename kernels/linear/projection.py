@@ -66,6 +66,7 @@ __all__ = [
     "ResidualWriter",
     "bind_norm",
     "bind_projection",
+    "linear_problem",
 ]
 
 
@@ -175,9 +176,28 @@ def bind_projection(
     Raises:
         NoKernelError: no kernel supports a batch-invariant layer.
     """
+    problem = linear_problem(
+        weights, dtype, operations, layer_weights=layer_weights, purpose=purpose
+    )
+    spec = select_linear(problem, arch).spec
+    if spec.any_rows:
+        product = load(spec.target)(weights, problem)
+        return FixedProjection(product, operations, copies_weights=spec.copies_weights)
+    return _RowProjection(weights, problem, operations, arch)
+
+
+def linear_problem(
+    weights: LinearWeights,
+    dtype: torch.dtype,
+    operations: Operations = PRODUCT_ONLY,
+    *,
+    layer_weights: int = 0,
+    purpose: Purpose = Purpose.SERVING,
+) -> LinearProblem:
+    """Return the problem of a linear layer with one row; arguments as for `bind_projection`, on any device."""
     stacked, inputs = weights.weight.shape
     gated = operations.activation == SWIGLU
-    problem = LinearProblem(
+    return LinearProblem(
         rows=1,
         outputs=stacked // 2 if gated else stacked,
         inputs=inputs,
@@ -190,11 +210,6 @@ def bind_projection(
         trainable=purpose is Purpose.TRAINING,
         batch_invariant=purpose is Purpose.DETERMINISTIC_SERVING,
     )
-    spec = select_linear(problem, arch).spec
-    if spec.any_rows:
-        product = load(spec.target)(weights, problem)
-        return FixedProjection(product, operations, copies_weights=spec.copies_weights)
-    return _RowProjection(weights, problem, operations, arch)
 
 
 def bind_norm(

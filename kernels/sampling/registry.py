@@ -11,6 +11,6 @@ TRITON: Final = VectorSpec(
     target="kernels.sampling.gpu.sample_tokens:sample_tokens",
     unsupported=triton_unsupported,
 )
-PYTORCH: Final = VectorSpec(name="torch_sampling", target="kernels.sampling.tokens:log_softmax")
+PYTORCH: Final = VectorSpec(name="torch_tokens", target="kernels.sampling.tokens:log_softmax")
 
 REGISTRY: Final = (TRITON, PYTORCH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -170,45 +169,63 @@ class DecoderLayer(nn.Module):
             purpose: what the layer is for; matrices may be copied unless it is training.
             communicator: of the ranks that share the layer; None for one that is whole.
         """
-        eps = self._eps
         matrices = (self.qkv, self.output, self.gate_up, self.down)
         layer_weights = sum(matrix.numel() for matrix in matrices)
+        projections = self.projections(communicator)
 
-        bind = functools.partial(
-            bind_projection, dtype=dtype, arch=arch, layer_weights=layer_weights, purpose=purpose
+        def bind(name: str) -> Projection:
+            weights, operations = projections[name]
+            return bind_projection(
+                weights, dtype, arch, operations, layer_weights=layer_weights, purpose=purpose
+            )
+
+        def adding(name: str) -> ResidualWriter:
+            product = bind(name)
+            if communicator is None:
+                return product
+            bias = getattr(self, f"{name}_bias")
+            return ReducedProjection(product, bias, self._post_norm(name), communicator)
+
+        head_norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            head_norms = Norm(self.q_norm, self._eps), Norm(self.k_norm, self._eps)
+        return BoundLayer(
+            qkv=bind("qkv"),
+            head_norms=head_norms,
+            output=adding("output"),
+            gate_up=bind("gate_up"),
+            down=adding("down"),
+            next_weights=(self.output, self.gate_up),
         )
+
+    def projections(
+        self, communicator: Communicator | None = None
+    ) -> dict[str, tuple[LinearWeights, Operations]]:
+        """Return the parameters of each product of this rank and the operations around it, in their order."""
 
         def weights(name: str) -> LinearWeights:
             return LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
 
-        def adding(name: str, post_norm: Tensor | None) -> ResidualWriter:
-            after = None if post_norm is None else Norm(post_norm, eps)
-            numbers = weights(name)
-            if communicator is None:
-                return bind(numbers, operations=Operations(residual=True, post_norm=after))
-            operations = Operations(residual=communicator.fuses_norm)
-            product = bind(numbers._replace(bias=None), operations=operations)
-            return ReducedProjection(product, numbers.bias, after, communicator)
+        def reading(norm: str, activation: Activation | None = None) -> Operations:
+            weight, bias = getattr(self, norm), getattr(self, f"{norm}_bias")
+            return Operations(make_norm(weight, bias, self._eps), activation)
 
-        head_norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            head_norms = Norm(self.q_norm, eps), Norm(self.k_norm, eps)
-        return BoundLayer(
-            qkv=bind(
-                weights("qkv"),
-                operations=Operations(make_norm(self.input_norm, self.input_norm_bias, eps)),
-            ),
-            head_norms=head_norms,
-            output=adding("output", self.output_norm),
-            gate_up=bind(
-                weights("gate_up"),
-                operations=Operations(
-                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps), self._activation
-                ),
-            ),
-            down=adding("down", self.down_norm),
-            next_weights=(self.output, self.gate_up),
-        )
+        def adding(name: str) -> tuple[LinearWeights, Operations]:
+            if communicator is None:
+                return weights(name), Operations(residual=True, post_norm=self._post_norm(name))
+            # The bias and the norm are those of the sum over all ranks.
+            return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
+
+        return {
+            "qkv": (weights("qkv"), reading("input_norm")),
+            "output": adding("output"),
+            "gate_up": (weights("gate_up"), reading("mlp_norm", self._activation)),
+            "down": adding("down"),
+        }
+
+    def _post_norm(self, name: str) -> Norm | None:
+        weight = getattr(self, f"{name}_norm")
+        return None if weight is None else Norm(weight, self._eps)
 
     def drop_matrices(self) -> None:
         """Delete the matrices, once the bound projections have copies of them."""
