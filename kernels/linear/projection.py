@@ -177,7 +177,7 @@ def bind_projection(
         NoKernelError: no kernel supports a batch-invariant layer.
     """
     problem = linear_problem(
-        weights, dtype, operations, layer_weights=layer_weights, purpose=purpose
+        weights, operations, dtype, layer_weights=layer_weights, purpose=purpose
     )
     spec = select_linear(problem, arch).spec
     if spec.any_rows:
@@ -188,8 +188,8 @@ def bind_projection(
 
 def linear_problem(
     weights: LinearWeights,
+    operations: Operations,
     dtype: torch.dtype,
-    operations: Operations = PRODUCT_ONLY,
     *,
     layer_weights: int = 0,
     purpose: Purpose = Purpose.SERVING,

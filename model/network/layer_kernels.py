@@ -6,7 +6,8 @@ Nothing is bound and no device accessed, so that a plan can show them for an abs
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections import Counter
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from model.network.step import Bucket
 
 _META: Final = torch.device("meta")
+_BEFORE: Final = {"qkv": "down", "gate_up": "output"}
+"""The product before each one that reads the residual stream."""
+
+
+_Product: TypeAlias = tuple[LinearWeights, Operations]
 
 
 class OperationChoice(NamedTuple):
@@ -50,7 +56,7 @@ class OperationChoice(NamedTuple):
 def layer_kernels(
     model: DecoderLM, bucket: Bucket, arch: GPUArch, block_size: int, kv_dtype: str | None = None
 ) -> Iterator[OperationChoice]:
-    """Yield the kernels of a step in the order in which a layer needs them; those of the head come last.
+    """Yield the kernels of a step.
 
     Args:
         model: on any device; its weights are not read.
@@ -62,10 +68,9 @@ def layer_kernels(
     Raises:
         NoKernelError: no kernel supports an operation; lists every reason.
     """
-    vectors = VectorProblem(str(model.embed_tokens.dtype).removeprefix("torch."))
-    products = _products(model, bucket, arch)
+    network, dtype = model.network, model.embed_tokens.dtype
+    vectors = VectorProblem(str(dtype).removeprefix("torch."))
     yield OperationChoice("norms", select_vector(norms.REGISTRY, vectors, arch))
-    yield products["qkv"]
     yield OperationChoice("rotation, cache write", select_vector(rope.REGISTRY, vectors, arch))
     problems = model.attention.problems(block_size, kv_dtype, deterministic=bucket.deterministic)
     for problem in problems:
@@ -73,48 +78,53 @@ def layer_kernels(
             window = problem.sliding_window
             name = f"{problem.phase.value} attention" + (f", window {window}" if window else "")
             yield OperationChoice(name, select(problem, arch))
-    for name in ("output", "gate_up", "down", "head"):
-        yield products[name]
-
-
-def _products(model: DecoderLM, bucket: Bucket, arch: GPUArch) -> dict[str, OperationChoice]:
-    dtype = model.embed_tokens.dtype
-    layer = DecoderLayer(model.config, dtype, _META, model.weight_dtype)
     purpose = Purpose.DETERMINISTIC_SERVING if bucket.deterministic else Purpose.SERVING
-    projections = layer.projections(model.communicator)
-    size = sum(weights.weight.numel() for weights, _ in projections.values())
 
-    def choose(
-        weights: LinearWeights, operations: Operations, rows: int, layer_weights: int
-    ) -> LinearChoice:
-        problem = linear_problem(
-            weights, dtype, operations, layer_weights=layer_weights, purpose=purpose
-        )
+    def choose(product: _Product, rows: int, layer_weights: int) -> LinearChoice:
+        problem = linear_problem(*product, dtype, layer_weights=layer_weights, purpose=purpose)
         return select_linear(dataclasses.replace(problem, rows=rows), arch, tuned_linear)
 
-    tokens = bucket.rows + bucket.prompt_tokens
-    choices = {name: choose(*it, tokens, size) for name, it in projections.items()}
+    kinds: Counter[tuple[OperationChoice, ...]] = Counter()
+    for layer, count in Counter(network.layers).items():
+        parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_dtype)
+        products = parameters.projections(model.communicator)
+        size = sum(weights.weight.numel() for weights, _ in products.values())
+        tokens = bucket.rows + bucket.prompt_tokens
+        choices = {name: choose(product, tokens, size) for name, product in products.items()}
+        kinds[tuple(_included(products, choices, in_parts=model.communicator is not None))] += count
+    for operations, count in kinds.items():
+        where = f" of {count} layers" if len(kinds) > 1 else ""
+        yield from (it._replace(operation=f"{it.operation}{where}") for it in operations)
+    shape = (head_rows(network.vocab, model.num_ranks), network.hidden)
+    head = LinearWeights(torch.empty(shape, dtype=dtype, device=_META))
+    yield OperationChoice("head product", choose((head, PRODUCT_ONLY), bucket.num_logits, 0))
 
-    def included(name: str, before: str, operations: Operations) -> Iterator[str]:
+
+def _included(
+    products: dict[str, _Product], choices: dict[str, LinearChoice], *, in_parts: bool
+) -> Iterator[OperationChoice]:
+    """Yield the choices of a layer's products with the operations that their launches include.
+
+    Args:
+        products: of a layer.
+        choices: for each product.
+        in_parts: whether ranks share the model, whose sums are left to the next norm.
+    """
+    for name, (_, operations) in products.items():
         spec, problem = choices[name].spec, choices[name].problem
+        before = _BEFORE.get(name)
         # A norm that adds partial sums to the residual stream has a launch of its own.
-        summed = projections[before][1].post_norm or choices[before].spec.leaves_partials
-        reads_sums = summed or model.communicator is not None
-        if spec.absorbs_norm and isinstance(operations.norm, Norm) and not reads_sums:
-            yield "norm"
-        if spec.absorbs_gate and problem.gated:
-            yield "activation"
-        if spec.absorbs_residual and problem.residual:
-            yield "residual"
-
-    before = dict(zip(projections, ("down", "qkv", "output", "gate_up"), strict=True))
-    found = {
-        name: OperationChoice(
-            f"{name} product", choices[name], tuple(included(name, before[name], operations))
+        sums = (
+            before is None or products[before][1].post_norm or choices[before].spec.leaves_partials
         )
-        for name, (_, operations) in projections.items()
-    }
-    vocab = head_rows(model.config.vocab_size, model.num_ranks)
-    weights = LinearWeights(torch.empty(vocab, model.config.hidden_size, dtype=dtype, device=_META))
-    head = choose(weights, PRODUCT_ONLY, bucket.num_logits, 0)
-    return found | {"head": OperationChoice("head product", head)}
+        included = (
+            (
+                "norm",
+                spec.absorbs_norm and isinstance(operations.norm, Norm) and not (sums or in_parts),
+            ),
+            ("activation", spec.absorbs_gate and problem.gated),
+            ("residual", spec.absorbs_residual and problem.residual),
+        )
+        yield OperationChoice(
+            f"{name} product", choices[name], tuple(part for part, has in included if has)
+        )

@@ -173,8 +173,9 @@ def _steps(report: PlanReport) -> Iterator[str]:
     for step in report.steps:
         kernels = ((it.operation, it.kernel, tuple(it.includes)) for it in step.operations)
         alike.setdefault((step.executor, not step.decode_rows, *kernels), []).append(step)
-        for row in (row for it in (step, *step.operations) for row in it.refused):
-            reasons.setdefault(row.kernel, {}).update(dict.fromkeys(row.reasons))
+        for refused in (step.refused, *(it.refused for it in step.operations)):
+            for row in refused:
+                reasons.setdefault(row.kernel, {}).update(dict.fromkeys(row.reasons))
     for first, *more in alike.values():
         rows = ", ".join(str(step.decode_rows) for step in (first, *more))
         name = f"decode of {rows} sequences" if more else first.step
