@@ -8,11 +8,11 @@ from kernels.selection import VectorSpec, triton_unsupported
 
 TRITON: Final = VectorSpec(
     name="triton_rope",
-    target="kernels.rope.gpu.rope_cache:rope_and_write_kv",
+    target="kernels.rope.cache:TritonRotation",
     unsupported=triton_unsupported,
 )
 """Norms per head, rotation and write in one launch."""
-PYTORCH: Final = VectorSpec(name="torch_rope", target="kernels.norms.pytorch:apply_rope")
-"""Separate operations on every device; differentiable without a cache."""
+PYTORCH: Final = VectorSpec(name="torch_rope", target="kernels.rope.pytorch:PyTorchRotation")
+"""Separate operations, on every device."""
 
 REGISTRY: Final = (TRITON, PYTORCH)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import LayerNorm, Norm
+    from kernels.selection import VectorSpec
     from model.network.layers import BoundLayer, DecoderLayer
     from model.network.spec import Network
 
@@ -34,14 +35,14 @@ class BoundNetwork(NamedTuple):
         layers: the layers in order.
         norm: the final norm.
         head: the projection to the vocabulary.
-        fused: whether Triton kernels compute the operations between the projections; PyTorch does otherwise.
-        pdl: whether these kernels may start before the previous one ends (programmatic dependent launch).
+        rotation: the row of `kernels.rope.registry` that the layers take.
+        pdl: whether its kernel may start before the previous one ends (programmatic dependent launch).
     """
 
     layers: list[BoundLayer]
     norm: Callable[[Residual], Tensor]
     head: Head
-    fused: bool
+    rotation: VectorSpec
     pdl: bool
 
     @property
@@ -75,9 +76,8 @@ def bind_network(
     dtype = head.dtype
     trainable = purpose is Purpose.TRAINING
     vectors = VectorProblem(str(dtype).removeprefix("torch."), trainable)
-    spec, _, refusals = select_vector(rope.REGISTRY, vectors, arch)
-    fused = spec is rope.TRITON
-    if not (fused or trainable or arch.is_cpu):
+    rotation, _, refusals = select_vector(rope.REGISTRY, vectors, arch)
+    if refusals and not (trainable or arch.is_cpu):
         reason = refusals[0].reasons[0]
         _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
     bound_head: Head = bind_projection(LinearWeights(head), dtype, arch, purpose=purpose)
@@ -97,6 +97,6 @@ def bind_network(
         layers=[bind(layer) for layer in layers],
         norm=bind_norm(norm, vectors, arch),
         head=bound_head,
-        fused=fused,
-        pdl=fused and may_depend(arch, head.device),
+        rotation=rotation,
+        pdl=rotation is rope.TRITON and may_depend(arch, head.device),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from unittest import mock
 
 import pytest
@@ -11,13 +12,13 @@ import kernels
 import kernels.linear.projection
 import kernels.linear.registry
 import kernels.linear.select
-import model.network.attention
 import model.network.decoder
 from kernels.arch import CATALOGUE, CPU
 from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
+from kernels.rope.registry import PYTORCH, TRITON
 from kernels.selection import VectorProblem, triton_unsupported
 from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
@@ -135,7 +136,7 @@ def on_a_gpu(monkeypatch):
 def optimized(*arguments, **changes):
     made = build(*arguments, **changes).requires_grad_(requires_grad=False)
     made.optimize()
-    assert made._bound.fused
+    assert made._bound.rotation is TRITON
     return made
 
 
@@ -283,7 +284,8 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
     on_a_gpu()
     fused = optimized(num_layers=2)
     expected = drive(fused, (1,))
-    rope_and_write_kv, fetched = model.network.attention.rope_and_write_kv, []
+    rope_cache = sys.modules["kernels.rope.gpu.rope_cache"]
+    rope_and_write_kv, fetched = rope_cache.rope_and_write_kv, []
 
     def fetching(*arguments, ahead, **more):
         assert (
@@ -293,7 +295,7 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
         weights = fused._bound.layers[0].next_weights
         return rope_and_write_kv(*arguments, ahead=weights, **more)
 
-    monkeypatch.setattr(model.network.attention, "rope_and_write_kv", fetching)
+    monkeypatch.setattr(rope_cache, "rope_and_write_kv", fetching)
 
     for ours, theirs in zip(drive(fused, (1,)), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -430,6 +432,6 @@ def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monke
 
     plain.optimize()
 
-    assert not plain._bound.fused
+    assert plain._bound.rotation is PYTORCH
     assert "slower: needs" in caplog.text
     assert plain.row_counts == ()

@@ -105,7 +105,7 @@ def test_the_kernels_of_a_step_are_those_that_a_model_binds(shape, monkeypatch):
                 chosen["head"] = bound.head._choose(max(1, step.decode_rows))[0].spec.name
                 planned = {it.operation: it for it in step.operations}
                 assert chosen == {name: planned[f"{name} product"].kernel for name in PRODUCTS}
-                assert (planned["rotation, cache write"].kernel == "triton_rope") == bound.fused
+                assert planned["rotation, cache write"].kernel == bound.rotation.name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
