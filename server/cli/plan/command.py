@@ -14,7 +14,6 @@ import msgspec
 from kernels import KernelError
 from model.errors import ModelError
 from model.network import cpu_steps
-from model.network.decoder import DecoderLM
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
 from server.engine.core.memory.kv_demand import GIB
@@ -75,16 +74,13 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
         NoKernelError: no kernel supports an operation; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
-    planned = resolve_model(settings, folder, arch)
-    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
-    model.unmeasured_kernels = settings.unmeasured_kernels
-    in_c = planned.quantization if planned.quantization in cpu_steps.BITS else None
+    model, quantization, kv_dtype = resolve_model(settings, folder, arch)
     return explain_model(
         model,
         settings.block_size,
         arch,
-        planned.kv_dtype,
-        in_c,
+        kv_dtype,
+        quantization if quantization in cpu_steps.BITS else None,
         deterministic=settings.deterministic,
     )
 
