@@ -141,9 +141,5 @@ class VectorSpec:
 def select_vector(
     registry: tuple[VectorSpec, ...], problem: VectorProblem, arch: GPUArch
 ) -> Choice[VectorSpec]:
-    """Choose the row of a registry of operations on vectors.
-
-    Raises:
-        NoKernelError: no row supports the problem.
-    """
+    """Choose the row of a registry of operations on vectors; raises as `choose`."""
     return choose(registry, lambda row: row.unsupported(problem, arch), problem, arch)

@@ -63,7 +63,6 @@ PLAN = PlanReport(
                 OperationPlan(
                     operation="gate_up product",
                     kernel="persistent",
-                    includes=["activation"],
                     why="a test",
                     measured=False,
                     refused=[RefusedRow(kernel="vector", reasons=["1024 rows", "odd sizes"])],

@@ -10,8 +10,8 @@ TRITON: Final = VectorSpec(
     name="triton_norm",
     target="kernels.norms.gpu.norm_and_gate:add_rms_norm",
     unsupported=triton_unsupported,
+    note="in launches of their own where the kernel of a product does not include them",
 )
-"""Adds partial sums in the launch of the norm."""
 PYTORCH: Final = VectorSpec(name="torch_norm", target="kernels.norms.pytorch:rms_norm")
 """Differentiable, on every device."""
 

@@ -167,7 +167,7 @@ def _steps(report: PlanReport) -> Iterator[str]:
     alike: dict[tuple[object, ...], list[StepPlan]] = {}
     reasons: dict[str, dict[str, None]] = {}
     for step in report.steps:
-        kernels = ((it.operation, it.kernel, tuple(it.includes)) for it in step.operations)
+        kernels = ((it.operation, it.kernel) for it in step.operations)
         alike.setdefault((step.executor, not step.decode_rows, *kernels), []).append(step)
         for refused in (step.refused, *(it.refused for it in step.operations)):
             for row in refused:
@@ -178,9 +178,8 @@ def _steps(report: PlanReport) -> Iterator[str]:
         yield f"{name} by {first.executor}{_passed(first.refused)}"
         operations: dict[tuple[str, str], list[str]] = {}
         for it in first.operations:
-            included = f" with {' and '.join(it.includes)}" if it.includes else ""
             key = it.kernel, _passed(it.refused)
-            operations.setdefault(key, []).append(it.operation + included)
+            operations.setdefault(key, []).append(it.operation)
         for (kernel, passed), names in operations.items():
             yield from _row(kernel, ", ".join(names) + passed)
     yield "reasons"

@@ -55,15 +55,10 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperationPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernel of one operation of a step.
-
-    `includes` are neighbouring operations that its launch computes too. `measured` tells whether the choice is based on
-    timings on this architecture.
-    """
+    """The kernel of one operation of a step; `measured` tells whether timings on this architecture decided."""
 
     operation: str
     kernel: str
-    includes: list[str]
     why: str
     measured: bool
     refused: list[RefusedRow]

@@ -180,9 +180,7 @@ def test_steps_that_are_computed_alike_are_printed_once():
     assert "decode of 1 sequence by single_launch\n" in text
     assert "prompt of 1024 tokens by layers; not single_launch\n" in text
     assert "decode of 2, 4 sequences by layers; not single_launch\n" in text
-    assert (
-        text.count("  persistent              gate_up product with activation; not vector\n") == 2
-    )
+    assert text.count("  persistent              gate_up product; not vector\n") == 2
     assert text.count("  vector                  1024 rows; odd sizes\n") == 1
 
 

@@ -13,7 +13,7 @@ from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, choose, select_vector
 from model.device.kv_cache import bytes_per_token
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
-from model.network.layer_kernels import OperationChoice, layer_kernels
+from model.network.layer_kernels import layer_kernels
 from model.network.single_launch import ROW_COUNTS, has_run
 from model.network.step import Bucket
 from model.sampling.sampler import SAMPLERS
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kernels import AttentionProblem, GPUArch
-    from kernels.selection import Choice, Refusal, VectorSpec
+    from kernels.selection import Refusal
     from model.network.decoder import DecoderLM
+    from model.network.layer_kernels import AnyChoice
 
 _SINGLE_LAUNCH: Final = "single_launch"
 _CPU_LIBRARY: Final = "cpu_library"
@@ -182,11 +183,10 @@ def _plan_step(
     name = f"decode of {rows} sequence{'s' * (rows > 1)}" if rows else f"prompt of {tokens} tokens"
     executors = _executors(model, bucket, arch, in_c=in_c)
     chosen = choose(executors, lambda executor: executor.reasons, f"a {name}", arch)
-    operations = []
+    operations: list[tuple[str, AnyChoice]] = []
     if chosen.spec.name == _LAYERS:
-        operations = list(layer_kernels(model, bucket, arch, block_size, kv_dtype))
-    sampler = select_vector(SAMPLERS, VectorProblem("float32"), arch)
-    operations.append(OperationChoice("sampling", sampler))
+        operations += layer_kernels(model, bucket, arch, block_size, kv_dtype)
+    operations.append(("sampling", select_vector(SAMPLERS, VectorProblem("float32"), arch)))
     return StepPlan(
         step=name,
         decode_rows=rows,
@@ -198,17 +198,16 @@ def _plan_step(
             OperationPlan(
                 operation=operation,
                 kernel=choice.spec.name,
-                includes=list(includes),
                 why=choice.why,
                 measured=_is_measured(choice),
                 refused=_refused(choice.refusals),
             )
-            for operation, choice, includes in operations
+            for operation, choice in operations
         ],
     )
 
 
-def _is_measured(choice: Choice[VectorSpec] | LinearChoice | Selection) -> bool:
+def _is_measured(choice: AnyChoice) -> bool:
     if isinstance(choice, LinearChoice):
         return choice.measured
     return isinstance(choice, Selection) and any(it.measured for it in choice.launches)

@@ -69,13 +69,12 @@ function launches(rows) {
 }
 
 function steps(rows) {
-  const operation = ({ operation, kernel, includes }) => [operation, kernel, includes.join(", ")];
   return element(
     "section",
     { class: "phase" },
     element("h3", {}, "steps"),
     ...rows.map((step) =>
-      table(`${step.step}: ${step.executor}`, ["operation", "kernel", "includes"], step.operations.map(operation)),
+      table(`${step.step}: ${step.executor}`, ["operation", "kernel"], step.operations.map((it) => [it.operation, it.kernel])),
     ),
   );
 }
