@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +26,7 @@ from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
 from kernels.attention.select import Selection, select, select_for
+from kernels.selection import load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,13 +45,6 @@ def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
     passed = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
     _logger.log(level, "attention kernel: %s; unsupported rows: %s", selection.why, passed)
     return selection
-
-
-@functools.cache
-def _factory(target: str) -> AttentionKernelFactory:
-    """Import a row's kernel on first use."""
-    module, _, attribute = target.partition(":")
-    return cast("AttentionKernelFactory", getattr(importlib.import_module(module), attribute))
 
 
 def plan_attention(
@@ -101,7 +94,7 @@ def _bind(
     problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
 ) -> tuple[AttentionKernel, Selection | None]:
     """Bind the kernel to a step's batch: as a cascade if the sequences share a prefix and a row supports it."""
-    make = _factory(selection.spec.target)
+    make: AttentionKernelFactory = load(selection.spec.target)
     if (
         not isinstance(batch, PagedBatch)
         or not batch.shared_prefix
@@ -116,10 +109,10 @@ def _bind(
     # Imported here because a host without a GPU may have no Triton.
     from kernels.attention.portable.cascade_decode import CascadeDecode  # noqa: PLC0415
 
-    shared = _factory(prefix.spec.target)(prefix_problem(problem), batch, prefix)
+    shared: PrefixKernel = load(prefix.spec.target)(prefix_problem(problem), batch, prefix)
     rest_problem = dataclasses.replace(problem, lse=True)
     rest = make(rest_problem, rest_of(batch, problem.block_size), selection)
-    return CascadeDecode(problem, batch, cast("PrefixKernel", shared), rest), prefix
+    return CascadeDecode(problem, batch, shared, rest), prefix
 
 
 def prefill_attention(

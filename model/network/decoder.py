@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from kernels import NoKernelError, detect, select
 from kernels.linear.projection import Purpose, Residual
-from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.rope.registry import TRITON
 from kernels.sampling.tokens import embed_tokens
+from kernels.selection import VectorProblem, triton_unsupported
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
 from model.network.attention_plans import AttentionPlanner, attention_problems
@@ -269,7 +270,7 @@ class DecoderLM(nn.Module):
                 metadata,
                 self.ropes,
                 positions,
-                fused=bound.fused,
+                rotation=bound.rotation,
                 pdl=bound.pdl,
                 batch_invariant=deterministic,
             )
@@ -375,7 +376,7 @@ class DecoderLM(nn.Module):
                 return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
             return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
-        reasons = rope_unsupported(dtype, arch)
+        reasons = triton_unsupported(VectorProblem(dtype), arch)
         try:
             for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
                 select(problem, arch)
@@ -483,7 +484,7 @@ class DecoderLM(nn.Module):
     def _bind_single_launch(self, kv_cache: KVCache, rows: int) -> StepKernel | None:
         """Bind the single-launch kernel of steps of `rows` sequences to a cache; None if it is unsupported."""
         arch = detect(self.embed_tokens.device)
-        if not self._bound.fused or self.single_launch_unsupported(arch, rows):
+        if self._bound.rotation is not TRITON or self.single_launch_unsupported(arch, rows):
             return None
         return single_launch.bind_single_launch(
             self.network,

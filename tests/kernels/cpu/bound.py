@@ -8,7 +8,7 @@ import torch
 from kernels.cpu.decoder import CPUDecoder, LayerMatrices, StepTensors
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
-from kernels.norms.pytorch import rope_tables
+from kernels.rope.pytorch import rope_tables
 
 POSITIONS = 1024
 
