@@ -38,6 +38,7 @@ class AttentionPlanner:
         sliding: bool = False,
         kv_dtype: str | None = None,
         deterministic: bool = False,
+        queries: int = 1,
     ) -> AttentionProblem:
         """Return the attention problem of the layers, for kernel selection.
 
@@ -47,6 +48,7 @@ class AttentionPlanner:
             sliding: whether to describe the sliding-window layers; only for a model that mixes both kinds.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
             deterministic: whether the problem is that of a deterministic step.
+            queries: most tokens of a decode row.
         """
         config = self.config
         window = None if config.mixes_attention and not sliding else config.sliding_window
@@ -60,6 +62,7 @@ class AttentionPlanner:
             softmax_scale=config.softmax_scale,
             sliding_window=window,
             softcap=config.attention_softcap,
+            max_query_tokens=queries,
             batch_invariant=deterministic,
             kv_dtype=kv_dtype,
             unmeasured=self.unmeasured,
@@ -104,7 +107,7 @@ class AttentionPlanner:
         Args:
             slot_mapping: [T] int32 for the step's tokens, [decode rows | prefill rows].
             block_size: tokens per cache block.
-            decode: the sequences with one token; None if there are none.
+            decode: the decode rows; None if there are none.
             prefill: the other sequences; None if there are none.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
             deterministic: see `Bucket`.
@@ -121,6 +124,7 @@ class AttentionPlanner:
                         sliding=sliding,
                         kv_dtype=kv_dtype,
                         deterministic=deterministic,
+                        queries=batch.max_seqlen_q if phase is Phase.DECODE else 1,
                     ),
                     batch,
                 )
@@ -128,7 +132,7 @@ class AttentionPlanner:
             ]
 
         sliding = plans(sliding=True) if self.config.mixes_attention else [None, None]
-        num_decode_tokens = 0 if decode is None else decode.seq_lens.shape[0]
+        num_decode_tokens = 0 if decode is None else decode.num_tokens
         most_keys = sum(
             batch.num_seqs * batch.max_seqlen_k for batch in (decode, prefill) if batch is not None
         )

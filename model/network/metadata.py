@@ -17,7 +17,7 @@ class AttentionMetadata:
 
     Attributes:
         slot_mapping: [T] int32, block_id * block_size + offset of each token; -1 writes nothing.
-        num_decode_tokens: number of leading rows that `decode` covers, one per sequence.
+        num_decode_tokens: number of leading rows that `decode` covers.
         decode: plan of the decode rows; None if there are none.
         prefill: plan of the prefill rows; None if there are none.
         sliding_decode: plan of the decode rows for sliding-window layers, in models that mix both kinds of layer;

@@ -79,9 +79,11 @@ def rows_of(output):
 
 def sampled_rows(output, results):
     """Return the results of a step, which are given as a list for each row."""
-    count, num_decode = output.decode.num_logits, len(output.decode)
+    count, num_decode = output.decode.num_sampling, len(output.decode)
     assert not any(results[count:num_decode])
-    return SampledRows.of([result for (result,) in results[:count]], results[num_decode:])
+    return SampledRows.of(
+        [result for row in results[:count] for result in row], results[num_decode:]
+    )
 
 
 def commit(scheduler: Scheduler, output, results, seconds=0.0):
@@ -165,7 +167,7 @@ class NumberModel:
         tables = [sequence.block_table for sequence in decode.batch.sequences]
         if decode.batch is self.last_decode.batch:
             assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
-            rows = [*decode][: min(decode.num_logits, self.last_decode.num_logits)]
+            rows = [*decode][: min(decode.num_sampling, self.last_decode.num_sampling)]
             assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
             for row in rows:
                 assert row.start == row.sequence.num_known_tokens - 1

@@ -40,4 +40,4 @@ def test_sampled_rows_return_the_results_they_were_made_of():
 
     assert sampled.token_ids == [5, 6, -1, -1]
     assert sampled.logprobs == {1: -0.5}
-    assert plain(sampled.by_row(6)) == plain([*([it] for it in results), [], [], *prefill])
+    assert plain(sampled.by_row([1, 1, 1, 1, 0, 0])) == plain([*([it] for it in results), [], [], *prefill])

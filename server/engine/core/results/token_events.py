@@ -19,6 +19,19 @@ log = logging.getLogger("tessera.engine")
 _GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 
 
+def leading(
+    sampled: TypingSequence[SampledResult], draft: tuple[int, ...]
+) -> TypingSequence[SampledResult]:
+    """Return the results of a decode row up to the first that is not its draft's token.
+
+    Those after it were computed from a token that the sequence does not have.
+    """
+    for count, (result, token_id) in enumerate(zip(sampled, draft, strict=False), 1):
+        if result.token_id != token_id:
+            return sampled[:count]
+    return sampled
+
+
 def append_sampled(
     sequence: Sequence,
     sampled: TypingSequence[SampledResult],

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.network.step import StepOutput, input_bytes
+from model.network.columns import input_bytes
+from model.network.step import StepOutput
 from server.engine.core.step import NO_ROWS
 from server.engine.runner.step.buckets import BucketGrid
 from server.engine.runner.step.executor import StepExecutor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
     from model.network.decoder import DecoderLM
-    from model.network.step import Bucket
+    from model.network.columns import Bucket
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import DecodeRows, ScheduledSequence
     from server.engine.runner.step.sampled_tokens import SampledTokens
@@ -137,7 +138,7 @@ class RecordedSteps:
         Two recordings read the weights twice, which is faster than launching hundreds of kernels one by one.
 
         Args:
-            decode: sequences with one token each.
+            decode: the decode rows.
             prefill: the other sequences.
 
         Returns:
