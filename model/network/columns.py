@@ -140,7 +140,9 @@ def extra_columns(sequences: Iterable[Any]) -> tuple[str, ...]:
     if not valued:
         return ()
     members = list(sequences)
-    return tuple(sorted(name for name, value, fill in valued if any(value(s) != fill for s in members)))
+    return tuple(
+        sorted(name for name, value, fill in valued if any(value(s) != fill for s in members))
+    )
 
 
 def input_bytes(bucket: Bucket) -> int:

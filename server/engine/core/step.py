@@ -109,11 +109,11 @@ class DecodeBatch:
 
 
 class DecodeRows(TypingSequence[ScheduledSequence]):
-    """The rows of a step with one token and its draft, by column: a row that only continues decoding needs no object.
+    """The rows of a step with one token, and maybe a draft, by column: a row that only continues needs no object.
 
-    The draft are tokens proposed to follow the row's own token. They are computed with it, and each of them has a row of
-    logits too: the sampled tokens up to the first that differs from the draft are those that as many steps would sample.
-    The host knows the own token of a row with a draft, so no token of its sequence is in flight.
+    A draft are tokens proposed to follow the row's own token. They are computed with it, and each of them has a row of
+    logits too. The sampled tokens up to the first that is not the draft's are those that as many steps would sample.
+    The host knows the own token of a row with a draft: no token of its sequence is in flight.
 
     Read as a sequence, its entries are made when they are read.
 

@@ -81,9 +81,9 @@ class StepResults:
     ) -> None:
         """Enter the results of the decode rows."""
         if decode.drafts is not None:
-            rows = sampled.by_row(row.num_logits for row in decode)
-            for row, results in zip(decode, rows, strict=False):
-                self._enter_row(row, results, events, failures)
+            counts = [row.num_logits for row in decode]
+            for drafted, results in zip(decode, sampled.by_row(counts), strict=False):
+                self._enter_row(drafted, results, events, failures)
             return
         sequences, request_ids = decode.batch.sequences, decode.batch.request_ids
         token_ids, logprobs = sampled.token_ids, sampled.logprobs
@@ -134,13 +134,13 @@ class StepResults:
         sequence.num_tokens_in_flight -= num_logits
         if row.draft:
             sampled = leading(sampled, row.draft)
+        num_known = len(sequence.token_ids)
         reason = append_sampled(sequence, sampled, events)
         if reason is not FinishReason.ERROR:
-            num_rejected = num_logits - len(sampled)
+            num_rejected = num_logits - (len(sequence.token_ids) - num_known)
             if sequence.status is RUNNING:
                 sequence.num_computed_tokens -= num_rejected
-            # The sequence may end before the last token that equals the draft.
-            stop = min(row.start + row.num_tokens - num_rejected, len(sequence.token_ids))
+            stop = row.start + row.num_tokens - num_rejected
             if stop // self._block_size > sequence.num_linked_blocks:
                 self._cache_blocks(sequence, stop)
             if reason is None:

@@ -37,7 +37,7 @@ def append_sampled(
     sampled: TypingSequence[SampledResult],
     events: StepEvents,
 ) -> FinishReason | None:
-    """Append the sampled tokens of a row, up to the first that ends the sequence.
+    """Append the sampled tokens of a row, up to the first that ends the sequence or after which others are forced.
 
     Args:
         sequence: of the row.
@@ -47,12 +47,17 @@ def append_sampled(
     Returns:
         Why the sequence ends, if it does. `ERROR` comes with the sequence's `error` and without an event.
     """
-    for result in sampled:
+    matcher = sequence.matcher if sequence.sampling.skips_forced_tokens else None
+    for count, result in enumerate(sampled, 1):
         if result.error is not None:
             return _fail(sequence, result.error)
         assert result.token_id is not None, "a result has a token or an error"
         try:
             reason = sequence.append(result.token_id)
+            ends = reason is not None
+            if matcher is not None and not ends and count < len(sampled):
+                # The model may choose other tokens for the text than those that the tokenizer makes of it.
+                ends = bool(matcher.forced_tokens())
         except Exception:
             log.exception("the grammar of request %d failed", sequence.request_id)
             return _fail(sequence, _GRAMMAR_FAILED)
@@ -65,7 +70,7 @@ def append_sampled(
             finish_reason=reason,
         )
         events.add(sequence.request_id, event)
-        if reason is not None:
+        if ends:
             return reason
     return None
 

@@ -55,6 +55,7 @@ class BucketGrid:
     ) -> None:
         self._deterministic = deterministic
         self._most_seqs = most = limits.max_num_seqs
+        self._most_queries = limits.max_queries
         self._block_size = block_size
         self._most_columns = -(-limits.max_model_len // block_size)
         self._rows = row_counts(most)
@@ -127,6 +128,7 @@ class BucketGrid:
     def _decode(self, step: Bucket) -> Iterator[Bucket]:
         """Yield buckets for a step of decode rows; rows grow before columns."""
         queries = 1 << (step.queries - 1).bit_length()
+        queries = min(queries, max(step.queries, self._most_queries))
         for columns in self._columns(step.columns):
             for rows in _from(self._rows, step.rows):
                 yield self._bucket(rows, columns=columns, queries=queries)
@@ -157,14 +159,15 @@ class BucketGrid:
     def _bucket(
         self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0, queries: int = 1
     ) -> Bucket:
-        # A step has at most `max_num_seqs` sequences of both kinds together, and memory for as many rows of logits.
+        # A step has at most `max_num_seqs` sequences of both kinds together.
+        most = self._most_seqs * min(queries, self._most_queries)
         return Bucket(
             rows=rows,
             queries=queries,
             prompt_tokens=tokens,
             prompt_seqs=seqs,
             columns=columns,
-            num_logits=min(rows * queries + seqs, self._most_seqs),
+            num_logits=min(rows * queries + seqs, most),
         )
 
     def _columns(self, least: int) -> Iterator[int]:

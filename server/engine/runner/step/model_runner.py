@@ -33,14 +33,16 @@ from server.engine.runner.step.step_result import GreedyStep, SampledStep, Waiti
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from collections.abc import Sequence as TypingSequence
     from concurrent.futures import Future
 
     from kernels import AttentionProblem
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder
-    from model.network.decoder import DecoderLM
     from model.network.columns import Bucket
+    from model.network.decoder import DecoderLM
     from model.sampling.grammar import GrammarMatcher, PendingMasks
+    from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.plan_report import PlanReport
@@ -114,7 +116,7 @@ class ModelRunner:
             limits: of a step.
             recorder: for the cache's device.
         """
-        self._sampled = SampledTokens(limits.max_num_seqs + 1, self.device)
+        self._sampled = SampledTokens(limits.max_logits + 1, self.device)
         self.recorded = RecordedSteps(
             self.model,
             self.kv_cache,
@@ -183,8 +185,7 @@ class ModelRunner:
         if prefill:
             needs |= needs_of_prompts(prefill)
         greedy = needs.all_argmax
-        sampling = [] if greedy else _sampling(decode, prefill)
-        rows = [] if greedy else self._sampling_rows(decode, prefill)
+        sampling, rows = ([], []) if greedy else self._sampling_rows(decode, prefill)
         waits = any(
             row.parameters.needs_history and sequence.num_tokens_in_flight
             for row, sequence in zip(rows, sampling, strict=False)
@@ -210,16 +211,12 @@ class ModelRunner:
         parts = [part.logits for part in computed]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         if greedy:
-            sampling, rows = _sampling(decode, prefill), self._sampling_rows(decode, prefill)
+            sampling, rows = self._sampling_rows(decode, prefill)
 
         def sample(masks: tuple[list[int], PendingMasks] | None) -> SampledStep:
             errors = {} if masks is None else _add_masks(rows, *masks)
             tokens = self._sampler.begin(logits, rows)
-            feeds_next = tokens.feeds_next and decode.drafts is None
-            if decode.drafts is None:
-                self._sampled.put(tokens.tokens)
-                if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
-                    self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
+            feeds_next = self._keep(decode, tokens)
             return SampledStep(tokens, decode.num_logits, num_logits, prompts, feeds_next, errors)
 
         if waits:
@@ -274,8 +271,9 @@ class ModelRunner:
             return [self.executor.step(packed.input, sampled)], {}
         hidden = self.executor.hidden_states(packed.input, sampled)
         deterministic = packed.input.bucket.deterministic
-        parts = ((output.decode, 0), (output.prefill, packed.input.bucket.decode_tokens))
-        prompts = self._prompt_logprobs(parts, hidden, deterministic=deterministic)
+        prefill = _first_tokens(output.prefill, packed.input.bucket.decode_tokens)
+        scheduled = (*_first_tokens(output.decode, 0), *prefill)
+        prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
         return [self.executor.score(packed.input, hidden)], prompts
 
     def _find_sharing_rule(self) -> SharingRule | None:
@@ -291,10 +289,24 @@ class ModelRunner:
         # Only full-attention layers support it, and those of a model all have the same problem.
         return functools.partial(shared_prefix_is_faster, takers[0], arch)
 
+    def _keep(self, decode: DecodeRows, tokens: PendingTokens) -> bool:
+        """Keep sampled tokens on the device; return whether the next step can be launched on them.
+
+        It cannot after a step with a draft, since the host decides which of the draft's tokens are kept.
+        """
+        if decode.drafts is not None:
+            return False
+        self._sampled.put(tokens.tokens)
+        if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
+            self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
+        return tokens.feeds_next
+
     def _sampling_rows(
-        self, decode: DecodeRows, prefill: Iterable[ScheduledSequence]
-    ) -> list[SamplingRow]:
-        """Return the sampler's rows for all rows of logits of a step."""
+        self, decode: DecodeRows, prefill: TypingSequence[ScheduledSequence]
+    ) -> tuple[list[Sequence], list[SamplingRow]]:
+        """Return the sequence of each row of logits of a step, and its input of the sampler."""
+        prompts = (s.sequence for s in prefill for _ in range(s.num_logits))
+        sampling = [*decode.sampling_sequences, *prompts]
         rows: list[SamplingRow] = []
         if decode.drafts is None:
             sequences = decode.batch.sequences[: decode.num_sampling]
@@ -307,7 +319,7 @@ class ModelRunner:
                 SamplingRow(s.sequence.sampling, position, self._history_before(s, position))
                 for position in s.sampled_positions
             ]
-        return rows
+        return sampling, rows
 
     def _history(self, sequence: Sequence) -> TokenHistory:
         """Return the token history of a sequence, which is kept between steps."""
@@ -344,14 +356,13 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self,
-        parts: Iterable[tuple[Iterable[ScheduledSequence], int]],
+        scheduled: Iterable[tuple[ScheduledSequence, int]],
         hidden: torch.Tensor,
         *,
         deterministic: bool,
     ) -> dict[int, PromptLogprobs]:
-        """Compute the requested log-probabilities of prompts; `parts` are sequences and the first token of each part."""
+        """Compute the requested log-probabilities of prompts; each sequence comes with its first row of `hidden`."""
         results: dict[int, PromptLogprobs] = {}
-        scheduled = ((s, first) for rows, first in parts for s, first in _first_tokens(rows, first))
         for s, row in scheduled:
             sequence = s.sequence
             if not scores_prompt(sequence):
@@ -376,7 +387,7 @@ class ModelRunner:
 def _first_tokens(
     scheduled: Iterable[ScheduledSequence], first: int
 ) -> Iterator[tuple[ScheduledSequence, int]]:
-    """Yield neighbouring sequences with the index of the first token of each; `first` is that of the first sequence."""
+    """Yield each sequence with the index of its first token in the step; that of the first sequence is `first`."""
     for s in scheduled:
         yield s, first
         first += s.num_tokens
@@ -397,17 +408,11 @@ def _add_masks(rows: list[SamplingRow], masked: list[int], masks: PendingMasks) 
     return {masked[i]: error for i, error in errors.items()}
 
 
-def _sampling(decode: DecodeRows, prefill: Iterable[ScheduledSequence]) -> list[Sequence]:
-    """Return the sequence of each row of logits."""
-    prompts = (row.sequence for row in prefill for _ in range(row.num_logits))
-    return [*decode.sampling_sequences, *prompts]
-
-
 def _matcher_before(sequence: Sequence, row: SamplingRow) -> GrammarMatcher | None:
     """Return the state of a sequence's grammar before the token of a row; None if the row needs no mask.
 
-    That is a row whose token is not kept: the sequence has ended meanwhile, or has a token at the row's position, or the
-    grammar does not allow the draft before it, or ends with it.
+    That is a row whose token is not kept: the sequence has ended meanwhile, or has a token at the row's position, or
+    its grammar does not allow the draft before it, or ends with it.
     """
     if sequence.status is SequenceStatus.FINISHED or row.position < sequence.num_tokens:
         return None

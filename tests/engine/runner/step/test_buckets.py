@@ -161,3 +161,26 @@ def test_at_least_four_fifths_of_the_shared_blocks_are_read_once():
     assert all(count % 4 == 0 for count in counts)
     assert all(count <= blocks < 1.25 * count for blocks, count in enumerate(counts) if blocks > 15)
     assert len(set(counts)) < 35
+
+
+@pytest.mark.parametrize(
+    ("queries", "most", "expected"), [(2, 8, 2), (3, 8, 4), (5, 8, 8), (5, 6, 6), (5, 1, 5)]
+)
+def test_rows_with_drafts_fit_buckets_of_few_numbers_of_tokens(queries, most, expected):
+    buckets = grid(max_num_seqs=16, max_queries=most)
+    step = Bucket(rows=3, queries=queries, columns=9, num_logits=3 * queries)
+
+    first, *others = buckets.fitting(step)
+
+    assert (first.rows, first.queries, first.num_logits) == (4, expected, min(4 * expected, 16 * most))
+    assert all(it.queries == expected and it.num_logits >= 3 * queries for it in others)
+    assert all(it.queries == 1 for it in buckets.ahead())
+    mixed = msgspec.structs.replace(step, prompt_tokens=5, prompt_seqs=1)
+    assert not list(buckets.fitting(mixed))
+
+
+def test_a_step_with_more_logits_than_there_is_memory_for_fits_no_bucket():
+    step = Bucket(rows=16, queries=4, columns=9, num_logits=64)
+
+    assert not list(grid(max_num_seqs=16).fitting(step))
+    assert list(grid(max_num_seqs=16, max_queries=4).fitting(step))

@@ -100,6 +100,66 @@ def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, 
     assert set(host.sampled_rows[len(scored) :].tolist()) <= {19}
 
 
+def drafted(name, start, *draft):
+    """A row with a draft; its tokens have known blocks."""
+    row = scheduled(name, start, 1)
+    row.sequence.block_table += [900 + 10 * name, 901 + 10 * name]
+    count = 1 + len(draft)
+    return msgspec.structs.replace(row, num_tokens=count, num_logits=count, draft=draft)
+
+
+DRAFTED = (drafted(1, 8, 5, 6), drafted(3, 0), drafted(2, 3, 7, 8, 9), DECODE[2])
+
+
+@pytest.mark.parametrize("prefill", [PREFILL, ()], ids=["prompts", ""])
+@pytest.mark.parametrize("larger", [{}, {"rows": 6, "queries": 8, "num_logits": 50}], ids=str)
+@pytest.mark.parametrize("rows", [DRAFTED, DRAFTED[:1], DRAFTED[2:]], ids=len)
+def test_the_tokens_of_rows_with_drafts_follow_each_other(rows, prefill, larger):
+    exact = exact_bucket(DecodeRows.of(rows), prefill, S)
+    bucket = msgspec.structs.replace(exact, **larger)
+    packed = pack(rows, prefill, bucket, first_sampled=2)
+    host, used = packed.input.host, sum(row.num_tokens for row in rows)
+
+    assert (exact.rows, exact.queries) == (len(rows), max(row.num_tokens for row in rows))
+    assert exact.num_logits == sum(row.num_logits for row in (*rows, *prefill))
+    tokens = list(zip(host.token_ids, host.positions, host.slot_mapping, strict=True))
+    expected = []
+    for row in rows:
+        table = row.sequence.block_table
+        ids = (row.sequence.token_ids[row.start], *row.draft)
+        expected += [(t, p, table[p // S] * S + p % S) for p, t in enumerate(ids, row.start)]
+    assert tokens[:used] == expected
+    assert set(tokens[used : bucket.decode_tokens]) <= {(0, 0, -1)}
+    prompts = [token for it in prefill for token in expected_tokens(it)]
+    assert tokens[bucket.decode_tokens :][: len(prompts)] == prompts
+    ends = np.cumsum([0, *(row.num_tokens for row in rows)]).tolist()
+    assert host.cu_seqlens.tolist() == ends + [used] * (bucket.rows - len(rows))
+    lengths = [row.start + row.num_tokens for row in rows]
+    assert host.seq_lens.tolist() == lengths + [0] * (bucket.rows - len(rows))
+    for line, row, length in zip(host.block_table, rows, lengths, strict=False):
+        count = -(-length // S)
+        assert line[:count].tolist() == row.sequence.block_table[:count]
+    num_scored = sum(row.num_logits for row in rows)
+    assert host.logits_rows[:num_scored].tolist() == list(range(num_scored))
+    assert host.sampled_rows[: exact.num_logits].tolist() == [2 + i for i in range(exact.num_logits)]
+    # As an input that had another step before.
+    packed.pack(DecodeRows.of(DRAFTED[1:2]), (), SampledTokens(60, CPU))
+    packed.pack(DecodeRows.of(rows), prefill, SampledTokens(20, CPU), 2)
+    again = list(zip(host.token_ids, host.positions, host.slot_mapping, strict=True))
+    assert again == tokens
+
+
+def test_the_own_token_of_a_row_with_a_draft_is_known():
+    row = drafted(1, 4, 5)
+    sampled = SampledTokens(20, CPU)
+    sampled.note(DecodeRows.of([row]), ())
+    later = msgspec.structs.replace(row, start=5)
+    packed = PackedStep(exact_bucket(DecodeRows.of([later]), (), S), S, CPU)
+
+    with pytest.raises(AssertionError):
+        packed.pack(DecodeRows.of([later]), (), sampled)
+
+
 def test_a_sequence_may_have_several_rows_of_logits():
     verifying = scheduled(1, 7, 4, num_logits=4)
     bucket = exact_bucket(DecodeRows.of(()), (verifying,), S)
