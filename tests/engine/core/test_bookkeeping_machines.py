@@ -159,7 +159,6 @@ class Bills:
             self.recomputed[request_id] += len(positions & (cached | computed))
             computed |= positions - cached
 
-
     def reject(self, output, events):
         """Count the tokens of drafts that a sequence does not have: they are computed again, if at all."""
         kept = Counter(request_id for request_id, event in events if event.token_id is not None)

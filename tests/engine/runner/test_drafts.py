@@ -155,7 +155,9 @@ def test_the_next_step_waits_for_the_tokens_that_are_kept(tmp_path, way):
     runner.execute(step_of([], [ScheduledSequence(sequence, 0, sequence.num_tokens, 1)]))
 
     feeds = [
-        runner.launch(step_of([ScheduledSequence(sequence, start, 1 + n, 1 + n, (5,) * n)])).feeds_next
+        runner.launch(
+            step_of([ScheduledSequence(sequence, start, 1 + n, 1 + n, (5,) * n)])
+        ).feeds_next
         for n in range(3)
     ]
 

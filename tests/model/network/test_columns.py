@@ -80,7 +80,9 @@ def test_a_record_is_all_that_a_column_with_a_value_per_sequence_needs():
     packed = packed_step(decode, prefill, larger)
     assert packed.input.host.adapters.tolist() == [-1, 7, -1, -1, 9, -1, -1]
     assert packed.input.device.adapters.dtype is torch.int32
-    assert input_bytes(larger) - input_bytes(msgspec.structs.replace(larger, extra_columns=())) == 28
+    assert (
+        input_bytes(larger) - input_bytes(msgspec.structs.replace(larger, extra_columns=())) == 28
+    )
     # The other ranks get it with the others.
     command = msgspec.msgpack.decode(
         msgspec.msgpack.encode(ComputeStep(larger, packed.input.to_bytes(), 0, scores=True)),
@@ -111,7 +113,9 @@ def test_a_single_sequence_with_a_value_gives_the_step_the_column(in_prompt):
     prefill = ((one if in_prompt else other).whole,)
 
     assert exact_bucket(decode, prefill, S).extra_columns == ("adapters",)
-    assert packed_step(decode, prefill).input.host.adapters.tolist() == [[0, -1], [-1, 0]][in_prompt]
+    assert (
+        packed_step(decode, prefill).input.host.adapters.tolist() == [[0, -1], [-1, 0]][in_prompt]
+    )
 
 
 @pytest.mark.usefixtures("_adapters")

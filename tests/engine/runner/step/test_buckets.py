@@ -172,7 +172,11 @@ def test_rows_with_drafts_fit_buckets_of_few_numbers_of_tokens(queries, most, ex
 
     first, *others = buckets.fitting(step)
 
-    assert (first.rows, first.queries, first.num_logits) == (4, expected, min(4 * expected, 16 * most))
+    assert (first.rows, first.queries, first.num_logits) == (
+        4,
+        expected,
+        min(4 * expected, 16 * most),
+    )
     assert all(it.queries == expected and it.num_logits >= 3 * queries for it in others)
     assert all(it.queries == 1 for it in buckets.ahead())
     mixed = msgspec.structs.replace(step, prompt_tokens=5, prompt_seqs=1)

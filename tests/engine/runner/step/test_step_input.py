@@ -141,7 +141,9 @@ def test_the_tokens_of_rows_with_drafts_follow_each_other(rows, prefill, larger)
         assert line[:count].tolist() == row.sequence.block_table[:count]
     num_scored = sum(row.num_logits for row in rows)
     assert host.logits_rows[:num_scored].tolist() == list(range(num_scored))
-    assert host.sampled_rows[: exact.num_logits].tolist() == [2 + i for i in range(exact.num_logits)]
+    assert host.sampled_rows[: exact.num_logits].tolist() == [
+        2 + i for i in range(exact.num_logits)
+    ]
     # As an input that had another step before.
     packed.pack(DecodeRows.of(DRAFTED[1:2]), (), SampledTokens(60, CPU))
     packed.pack(DecodeRows.of(rows), prefill, SampledTokens(20, CPU), 2)
