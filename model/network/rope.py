@@ -172,17 +172,6 @@ class RotaryEmbedding:
         """Cos and sin of all reserved positions, [positions, 1, D] each, contiguous."""
         return self._cos, self._sin
 
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cos and sin for the tokens of a step.
-
-        Args:
-            positions: [T] int64, each below the reserved number.
-
-        Returns:
-            cos and sin, [T, 1, D] each, contiguous.
-        """
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
     def _tables(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of angles, [..., D / 2]; [..., 1, D] each."""
         cos, sin = rope_tables(angles, self._rope.attention_factor, dtype)

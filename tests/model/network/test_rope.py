@@ -85,7 +85,7 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
     rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(context, torch.float32, CPU)
 
-    cos, sin = rope.table(positions)
+    cos, sin = [table[positions] for table in rope.tables]
 
     assert config.max_context == context
     their_cos, their_sin = oracle(torch.empty(1, dtype=torch.float32), positions[None])
@@ -100,9 +100,9 @@ def test_a_longrope_service_within_the_original_context_has_the_short_factors():
     rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(ORIGINAL, torch.float32, CPU)
 
-    short = rope.table(positions)[0]
+    short = rope.tables[0][positions]
     rope.reserve(ORIGINAL + 1, torch.float32, CPU)
-    long = rope.table(positions)[0]
+    long = rope.tables[0][positions]
 
     theirs, _ = oracle(torch.empty(1, dtype=torch.float32), positions[None])
     torch.testing.assert_close(short[:, 0], theirs[0], rtol=0, atol=1e-6)
@@ -144,10 +144,7 @@ def test_scores_of_heads_that_rotate_in_part_are_those_of_their_definition(scali
     rope.reserve(count, torch.float64, CPU)
     queries, keys = torch.randn(2, count, 1, dim, dtype=torch.float64)
 
-    ours = [
-        apply_rope(x[..., list(order)], *rope.table(torch.arange(count)))[:, 0]
-        for x in (queries, keys)
-    ]
+    ours = [apply_rope(x[..., list(order)], *rope.tables)[:, 0] for x in (queries, keys)]
 
     whole = RotaryEmbedding(dataclasses.replace(rotary, dims=None), dims)
     whole.reserve(count, torch.float64, CPU)
