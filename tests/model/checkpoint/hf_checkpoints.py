@@ -32,13 +32,18 @@ class Case:
     )
     model: str = "ForCausalLM"  # the class of the model, after the family
     in_half: bool = False  # whether logits in bfloat16 are compared too
+    others: dict = dataclasses.field(
+        default_factory=dict
+    )  # configurations of other models beside the language model
 
     @property
     def architecture(self):
         return self.family.removesuffix("Text") + self.model
 
     def config(self):
-        return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
+        stated = _SHAPE | self.changes
+        kind = getattr(transformers, f"{self.family}Config")
+        return kind(text_config=stated, **self.others) if self.others else kind(**stated)
 
     def build(self):
         """Return the model in transformers; all parameters are random, including norms and biases."""
