@@ -9,6 +9,7 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
     gemma2,
     gemma3,
+    gemma3_multimodal,
     gpt2,
     granite,
     llama,
@@ -29,6 +30,7 @@ _FILES: Final = (
     qwen3,
     gemma2,
     gemma3,
+    gemma3_multimodal,
     gpt2,
     opt,
     granite,

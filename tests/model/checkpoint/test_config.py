@@ -157,6 +157,30 @@ def test_absent_keys_of_gemma_have_the_defaults_of_transformers():
         assert network.tied
 
 
+def test_the_language_model_of_a_multimodal_gemma_has_the_defaults_of_its_class():
+    stated = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "model_type": "gemma3",
+            "text_config": stated | rope | {"model_type": "gemma3_text"},
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+    assert config.network.num_parameters == 3_880_263_168
+    assert (config.network.vocab, config.max_context) == (262_208, 131_072)
+    assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
+    assert config.network.rotaries[0] == (Rotary("linear", 1e6, 8.0), 256)
+
+
 def test_a_softcap_of_null_is_no_softcap():
     config = ModelConfig.from_dict(
         GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
