@@ -253,6 +253,7 @@ def compare(options: argparse.Namespace, path: str, tokenizer: Tokenizer) -> dic
             model_path=path,
             model_id=options.model,
             device=options.device,
+            quantization="none",
             max_num_seqs=options.batch,
             max_num_batched_tokens=max(512, options.batch),
         )

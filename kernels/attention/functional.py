@@ -25,7 +25,7 @@ from kernels.attention.checks import (
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
-from kernels.attention.select import Selection, select, select_for
+from kernels.attention.select import Selection, select_for, select_for_queries
 from kernels.selection import load
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 @functools.lru_cache(maxsize=256)
 def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
     """Select the kernel once per problem and log the choice: as a warning if a GPU falls back to PyTorch."""
-    selection = select(problem, arch)
+    selection = select_for_queries(problem, arch)
     level = logging.DEBUG if arch.is_cpu or not selection.spec.cpu else logging.WARNING
     passed = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
     _logger.log(level, "attention kernel: %s; unsupported rows: %s", selection.why, passed)
@@ -64,8 +64,9 @@ def plan_attention(
         selection: the row to use, from `select`; None chooses one.
 
     Returns:
-        The plan for `prefill_attention` or `decode_attention`. Its calls share memory: on a GPU, make
-        them on one stream.
+        The plan for `prefill_attention` or `decode_attention`, whichever its problem's phase says: a decode of
+        several query tokens per sequence that no decode row supports is planned as a prefill. Its calls share memory:
+        on a GPU, make them on one stream.
 
     Raises:
         ShapeError: the batch is inconsistent or does not fit the problem.
@@ -74,6 +75,8 @@ def plan_attention(
     check_batch(problem, batch)
     if selection is None:
         selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
+        if selection.spec.phase is not problem.phase:
+            problem = dataclasses.replace(problem, phase=selection.spec.phase)
         selection = select_for(selection, problem, batch)
     heads = (problem.num_kv_heads, problem.head_dim)
     run, prefix = _bind(problem, batch, selection)

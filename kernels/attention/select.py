@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels.attention.problem import Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.attention.tuned import tuned_launches
 from kernels.errors import NoKernelError
-from kernels.selection import choose
+from kernels.selection import Refusal, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from kernels.attention.launch import LaunchConfig, TunedLaunch
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.spec import KernelSpec
-    from kernels.selection import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,29 @@ def select(
     return Selection(
         spec, arch, launches(spec, problem, arch) if spec.launch else (), why, refusals
     )
+
+
+def select_for_queries(problem: AttentionProblem, arch: GPUArch) -> Selection:
+    """Select as `select`; if no decode row takes several query tokens per sequence, among the rows of prefill.
+
+    These take any number of them, but read the keys in fewer parts. The refusals then begin with those of all decode
+    rows.
+
+    Raises:
+        NoKernelError: no row supports it.
+    """
+    try:
+        return select(problem, arch)
+    except NoKernelError:
+        if problem.phase is Phase.PREFILL or problem.max_query_tokens == 1:
+            raise
+    found = select(dataclasses.replace(problem, phase=Phase.PREFILL), arch)
+    rows = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
+    passed = tuple(
+        Refusal(row.name, row.unsupported(problem, arch))
+        for row in rows
+        if row.phase is problem.phase
+    )
+    count = problem.max_query_tokens
+    why = f"no decode row takes {count} query tokens per sequence here; {found.why}"
+    return dataclasses.replace(found, why=why, refusals=(*passed, *found.refusals))

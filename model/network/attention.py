@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kernels import decode_attention, flash_attention, prefill_attention
+from kernels import Phase, decode_attention, flash_attention, prefill_attention
 from kernels.rope.cache import CacheSlots
 from kernels.rope.pytorch import split_heads
 from kernels.selection import load
@@ -112,7 +112,10 @@ class PagedAttention:
         decode, prefill = self._metadata.plans[layer.problem]
         split = self._metadata.num_decode_tokens
         if decode is not None:
-            decode_attention(q[:split], kv, decode, out[:split], kv_scale=scale)
+            # Kernels of prefill take rows of several tokens where those of decode take one.
+            by_decode = decode.problem.phase is Phase.DECODE
+            attend = decode_attention if by_decode else prefill_attention
+            attend(q[:split], kv, decode, out[:split], kv_scale=scale)
         if prefill is not None:
             prefill_attention(q[split:], kv, prefill, out[split:], kv_scale=scale)
         return out.flatten(-2)

@@ -167,12 +167,16 @@ class DecoderLM(nn.Module):
         Returns:
             `out` if it is given, else the new logits.
         """
-        rows, _, prompt_seqs, _, num_logits, shared_blocks, deterministic = step.bucket
+        bucket = step.bucket
         if self.cpu_steps is not None:
             assert out is None, "steps on a CPU are not recorded"
             return self.cpu_steps.step(step, kv_cache, sampled)
-        if rows == num_logits and not (prompt_seqs or shared_blocks or deterministic):
-            kernel = self._single_launches.kernel(kv_cache, rows, self._bind_single_launch)
+        if (
+            bucket.queries == 1
+            and bucket.has_all_logits
+            and not (bucket.shared_blocks or bucket.deterministic or bucket.extra_columns)
+        ):
+            kernel = self._single_launches.kernel(kv_cache, bucket.rows, self._bind_single_launch)
             if kernel is not None:
                 table, rope = self.embed_tokens, self.rope_tables
                 try:
@@ -185,7 +189,7 @@ class DecoderLM(nn.Module):
     def hidden_states(
         self, step: StepInput, kv_cache: KVCache, sampled: Tensor | None = None
     ) -> Tensor:
-        """Compute the layers of a step and return the hidden states of its tokens, [R + P, hidden_size].
+        """Compute the layers of a step and return the hidden states of its tokens, [T, hidden_size].
 
         Args:
             step: as for `step`.
@@ -215,7 +219,7 @@ class DecoderLM(nn.Module):
         """Compute the requested rows of logits from the hidden states of the step's tokens; arguments as for `step`."""
         if not step.bucket.num_logits:
             return StepOutput(hidden.new_empty((0, self.network.vocab)))
-        if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
+        if not step.bucket.has_all_logits:
             hidden = hidden[step.device.logits_rows]
         deterministic = step.bucket.deterministic
         if out is None:

@@ -34,6 +34,7 @@ def measures(checkpoint, said, **changes):
             model_path=str(checkpoint),
             model_id="tiny",
             device="cpu",
+            quantization="none",
             block_size=BLOCK,
             **settings | changes,
         )

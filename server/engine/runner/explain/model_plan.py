@@ -12,10 +12,10 @@ from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, choose, select_vector
 from model.device.kv_cache import bytes_per_token
+from model.network.columns import Bucket
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
 from model.network.layer_kernels import layer_kernels
 from model.network.single_launch import ROW_COUNTS, has_run
-from model.network.step import Bucket
 from model.sampling.sampler import SAMPLERS
 from server.engine.core.plan_report import (
     DeterminismPlan,
