@@ -33,7 +33,8 @@ from model.checkpoint.weights import load_model
 from model.device.dtypes import stored_dtype
 from model.device.kv_cache import KVCache
 from model.network import cpu_steps
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket
+from model.network.step import StepInput
 from model.training.corpus import SourceFile, read_files
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH
@@ -73,12 +74,13 @@ class ServedModel:
     def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
         self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
         self._model.optimize(quantization, torch.get_num_threads())
+        mixer = config.network.layers[0].mixer
         self._cache = KVCache(
-            config.num_layers,
+            len(config.network.layers),
             -(-CONTEXT_LENGTH // _BLOCK_SIZE),
             _BLOCK_SIZE,
-            config.num_kv_heads,
-            config.head_dim,
+            mixer.num_kv_heads,
+            mixer.head_dim,
             self._model.cache_dtype,
             torch.device("cpu"),
         )
@@ -87,7 +89,10 @@ class ServedModel:
         """See `Predictor.__call__`."""
         tokens = len(positions)
         columns = -(-tokens // _BLOCK_SIZE)
-        step = StepInput(Bucket(0, tokens, 1, columns, tokens), _BLOCK_SIZE, torch.device("cpu"))
+        bucket = Bucket(
+            rows=0, prompt_tokens=tokens, prompt_seqs=1, columns=columns, num_logits=tokens
+        )
+        step = StepInput(bucket, _BLOCK_SIZE, torch.device("cpu"))
         host = step.host
         host.token_ids[:] = input_ids[0].numpy()
         host.positions[:] = host.slot_mapping[:] = positions.numpy()
@@ -310,7 +315,7 @@ def _precisions(
     """
     entries: list[dict[str, Any]] = []
     models: list[Predictor] = []
-    reasons = cpu_steps.unsupported(config)
+    reasons = cpu_steps.unsupported(config.network)
     if reasons:
         print(f"the C library cannot serve {options.model} here: {'; '.join(reasons)}")
     for name in options.quantization:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER
 from kernels.linear import cpu, persistent_tiles
 from kernels.linear.matrix_tiles import FEWEST_FP8_ROWS, FEWEST_ROWS, ROW_COUNTS, most_rows
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
+from kernels.selection import VectorProblem, reasons, triton_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 VECTOR_COLUMNS: Final = 8
 """Columns that a thread of the vector kernel multiplies at once; a row of weights is a multiple of them."""
 MOST_VECTOR_ROWS: Final = 4
-_DTYPES: Final = ("bfloat16", "float16", "float32")
 _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
 _FP8_MULTIPLE: Final = 16
@@ -63,21 +63,14 @@ class LinearSpec:
     copies_weights: bool = False
 
 
-def _reasons(*tests: tuple[bool, str]) -> tuple[str, ...]:
-    return tuple(reason for fails, reason in tests if fails)
-
-
 def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     """List the reasons that apply to all rows for GPUs, which need the Triton kernels around their product."""
-    return arch.unsupported(TENSOR_CORES) + _reasons(
-        (problem.trainable, "not differentiable"),
-        (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
-    )
+    return triton_unsupported(VectorProblem(problem.dtype, problem.trainable), arch)
 
 
 def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     in_fp8 = problem.weight_dtype is not None
-    return _gpu_unsupported(problem, arch) + _reasons(
+    return _gpu_unsupported(problem, arch) + reasons(
         (problem.batch_invariant, "for few rows only"),
         (
             in_fp8 and problem.rows >= FEWEST_FP8_ROWS and not _matrix_unsupported(problem, arch),
@@ -98,7 +91,7 @@ def _hopper_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     """List the reasons that apply to the kernels for Hopper's tensor cores."""
     sizes = (problem.matrices * problem.outputs, problem.inputs)
     odd = next((size for size in sizes if size % _MATRIX_MULTIPLE), None)
-    return arch.unsupported(HOPPER) + _reasons(
+    return arch.unsupported(HOPPER) + reasons(
         (problem.trainable, "not differentiable"),
         (
             problem.layer_weights == 0 and not problem.batch_invariant,
@@ -118,7 +111,7 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
         if problem.batch_invariant
         else most_rows(problem.layer_weights, fp8=problem.weight_dtype is not None)
     )
-    return _hopper_unsupported(problem, arch) + _reasons(
+    return _hopper_unsupported(problem, arch) + reasons(
         (problem.weight_dtype is not None, "weights are quantized"),
         (problem.rows <= most, f"{problem.rows} rows: others are used up to {most}"),
         (
@@ -132,7 +125,7 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     in_fp8 = problem.weight_dtype is not None
     fewest = FEWEST_FP8_ROWS if in_fp8 else FEWEST_ROWS
     most = most_rows(problem.layer_weights, fp8=in_fp8)
-    return _hopper_unsupported(problem, arch) + _reasons(
+    return _hopper_unsupported(problem, arch) + reasons(
         (in_fp8 and problem.batch_invariant, "weights are quantized"),
         (
             not problem.batch_invariant and not fewest <= problem.rows <= most,
@@ -142,17 +135,17 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
 
 
 def _invariant_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _gpu_unsupported(problem, arch) + _reasons(
+    return _gpu_unsupported(problem, arch) + reasons(
         (not problem.batch_invariant, "others are faster where bits may depend on the batch"),
     )
 
 
 def _library_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _gpu_unsupported(problem, arch) + _reasons((problem.batch_invariant, _NOT_INVARIANT))
+    return _gpu_unsupported(problem, arch) + reasons((problem.batch_invariant, _NOT_INVARIANT))
 
 
 def _pytorch_unsupported(problem: LinearProblem, _arch: GPUArch) -> tuple[str, ...]:
-    return _reasons((problem.batch_invariant, _NOT_INVARIANT))
+    return reasons((problem.batch_invariant, _NOT_INVARIANT))
 
 
 def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
@@ -160,7 +153,7 @@ def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     return (
         _library_unsupported(problem, arch)
         + arch.unsupported(FP8_INSTRUCTIONS)
-        + _reasons(
+        + reasons(
             (problem.weight_dtype is None, "weights are not quantized"),
             (problem.dtype not in _HALF_DTYPES, f"no product in FP8 with {problem.dtype}"),
             (
@@ -172,7 +165,7 @@ def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
 
 
 def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _reasons(
+    return reasons(
         (not arch.is_cpu, "needs a CPU"),
         (problem.trainable, "not differentiable"),
         (problem.weight_dtype is not None, "weights are quantized"),

@@ -166,17 +166,6 @@ class RotaryEmbedding:
         """Cos and sin of all reserved positions, [positions, 1, D] each, contiguous."""
         return self._cos, self._sin
 
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cos and sin for the tokens of a step.
-
-        Args:
-            positions: [T] int64, each below the reserved number.
-
-        Returns:
-            cos and sin, [T, 1, D] each, contiguous.
-        """
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
     def _is_long(self, num_positions: int) -> bool:
         """Return whether sequences of up to `num_positions` tokens have the frequencies for longer contexts."""
         rope = self._rope

@@ -211,7 +211,8 @@ import dataclasses
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket
+from model.network.step import StepInput
 
 config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
 config = dataclasses.replace(config, num_layers=1, layer_types=(), vocab_size=512, hidden_size=HIDDEN_SIZE)
@@ -219,7 +220,7 @@ with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
     model = DecoderLM(config, torch.bfloat16, device, torch.float8_e4m3fn)
     model.optimize()
     cache = KVCache(1, 8, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
-    model.step(StepInput(Bucket(1, 0, 0, columns=8, num_logits=1), 16, device), cache)
+    model.step(StepInput(Bucket(rows=1, columns=8, num_logits=1), 16, device), cache)
 print(json.dumps(sorted({p.stem for p in Path(knobs.cache.dir).glob("*/[!_]*.cubin")})))
 """
 

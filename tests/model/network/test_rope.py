@@ -77,7 +77,7 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
     rope = RotaryEmbedding(config.rope, config.head_dim)
     rope.reserve(context, torch.float32, CPU)
 
-    cos, sin = rope.table(positions)
+    cos, sin = [table[positions] for table in rope.tables]
 
     assert config.max_context == context
     their_cos, their_sin = oracle(torch.empty(1, dtype=torch.float32), positions[None])
@@ -92,9 +92,9 @@ def test_a_longrope_service_within_the_original_context_has_the_short_factors():
     rope = RotaryEmbedding(config.rope, config.head_dim)
     rope.reserve(ORIGINAL, torch.float32, CPU)
 
-    short = rope.table(positions)[0]
+    short = rope.tables[0][positions]
     rope.reserve(ORIGINAL + 1, torch.float32, CPU)
-    long = rope.table(positions)[0]
+    long = rope.tables[0][positions]
 
     theirs, _ = oracle(torch.empty(1, dtype=torch.float32), positions[None])
     torch.testing.assert_close(short[:, 0], theirs[0], rtol=0, atol=1e-6)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from kernels import FP8, KernelError, detect
+from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
 from model.device.dtypes import weight_dtype
-from model.network.parallel import shard_config
+from model.network.decoder import DecoderLM
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -68,15 +69,18 @@ def main(
         freeze_startup_objects()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
-        dtype = getattr(torch, engine.info.dtype)
+        # The C library's cache in float16 and its weights count as the model's dtype: a CPU's peaks are not known.
         work = ModelWork(
-            shard_config(model, config.tensor_parallel),
-            dtype,
+            DecoderLM(
+                model,
+                getattr(torch, engine.info.dtype),
+                "meta",
+                weight_dtype(engine.info.quantization),
+                AbsentRanks(config.tensor_parallel) if config.tensor_parallel > 1 else None,
+            ),
             config.block_size,
             arch,
-            # The C library's cache in float16 and its weights count as `dtype`: a CPU's peaks are not known.
             kv_dtype if kv_dtype == FP8 else None,
-            weight_dtype(engine.info.quantization),
         )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.roofline import Work
 from model.checkpoint.config import ModelConfig
-from server.engine.runner.explain.model_work import ModelWork, Rows
+from model.network.decoder import DecoderLM
+from server.engine.runner.explain.model_work import ModelWork, Rows, Work
 
 HEADS, KV_HEADS, DIM, LAYERS, HIDDEN, INNER, VOCAB = 4, 2, 8, 3, 16, 24, 50
 ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflops=1e-3)
@@ -33,7 +33,8 @@ def config(**changes):
 
 
 def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
-    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype, weight_dtype)
+    model = DecoderLM(config(**changes), torch.bfloat16, "meta", weight_dtype)
+    return ModelWork(model, 16, arch, kv_dtype)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
