@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -30,7 +31,11 @@ PRODUCTS = ("qkv", "output", "gate_up", "down", "head")
 
 
 def config(shape):
-    return ModelConfig.from_folder(resolve(shape) if shape == "bundled" else SHAPES / shape)
+    """Return a shape with its first layers, among which are those of every kind."""
+    found = ModelConfig.from_folder(resolve(shape) if shape == "bundled" else SHAPES / shape)
+    layers = found.layer_types[:6]
+    assert set(layers) == set(found.layer_types)
+    return dataclasses.replace(found, num_layers=len(layers), layer_types=layers)
 
 
 def build(shape, dtype, *, fp8=False, device="meta"):
