@@ -17,6 +17,7 @@ from torch import Tensor
 from model.checkpoint.compressed import compress, decompress, scale_name, split_scales
 from model.checkpoint.compression_config import to_config
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -24,11 +25,11 @@ from model.checkpoint.shards import (
     read_headers,
     read_tensors,
 )
-from model.checkpoint.tensor_names import ParameterPart, full_names, named_parts
 from model.device.memory import free_bytes
 from model.errors import WeightsError
+from model.families.table import FAMILIES
+from model.families.tensors import HEAD, Tensors
 from model.network.decoder import DecoderLM
-from model.network.parallel import shard
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
@@ -114,7 +115,7 @@ def load_part(
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
     else:
-        _load(model, stored, scales, full_names(config, stored), progress)
+        _load(model, stored, scales, full_names(_tensors(config), stored), progress)
     return model
 
 
@@ -142,7 +143,7 @@ def _load(
         part = parts[names[name]]
         scale = all_scales.get(scale_name(name))
         values = tensor if scale is None else decompress(tensor, scale)
-        if not part.load(shard(values, part.stored_shape, rank)):
+        if not part.load(values, rank):
             raise WeightsError(
                 f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
             )
@@ -160,12 +161,17 @@ def _checked_headers(
         WeightsError: names or shapes differ from those of the model.
     """
     in_files, scales = split_scales(read_headers(path))
-    names = full_names(config, in_files)
+    tensors = _tensors(config)
+    names = full_names(tensors, in_files)
     stored = {names[name]: entry for name, entry in in_files.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     extra = stored.keys() - needed.keys()
-    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    ignored = {name for name in extra if name in tied_head or _IMPLIED.search(name)}
+    tied_head = {f"{tensors.modules[HEAD]}.weight"} if config.network.tied else set()
+    ignored = {
+        name
+        for name in extra
+        if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
+    }
     if ignored:
         _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
@@ -184,6 +190,10 @@ def _checked_headers(
     kept = {name: entry for name, entry in in_files.items() if names[name] in needed}
     used = {scale_name(name) for name in kept}
     return kept, {name: entry for name, entry in scales.items() if name in used}
+
+
+def _tensors(config: ModelConfig) -> Tensors:
+    return FAMILIES[config.architecture].tensors
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import model as package
 from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.pytorch import PyTorchLinear
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.tensor_names import named_parts
+from model.checkpoint.parameter_parts import named_parts
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS

@@ -20,10 +20,10 @@ from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
 from kernels.rope.registry import PYTORCH, TRITON
 from kernels.selection import VectorProblem, triton_unsupported
-from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.kernels import float8_library, triton_interpreter
+from tests.model.configs import model_config
 from tests.model.network.paged import PagedDriver
 from tests.model.network.test_fp8_weights import both_in_float8
 
@@ -99,7 +99,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def build(weight_dtype=None, dtype=torch.float32, communicator=None, **changes):
-    config = ModelConfig(**SHAPE | changes)
+    config = model_config(**SHAPE | changes)
     made = DecoderLM(config, dtype, weight_dtype=weight_dtype, communicator=communicator)
     made.init_weights(std=0.15, seed=0)
     # Random numbers of a seed in float16 differ between PyTorch versions.

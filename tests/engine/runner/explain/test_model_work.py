@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from server.engine.runner.explain.model_work import ModelWork, Rows, Work
+from tests.model.configs import model_config
 
 HEADS, KV_HEADS, DIM, LAYERS, HIDDEN, INNER, VOCAB = 4, 2, 8, 3, 16, 24, 50
 ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflops=1e-3)
@@ -16,7 +16,7 @@ ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflop
 
 
 def config(**changes):
-    return ModelConfig(
+    return model_config(
         **{
             "architecture": "LlamaForCausalLM",
             "vocab_size": VOCAB,
