@@ -35,9 +35,9 @@ PRODUCTS = ("qkv", "output", "gate_up", "down", "head")
 def config(shape):
     """Return a shape with its first layers, among which are those of every kind."""
     found = ModelConfig.from_folder(resolve(shape) if shape == "bundled" else SHAPES / shape)
-    layers = found.layer_types[:6]
-    assert set(layers) == set(found.layer_types)
-    return dataclasses.replace(found, num_layers=len(layers), layer_types=layers)
+    first = found.network.layers[:6]
+    assert set(first) == set(found.network.layers)
+    return dataclasses.replace(found, network=dataclasses.replace(found.network, layers=first))
 
 
 def build(shape, dtype, *, fp8=False, device="meta"):
