@@ -10,6 +10,7 @@ from torch.nn import functional
 from kernels.arch import detect
 from kernels.gpu.dependent_launch import may_depend
 from kernels.sampling.rows import (
+    ENTROPY_SCALE,
     FILTERED,
     GREEDY,
     UNFILTERED,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "ENTROPY_SCALE",
     "FILTERED",
     "GREEDY",
     "UNFILTERED",
