@@ -216,7 +216,7 @@ def _layer_parts(
     for parameter, tensor in layer.named_parameters():
         listed = names.layers[parameter]
         scale = buffers.get(f"{parameter}_scale")
-        stacked = None if len(listed) == 1 else stacked_rows(config, parameter)
+        stacked = None if len(listed) == 1 else stacked_rows(layer.spec, parameter)
         sizes = stacked or [len(tensor)]
         parts = tensor.detach().split_with_sizes(sizes)
         scales = [None] * len(sizes) if scale is None else scale.split_with_sizes(sizes)

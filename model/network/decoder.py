@@ -17,7 +17,7 @@ from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
-from model.network.attention_plans import AttentionPlanner
+from model.network.attention_plans import AttentionPlanner, attention_problems
 from model.network.bound_network import BoundNetwork, bind_network
 from model.network.embedding import finish_embeddings
 from model.network.initial_weights import initialize
@@ -28,7 +28,7 @@ from model.network.layers import (
     norm_dtype,
     stacked_rows,
 )
-from model.network.parallel import head_rows, shard, shard_config, shard_stacked
+from model.network.parallel import head_rows, shard, shard_network, shard_stacked
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kernels.step.single_launch import StepKernel
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
-    from model.network.layers import Attention, BoundLayer
+    from model.network.layers import Attend, BoundLayer
     from model.network.metadata import AttentionMetadata
     from model.network.step import StepInput
 
@@ -60,7 +60,8 @@ class DecoderLM(nn.Module):
             for a model that is whole.
 
     Attributes:
-        config: that of this rank's layers.
+        config: of the whole model.
+        network: what this rank computes.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
 
@@ -75,28 +76,27 @@ class DecoderLM(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.communicator = communicator
-        self._whole_config = config
-        config = config if communicator is None else shard_config(config, communicator.size)
+        network = shard_network(config.network, self.num_ranks)
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
 
-        self.config = config
+        self.config, self.network = config, network
         self.weight_dtype = weight_dtype
-        self.embed_tokens = empty(config.vocab_size, config.hidden_size)
-        positions = config.position_offset + config.max_position_embeddings
-        self.embed_positions = empty(positions, config.hidden_size) if config.rope is None else None
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype, device, weight_dtype) for _ in range(config.num_layers)
+        hidden, positions = network.hidden, network.positions
+        self.embed_tokens = empty(network.vocab, hidden)
+        self.embed_positions = (
+            empty(positions.offset + positions.count, hidden) if positions else None
         )
-        self.norm = empty(config.hidden_size, kind=norm_dtype(config, dtype))
-        self.norm_bias = empty(config.hidden_size) if config.norm == "layer" else None
-        tied = config.tie_word_embeddings
-        self._head_rows = head_rows(config.vocab_size, self.num_ranks)
-        self.lm_head = None if tied else empty(self._head_rows, config.hidden_size)
-        self.rope = self.local_rope = RotaryEmbedding(config.rope, config.head_dim)
-        if config.local_rope is not None:
-            self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
+        self.layers = nn.ModuleList(
+            DecoderLayer(layer, hidden, dtype, device, weight_dtype) for layer in network.layers
+        )
+        self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
+        self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
+        self._head_rows = head_rows(network.vocab, self.num_ranks)
+        self.lm_head = None if network.tied else empty(self._head_rows, hidden)
+        self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
+        self._problems = attention_problems(network)
         self._bound = self._bind(Purpose.TRAINING)
         self._deterministic: BoundNetwork | None = None
         self._single_launches = single_launch.SingleLaunches()
@@ -139,7 +139,7 @@ class DecoderLM(nn.Module):
             self.cpu_steps.reserve_positions(num_positions)
             return
         parameter = self.embed_tokens
-        for rope in (self.rope, self.local_rope):
+        for rope in self.ropes:
             rope.reserve(num_positions, parameter.dtype, parameter.device)
         self._positions_reserved = True
 
@@ -213,7 +213,7 @@ class DecoderLM(nn.Module):
     ) -> StepOutput:
         """Compute the requested rows of logits from the hidden states of the step's tokens; arguments as for `step`."""
         if not step.bucket.num_logits:
-            return StepOutput(hidden.new_empty((0, self.config.vocab_size)))
+            return StepOutput(hidden.new_empty((0, self.network.vocab)))
         if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
             hidden = hidden[step.device.logits_rows]
         deterministic = step.bucket.deterministic
@@ -251,33 +251,29 @@ class DecoderLM(nn.Module):
             [T, hidden_size] or [B, L, hidden_size], in the parameters' dtype.
         """
         bound = self._kernels(deterministic=deterministic)
-        attention: Attention
+        attention: Attend
         if kv_cache is None or metadata is None:
             assert kv_cache is None
             assert metadata is None
             assert sampled is None
             hidden = functional.embedding(input_ids, self.embed_tokens)
-            rope, local_rope = (
-                it.dense(positions, hidden.dtype) for it in (self.rope, self.local_rope)
-            )
-            attention = DenseAttention(self.config, rope, local_rope)
+            attention = DenseAttention([it.dense(positions, hidden.dtype) for it in self.ropes])
         else:
             hidden = embed_tokens(input_ids, self.embed_tokens, sampled)
             if not self._positions_reserved:
                 capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
-                for it in (self.rope, self.local_rope):
+                for it in self.ropes:
                     it.reserve(capacity, hidden.dtype, hidden.device)
             attention = PagedAttention(
-                self.config,
                 kv_cache,
                 metadata,
-                (self.rope, self.local_rope),
+                self.ropes,
                 positions,
                 fused=bound.fused,
                 pdl=bound.pdl,
                 batch_invariant=deterministic,
             )
-        hidden = finish_embeddings(self.config, hidden, positions, self.embed_positions)
+        hidden = finish_embeddings(self.network, hidden, positions, self.embed_positions)
         return bound.norm(self._run_layers(bound.layers, Residual(hidden), attention))
 
     def logits(
@@ -336,7 +332,7 @@ class DecoderLM(nn.Module):
     def single_launch_unsupported(self, arch: GPUArch, rows: int = 1) -> tuple[str, ...]:
         """List why `arch` cannot run a decode step of `rows` sequences as a single launch; empty if it can."""
         reasons = single_launch.unsupported(
-            self.config,
+            self.network,
             self.embed_tokens.dtype,
             self.weight_dtype,
             arch,
@@ -372,7 +368,7 @@ class DecoderLM(nn.Module):
             return ()
         if arch.is_cpu:
             in_c = cpu_steps.unsupported(
-                self._whole_config, fp8_cache=kv_dtype is not None, num_ranks=self.num_ranks
+                self.config.network, fp8_cache=kv_dtype is not None, num_ranks=self.num_ranks
             )
             needed = "on a CPU the weights must be in int8 or int4"
             if in_c:
@@ -389,15 +385,14 @@ class DecoderLM(nn.Module):
 
     @property
     def rope_tables(self) -> tuple[Tensor, ...]:
-        """Cos and sin of all reserved positions; then those of layers with a sliding window if they have their own."""
-        ropes = dict.fromkeys((self.rope, self.local_rope))
-        return tuple(table for rope in ropes for table in rope.tables)
+        """Cos and sin of all reserved positions, for each of `Network.rotaries`."""
+        return tuple(table for rope in self.ropes for table in rope.tables)
 
     @property
     def attention(self) -> AttentionPlanner:
         """Describes and plans the attention of the layers."""
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
-        return AttentionPlanner(self.config, dtype, self.unmeasured_kernels)
+        return AttentionPlanner(self._problems, dtype, self.unmeasured_kernels)
 
     @property
     def is_quantized(self) -> bool:
@@ -437,16 +432,18 @@ class DecoderLM(nn.Module):
 
     def _initialize_part(self, std: float, generator: torch.Generator | None, rank: int) -> None:
         """Initialize this rank's part of the weights with that part of a whole model's."""
-        whole = DecoderLM(self._whole_config, device="meta")
+        whole = DecoderLM(self.config, device="meta")
         parameters = dict(self.named_parameters())
 
         def part(name: str, values: Tensor) -> Tensor:
-            kind = name.rpartition(".")[2]
-            whole_rows = stacked_rows(whole.config, kind)
-            rows = stacked_rows(self.config, kind)
-            if whole_rows is None or rows is None:
+            layer, _, kind = name.removeprefix("layers.").partition(".")
+            stacked = [
+                stacked_rows(network.layers[int(layer)], kind) if kind else None
+                for network in (whole.network, self.network)
+            ]
+            if stacked[0] is None or stacked[1] is None:
                 return shard(values, parameters[name].shape, rank)
-            return shard_stacked(values, whole_rows, rows, rank)
+            return shard_stacked(values, stacked[0], stacked[1], rank)
 
         shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
         initialize(self, std, generator, shapes, part)
@@ -463,7 +460,8 @@ class DecoderLM(nn.Module):
         """Replace all matrices by quantized copies for the C library."""
         self._bound = self._bound._replace(layers=[])
         self.cpu_steps = cpu_steps.CPUSteps(
-            self.config,
+            self.network,
+            self.config.max_context,
             self.decoder_layers,
             self.norm,
             self._head,
@@ -473,12 +471,10 @@ class DecoderLM(nn.Module):
         )
         self.lm_head = None
         # Without rows: it still says that activations are float32 on a CPU.
-        self.embed_tokens = nn.Parameter(
-            torch.empty(0, self.config.hidden_size), requires_grad=False
-        )
+        self.embed_tokens = nn.Parameter(torch.empty(0, self.network.hidden), requires_grad=False)
 
     def _run_layers(
-        self, layers: list[BoundLayer], residual: Residual, attention: Attention
+        self, layers: list[BoundLayer], residual: Residual, attention: Attend
     ) -> Residual:
         for index, layer in enumerate(layers):
             residual = layer_forward(index, layer, residual, attention)
@@ -490,7 +486,7 @@ class DecoderLM(nn.Module):
         if not self._bound.fused or self.single_launch_unsupported(arch, rows):
             return None
         return single_launch.bind_single_launch(
-            self.config,
+            self.network,
             self.decoder_layers,
             self.embed_tokens,
             self._head,
@@ -509,14 +505,13 @@ class DecoderLM(nn.Module):
 
     def _bind(self, purpose: Purpose) -> BoundNetwork:
         return bind_network(
+            self.network,
             self.decoder_layers,
-            make_norm(self.norm, self.norm_bias, self.config.norm_eps),
+            make_norm(self.norm, self.norm_bias, self.network.norm.eps),
             self._head,
-            self.config.logit_softcap,
             detect(self.embed_tokens.device),
             purpose,
-            vocab_size=self.config.vocab_size,
-            communicator=self.communicator,
+            self.communicator,
         )
 
     @property
@@ -526,7 +521,7 @@ class DecoderLM(nn.Module):
             return self.lm_head
         if self.communicator is None:
             return self.embed_tokens
-        shape = (self._head_rows, self.config.hidden_size)
+        shape = (self._head_rows, self.network.hidden)
         return shard(self.embed_tokens.detach(), shape, self.communicator.rank)
 
     @property

@@ -25,30 +25,37 @@ from model.network.parallel import ReducedProjection
 if TYPE_CHECKING:
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
-    from model.checkpoint.config import ModelConfig
+    from model.network.spec import Attention, Layer
+    from model.network.spec import Norm as NormSpec
 
 
 class BoundLayer(NamedTuple):
     """One layer's projections, bound to the kernels that compute them.
 
     Attributes:
+        mixer: what the layer's attention computes, of this rank's heads.
         qkv: includes the layer's first norm; reads the residual stream.
         head_norms: per-head norms of queries and of keys; None if the family has none.
         output: adds to the residual stream, after a norm if the family has one there.
         gate_up: includes the MLP's norm and activation; reads the residual stream.
         down: adds to the residual stream, after a norm if the family has one there.
         next_weights: the matrices that are read after attention, in that order.
+        problem: index of the attention's problem in `AttentionPlanner.mixers`.
+        rotary: index of its rotary embedding in `rotaries`.
     """
 
+    mixer: Attention
     qkv: Projection
     head_norms: tuple[Norm, Norm] | None
     output: ResidualWriter
     gate_up: Projection
     down: ResidualWriter
     next_weights: tuple[Tensor, Tensor]
+    problem: int = 0
+    rotary: int = 0
 
 
-class Attention(Protocol):
+class Attend(Protocol):
     """The attention of one layer."""
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
@@ -56,7 +63,7 @@ class Attention(Protocol):
 
         Args:
             index: the layer's index.
-            layer: provides the per-head norms.
+            layer: the layer.
             qkv: [..., (H + 2 * K) * D]; may be overwritten.
 
         Returns:
@@ -64,12 +71,9 @@ class Attention(Protocol):
         """
 
 
-def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the weights of norms in a model of dtype `dtype`.
-
-    A sum of 1 and a stored weight would be rounded by up to 2^-9 in bfloat16, so it is held in float32.
-    """
-    return torch.float32 if config.norms_add_one else dtype
+def norm_dtype(norm: NormSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the weight of a norm in a model of dtype `dtype`."""
+    return torch.float32 if norm.float32 else dtype
 
 
 def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
@@ -77,9 +81,7 @@ def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNo
     return Norm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
 
 
-def layer_forward(
-    index: int, layer: BoundLayer, residual: Residual, attention: Attention
-) -> Residual:
+def layer_forward(index: int, layer: BoundLayer, residual: Residual, attention: Attend) -> Residual:
     """Compute one layer: attention, then MLP. Each reads the normalized residual stream and adds its result to it."""
     qkv, residual = layer.qkv.from_residual(residual)
     residual = layer.output.to_residual(attention(index, layer, qkv), residual)
@@ -87,13 +89,14 @@ def layer_forward(
     return layer.down.to_residual(gated, residual)
 
 
-def stacked_rows(config: ModelConfig, parameter: str) -> list[int] | None:
+def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
+    mixer, mlp = layer.mixer, layer.mlp
     if parameter.startswith("qkv"):
-        key_rows = config.num_kv_heads * config.head_dim
-        return [config.num_heads * config.head_dim, key_rows, key_rows]
-    if parameter.startswith("gate_up") and config.gated_mlp:
-        return [config.intermediate_size, config.intermediate_size]
+        key_rows = mixer.num_kv_heads * mixer.head_dim
+        return [mixer.num_heads * mixer.head_dim, key_rows, key_rows]
+    if parameter.startswith("gate_up") and mlp.gated:
+        return [mlp.inner, mlp.inner]
     return None
 
 
@@ -103,22 +106,27 @@ class DecoderLayer(nn.Module):
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
     those of up. Biases and norms that a family lacks are None. With a
     `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as `qkv_scale`, float32 [rows].
+
+    Attributes:
+        spec: what the layer computes.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        layer: Layer,
+        hidden: int,
         dtype: torch.dtype,
         device: torch.device,
         weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        mixer, mlp = layer.mixer, layer.mlp
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
-        def norm(size: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(size, dtype=norm_dtype(config, dtype), device=device))
+        def norm(size: int, of: NormSpec = layer.norm) -> nn.Parameter:
+            return nn.Parameter(torch.empty(size, dtype=norm_dtype(of, dtype), device=device))
 
         def matrix(rows: int, columns: int) -> nn.Parameter:
             weight = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
@@ -127,33 +135,31 @@ class DecoderLayer(nn.Module):
         def scale(rows: int) -> Tensor | None:
             return None if weight_dtype is None else nn.Buffer(torch.empty(rows, device=device))
 
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads = config.num_heads * config.head_dim
-        stacked = heads + 2 * config.num_kv_heads * config.head_dim
-        widened = 2 * inner if config.gated_mlp else inner
-        layer_norms = config.norm == "layer"
-        self._eps = config.norm_eps
-        self._activation = Activation(config.activation, gated=config.gated_mlp)
+        inner, heads = mlp.inner, mixer.num_heads * mixer.head_dim
+        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
+        widened = 2 * inner if mlp.gated else inner
+        layer_norms = layer.norm.kind == "layer"
+        self.spec = layer
         self.input_norm = norm(hidden)
         self.input_norm_bias = empty(hidden) if layer_norms else None
         self.qkv = matrix(stacked, hidden)
         self.qkv_scale = scale(stacked)
-        self.qkv_bias = empty(stacked) if config.attention_bias else None
-        self.q_norm = norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.qkv_bias = empty(stacked) if mixer.bias else None
+        self.q_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
+        self.k_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
         self.output = matrix(hidden, heads)
         self.output_scale = scale(hidden)
-        self.output_bias = empty(hidden) if config.attention_output_bias else None
-        self.output_norm = norm(hidden) if config.post_norms else None
+        self.output_bias = empty(hidden) if mixer.output_bias else None
+        self.output_norm = norm(hidden) if layer.post_norms else None
         self.mlp_norm = norm(hidden)
         self.mlp_norm_bias = empty(hidden) if layer_norms else None
         self.gate_up = matrix(widened, hidden)
         self.gate_up_scale = scale(widened)
-        self.gate_up_bias = empty(widened) if config.mlp_bias else None
+        self.gate_up_bias = empty(widened) if mlp.bias else None
         self.down = matrix(hidden, inner)
         self.down_scale = scale(hidden)
-        self.down_bias = empty(hidden) if config.mlp_bias else None
-        self.down_norm = norm(hidden) if config.post_norms else None
+        self.down_bias = empty(hidden) if mlp.bias else None
+        self.down_norm = norm(hidden) if layer.post_norms else None
 
     def bind(
         self,
@@ -161,6 +167,8 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         purpose: Purpose,
         communicator: Communicator | None = None,
+        problem: int = 0,
+        rotary: int = 0,
     ) -> BoundLayer:
         """Bind the parameters to kernels. In-place changes to the parameters take effect; replacing them does not.
 
@@ -169,8 +177,10 @@ class DecoderLayer(nn.Module):
             dtype: of the activations.
             purpose: what the layer is for; matrices may be copied unless it is training.
             communicator: of the ranks that share the layer; None for one that is whole.
+            problem: see `BoundLayer`.
+            rotary: see `BoundLayer`.
         """
-        eps = self._eps
+        mixer, mlp, eps = self.spec.mixer, self.spec.mlp, self.spec.norm.eps
         matrices = (self.qkv, self.output, self.gate_up, self.down)
         layer_weights = sum(matrix.numel() for matrix in matrices)
 
@@ -191,9 +201,12 @@ class DecoderLayer(nn.Module):
             return ReducedProjection(product, numbers.bias, after, communicator)
 
         head_norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            head_norms = Norm(self.q_norm, eps), Norm(self.k_norm, eps)
+        if mixer.qk_norm is not None:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            head_norms = Norm(self.q_norm, mixer.qk_norm.eps), Norm(self.k_norm, mixer.qk_norm.eps)
         return BoundLayer(
+            mixer=mixer,
             qkv=bind(
                 weights("qkv"),
                 operations=Operations(make_norm(self.input_norm, self.input_norm_bias, eps)),
@@ -203,11 +216,14 @@ class DecoderLayer(nn.Module):
             gate_up=bind(
                 weights("gate_up"),
                 operations=Operations(
-                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps), self._activation
+                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps),
+                    Activation(mlp.activation, gated=mlp.gated),
                 ),
             ),
             down=adding("down", self.down_norm),
             next_weights=(self.output, self.gate_up),
+            problem=problem,
+            rotary=rotary,
         )
 
     def drop_matrices(self) -> None:

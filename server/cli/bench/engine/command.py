@@ -18,7 +18,7 @@ import torch
 from kernels import FP8, KernelError, detect
 from model.checkpoint.config import ModelConfig
 from model.device.dtypes import weight_dtype
-from model.network.parallel import shard_config
+from model.network.parallel import shard_network
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -70,7 +70,7 @@ def main(
         kv_dtype = engine.info.kv_cache_dtype
         dtype = getattr(torch, engine.info.dtype)
         work = ModelWork(
-            shard_config(model, config.tensor_parallel),
+            shard_network(model.network, config.tensor_parallel),
             dtype,
             config.block_size,
             arch,

@@ -33,7 +33,7 @@ def config(**changes):
 
 
 def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
-    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype, weight_dtype)
+    return ModelWork(config(**changes).network, torch.bfloat16, 16, arch, kv_dtype, weight_dtype)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
