@@ -9,7 +9,7 @@ from server.log import LogFormat
 from server.setting import Setting
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class EngineSettings:
     """The part of the service's settings that its engines read. Help texts and documents show the descriptions.
 

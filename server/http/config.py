@@ -24,7 +24,7 @@ _ADDRESS = Form(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class HTTPSettings:
     """The part of the service's settings that the HTTP layer reads. Help texts and documents show the descriptions.
 

@@ -194,7 +194,8 @@ class NumberModel:
         return number
 
 
-def banned_ids(sequence: Sequence, position: int) -> tuple[int, ...]:
+def banned_ids(sequence: Sequence, position: int | None = None) -> tuple[int, ...]:
+    position = sequence.num_known_tokens if position is None else position
     return sequence.sampling.banned_ids(sequence.token_ids, position - sequence.num_prompt_tokens)
 
 

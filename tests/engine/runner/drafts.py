@@ -60,8 +60,9 @@ def draft(engine, texts, rng, *, wrong=0.0):
             known = sequence.num_output_tokens
             tokens = texts[sequence.request_id][known : known + rng.randint(0, MOST)]
             if tokens and rng.random() < wrong:
-                tokens[rng.randrange(len(tokens))] += 1
-            drafts[sequence.request_id] = [token % VOCAB_SIZE for token in tokens]
+                at = rng.randrange(len(tokens))
+                tokens[at] = (tokens[at] + 1) % VOCAB_SIZE
+            drafts[sequence.request_id] = tokens
         output = propose(scheduler, output, drafts)
         if output.decode.drafts is not None:
             drafted.append(output)
@@ -71,7 +72,7 @@ def draft(engine, texts, rng, *, wrong=0.0):
     return drafted
 
 
-def check(make_engine, asked, rng, *, exact=False):
+def check(make_engine, asked, rng, *, exact=False, tolerance=TOLERANCE):
     """Check that requests get the replies that they get without drafts, with right drafts and with wrong ones.
 
     Args:
@@ -79,6 +80,7 @@ def check(make_engine, asked, rng, *, exact=False):
         asked: the requests.
         rng: chooses the drafts.
         exact: whether log-probabilities must have the same bits.
+        tolerance: by which they may differ otherwise.
 
     Returns:
         The steps with a draft.
@@ -95,7 +97,7 @@ def check(make_engine, asked, rng, *, exact=False):
         drafted = draft(engine, texts, rng, wrong=wrong)
         found = engine.generate(asked)
         for one, other in zip(expected, found, strict=True):
-            compare(one, other, exact=exact)
+            compare(one, other, exact=exact, tolerance=tolerance)
         stats = engine.engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
         # Fewer steps than tokens: the right drafts were kept.
@@ -104,7 +106,7 @@ def check(make_engine, asked, rng, *, exact=False):
     return steps
 
 
-def compare(expected, found, *, exact):
+def compare(expected, found, *, exact, tolerance):
     """Check that two requests got the same events."""
     plain = [(it.token_id, it.finish_reason, it.error) for it in found]
     assert plain == [(it.token_id, it.finish_reason, it.error) for it in expected]
@@ -114,6 +116,6 @@ def compare(expected, found, *, exact):
     for one, other in zip(expected, found, strict=True):
         assert (one.logprob is None) == (other.logprob is None)
         if one.logprob is not None:
-            assert abs(one.logprob - other.logprob) < TOLERANCE
+            assert abs(one.logprob - other.logprob) < tolerance
         for (_, here), (_, there) in zip(one.top_tokens, other.top_tokens, strict=True):
-            assert abs(here - there) < TOLERANCE
+            assert abs(here - there) < tolerance

@@ -144,11 +144,8 @@ class PackedStep:
 
     def _pack_queries(self, decode: DecodeRows, sampled: SampledTokens) -> None:
         """Write decode rows with drafts: the tokens of a row follow those of the row before."""
-        host, block_size, most = (
-            self.input.host,
-            self.input.block_size,
-            self.input.bucket.decode_tokens,
-        )
+        host, most = self.input.host, self.input.bucket.decode_tokens
+        block_size = self.input.block_size
         count, drafts = len(decode), decode.drafts or [()] * len(decode)
         self._pack_block_table(decode.batch)
         lengths = np.array([1 + len(draft) for draft in drafts], np.int64)
