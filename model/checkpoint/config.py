@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from model.checkpoint.compression_config import check_compression
+from kernels.weight_format import WeightFormat
 from model.checkpoint.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -20,6 +20,7 @@ from model.checkpoint.families import (
     find_architecture,
     layer_windows,
 )
+from model.checkpoint.formats.table import detect
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.checkpoint.network_config import NetworkConfig
@@ -65,6 +66,7 @@ class ModelConfig(NetworkConfig):
 
     Attributes:
         dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
+        weight_format: in which it stores the matrices of the layers; None for full numbers.
         eos_token_ids: all ids that end a generation, from config.json and generation_config.json.
 
     Raises:
@@ -72,6 +74,7 @@ class ModelConfig(NetworkConfig):
     """
 
     dtype: str = "float32"
+    weight_format: WeightFormat | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -123,7 +126,7 @@ class ModelConfig(NetworkConfig):
         family = FAMILIES[architecture]
         keys = _keys_of(family)
         unread = {key: value for key, value in config.items() if key not in keys.values()}
-        check_compression(config)
+        weight_format = detect(config)
         refuse(unread, _HARMLESS + family.harmless)
         stated = family.defaults | {key: it for key, it in config.items() if it is not None}
         for key in _NULLABLE:
@@ -152,6 +155,7 @@ class ModelConfig(NetworkConfig):
             sliding_window=window,
             layer_types=layer_types,
             dtype=_dtype(other),
+            weight_format=weight_format,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos)),
         )

@@ -12,10 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.fp8 import quantize_rows
+from kernels.weights import Weight
 from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.layers import DecoderLayer, stacked_rows
+from model.network.matrix import Matrix
+from model.network.parallel import shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +132,14 @@ class ParameterPart:
     """The part of a model's parameter that one tensor of a checkpoint holds.
 
     Attributes:
-        values: a contiguous view of the parameter, without gradients.
-        scale: the scales of its rows, float32, if the parameter is quantized; else None.
+        parameter: its name in the model.
+        values: of the part, views without gradients: a matrix, or a vector.
         transposed: whether the checkpoint stores the transpose.
         stored_less: the checkpoint stores the values less this number.
     """
 
-    values: Tensor
-    scale: Tensor | None = None
+    parameter: str
+    values: Weight | Tensor
     transposed: bool = False
     stored_less: float = 0.0
 
@@ -147,28 +149,29 @@ class ParameterPart:
         shape = tuple(self.values.shape)
         return shape[::-1] if self.transposed else shape
 
-    def load(self, stored: Tensor) -> bool:
-        """Copy a tensor of the checkpoint to the parameter, quantized if the parameter is.
+    def of_rank(self, stored: Weight, rank: int) -> Weight:
+        """Return the part of a matrix of the checkpoint that a rank has, with its outputs first."""
+        part = shard(stored, self.stored_shape, rank)
+        return Weight.full(part.dequantize().t()) if self.transposed else part
 
-        Returns:
-            Whether that was possible: quantized weights must be finite.
+    def load(self, stored: Weight | Tensor, rank: int) -> None:
+        """Copy a matrix or vector of the checkpoint, or a rank's part, to the parameter, rounded to its format.
+
+        Raises:
+            ValueError: numbers that would have to be rounded are not finite.
         """
-        if self.transposed:
-            stored = stored.t()
-        if self.scale is None:
-            self.values.copy_(stored.float() + self.stored_less if self.stored_less else stored)
-            return True
-        rows = stored.to(self.values.device)
-        if not bool(rows.isfinite().all()):
-            return False
-        numbers, scale = quantize_rows(rows)
-        self.values.copy_(numbers)
-        self.scale.copy_(scale)
-        return True
+        if isinstance(self.values, Weight):
+            assert isinstance(stored, Weight)
+            self.values.copy_(self.of_rank(stored, rank))
+        else:
+            assert isinstance(stored, Tensor)
+            part = shard(stored, self.stored_shape, rank)
+            self.values.copy_(part.float() + self.stored_less if self.stored_less else part)
 
     def to_stored(self, dtype: torch.dtype) -> Tensor:
         """Return a copy as the checkpoint stores it, on the CPU."""
-        values = self.values.cpu()
+        matrix = self.values
+        values = (matrix.dequantize() if isinstance(matrix, Weight) else matrix).cpu()
         if self.stored_less:
             values = values - self.stored_less
         # A copy, because safetensors rejects tensors that share memory, as parts of a stacked tensor do.
@@ -182,21 +185,26 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
     names = _NAMES.get(config.architecture, _LLAMA)
     parts = {}
     network = dict(model.named_parameters(recurse=False))
+
+    def add(name: str, parameter: str) -> None:
+        values = network[parameter].detach()
+        parts[name] = ParameterPart(
+            parameter,
+            values if values.ndim == 1 else Weight.full(values),
+            stored_less=_stored_less(config, parameter),
+        )
+
     for parameter in ("embed_tokens", "embed_positions"):
         if parameter in network:
-            name = names.prefix + names.network[parameter]
-            parts[name] = ParameterPart(network[parameter].detach())
+            add(names.prefix + names.network[parameter], parameter)
     for index, layer in enumerate(model.decoder_layers):
-        for name, part in _layer_parts(config, names, layer):
+        for name, part in _layer_parts(config, names, layer, f"layers.{index}."):
             parts[f"{names.prefix}{names.layer}{index}.{name}"] = part
     for parameter in ("norm", "norm_bias"):
         if parameter in network:
-            name = names.prefix + names.network[parameter]
-            parts[name] = ParameterPart(
-                network[parameter].detach(), stored_less=_stored_less(config, parameter)
-            )
+            add(names.prefix + names.network[parameter], parameter)
     if model.lm_head is not None:
-        parts[_HEAD] = ParameterPart(model.lm_head.detach())
+        add(_HEAD, "lm_head")
     return parts
 
 
@@ -209,24 +217,23 @@ def full_names(config: ModelConfig, stored: Iterable[str]) -> dict[str, str]:
 
 
 def _layer_parts(
-    config: ModelConfig, names: TensorNames, layer: DecoderLayer
+    config: ModelConfig, names: TensorNames, layer: DecoderLayer, prefix: str
 ) -> Iterator[tuple[str, ParameterPart]]:
-    """Yield the name of each tensor of a layer, and the rows of the layer's stacked parameters."""
-    buffers = dict(layer.named_buffers())
-    for parameter, tensor in layer.named_parameters():
+    """Yield the name of each tensor of a layer after the layer's index, and the part of the model that holds it."""
+    for key, tensor in layer.named_parameters():
+        parameter = key.removesuffix(".numbers")
+        matrix = getattr(layer, parameter)
+        values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
         listed = names.layers[parameter]
-        scale = buffers.get(f"{parameter}_scale")
         stacked = None if len(listed) == 1 else stacked_rows(config, parameter)
-        sizes = stacked or [len(tensor)]
-        parts = tensor.detach().split_with_sizes(sizes)
-        scales = [None] * len(sizes) if scale is None else scale.split_with_sizes(sizes)
-        for name, values, its_scale in zip(listed, parts, scales, strict=True):
+        sizes = stacked or [values.shape[0]]
+        for name, part in zip(listed, values.split(sizes), strict=True):
             yield (
                 name,
                 ParameterPart(
-                    values,
-                    its_scale,
-                    transposed=names.transposed and tensor.ndim > 1,
+                    prefix + parameter,
+                    part,
+                    transposed=names.transposed and isinstance(part, Weight),
                     stored_less=_stored_less(config, parameter),
                 ),
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
 from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.weights import Weight
 from model.network.head import Head, SoftcappedHead
 from model.network.parallel import GatheredHead
 
@@ -77,7 +78,9 @@ def bind_network(
     fused = purpose is not Purpose.TRAINING and not reasons
     if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
         _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
-    bound_head: Head = bind_projection(LinearWeights(head), dtype, arch, purpose=purpose)
+    bound_head: Head = bind_projection(
+        LinearWeights(Weight.full(head)), dtype, arch, purpose=purpose
+    )
     if communicator is not None:
         bound_head = GatheredHead(bound_head, vocab_size, communicator)
     if logit_softcap is not None:

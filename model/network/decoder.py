@@ -15,6 +15,7 @@ from kernels import NoKernelError, detect, select
 from kernels.linear.projection import Purpose, Residual
 from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
+from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
 from model.network.attention_plans import AttentionPlanner
@@ -23,6 +24,7 @@ from model.network.embedding import finish_embeddings
 from model.network.initial_weights import initialize
 from model.network.layers import (
     DecoderLayer,
+    layer_formats,
     layer_forward,
     make_norm,
     norm_dtype,
@@ -33,11 +35,14 @@ from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
     from kernels.step.single_launch import StepKernel
+    from kernels.weight_format import WeightFormat
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import Attention, BoundLayer
@@ -55,12 +60,14 @@ class DecoderLM(nn.Module):
         config: the model's configuration, including its family.
         dtype: dtype of parameters and activations.
         device: device of the parameters.
-        weight_dtype: dtype of quantized layer matrices, float8_e4m3fn, for serving only; None for no quantization.
+        weight_format: of the layers' matrices, for serving only; a mapping has those of matrices by names such as
+            `layers.0.qkv`, of which others have full numbers; None for full numbers.
         communicator: of the ranks that share the model, for serving only; this one has a part of the weights. None
             for a model that is whole.
 
     Attributes:
         config: that of this rank's layers.
+        weight_format: of the layers' matrices; if some have full numbers, that of the others.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
 
@@ -69,7 +76,7 @@ class DecoderLM(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        weight_dtype: torch.dtype | None = None,
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__()
@@ -82,13 +89,15 @@ class DecoderLM(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
 
         self.config = config
-        self.weight_dtype = weight_dtype
         self.embed_tokens = empty(config.vocab_size, config.hidden_size)
         positions = config.position_offset + config.max_position_embeddings
         self.embed_positions = empty(positions, config.hidden_size) if config.rope is None else None
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype, device, weight_dtype) for _ in range(config.num_layers)
+            DecoderLayer(config, dtype, device, layer_formats(config, weight_format, index))
+            for index in range(config.num_layers)
         )
+        forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
+        self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
         self.norm = empty(config.hidden_size, kind=norm_dtype(config, dtype))
         self.norm_bias = empty(config.hidden_size) if config.norm == "layer" else None
         tied = config.tie_word_embeddings
@@ -105,7 +114,7 @@ class DecoderLM(nn.Module):
         self.cpu_steps: cpu_steps.CPUSteps | None = None
         self.unmeasured_kernels = False
 
-    def optimize(self, quantization: str = "none", threads: int = 1) -> None:
+    def optimize(self, quantization: WeightFormat | None = None, threads: int = 1) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
 
         Afterwards the model cannot be trained. On a CPU it cannot be saved either, because the matrices are replaced by
@@ -113,22 +122,24 @@ class DecoderLM(nn.Module):
         row.
 
         Args:
-            quantization: "int8" or "int4" quantizes all matrices for the C library, on a CPU whose
+            quantization: one of `LIBRARY_FORMATS` quantizes all matrices for the C library, on a CPU whose
                 `model.network.cpu_steps.unsupported` is empty; others leave the matrices as they are.
             threads: that compute a step in the C library.
         """
         if self.is_packed:
             return
-        if quantization in cpu_steps.BITS:
+        if quantization in LIBRARY_FORMATS:
+            assert quantization is not None
             self._quantize(quantization, threads)
             return
         self._bound, self._deterministic = self._bind(Purpose.SERVING), None
-        if all(layer.qkv.copies_weights for layer in self._bound.layers):
-            whole = self.weight_bytes
-            self.lm_head = None
-            for layer in self.decoder_layers:
-                layer.drop_matrices()
-            self._packed_bytes = whole - self.weight_bytes
+        whole = self.weight_bytes
+        for layer, bound in zip(self.decoder_layers, self._bound.layers, strict=True):
+            for name in layer.matrices:
+                if getattr(bound, name).copies_weights:
+                    layer.drop_matrix(name)
+                    self.lm_head = None  # has full numbers, too
+        self._packed_bytes = whole - self.weight_bytes
 
     def reserve_positions(self, num_positions: int) -> None:
         """Allocate the rotary tables for positions below `num_positions`, the only ones that later steps may use.
@@ -338,7 +349,7 @@ class DecoderLM(nn.Module):
         reasons = single_launch.unsupported(
             self.config,
             self.embed_tokens.dtype,
-            self.weight_dtype,
+            self.weight_format,
             arch,
             rows,
             unmeasured=self.unmeasured_kernels,
@@ -402,7 +413,7 @@ class DecoderLM(nn.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether the layers' matrices are quantized."""
-        return self.weight_dtype is not None
+        return self.weight_format.is_quantized
 
     @property
     def num_ranks(self) -> int:
@@ -412,12 +423,13 @@ class DecoderLM(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters, those included that `optimize` replaced by packed copies of the same dtype."""
-        return self._packed_bytes + sum(parameter.nbytes for parameter in self.parameters())
+        held = (*self.parameters(), *self.buffers())
+        return self._packed_bytes + sum(tensor.nbytes for tensor in held)
 
     @property
     def is_packed(self) -> bool:
-        """Whether `optimize` has replaced the matrices by packed copies."""
-        return self.decoder_layers[0].qkv is None
+        """Whether `optimize` has replaced matrices by packed copies."""
+        return self.cpu_steps is not None or self._packed_bytes > 0
 
     def init_weights(self, std: float | None = None, seed: int | None = None) -> None:
         """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
@@ -438,14 +450,18 @@ class DecoderLM(nn.Module):
     def _initialize_part(self, std: float, generator: torch.Generator | None, rank: int) -> None:
         """Initialize this rank's part of the weights with that part of a whole model's."""
         whole = DecoderLM(self._whole_config, device="meta")
-        parameters = dict(self.named_parameters())
+        parts = dict(
+            DecoderLM(
+                self._whole_config, device="meta", communicator=self.communicator
+            ).named_parameters()
+        )
 
         def part(name: str, values: Tensor) -> Tensor:
-            kind = name.rpartition(".")[2]
+            kind = name.removesuffix(".numbers").rpartition(".")[2]
             whole_rows = stacked_rows(whole.config, kind)
             rows = stacked_rows(self.config, kind)
             if whole_rows is None or rows is None:
-                return shard(values, parameters[name].shape, rank)
+                return shard(values, parts[name].shape, rank)
             return shard_stacked(values, whole_rows, rows, rank)
 
         shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
@@ -459,7 +475,7 @@ class DecoderLM(nn.Module):
         dtype: torch.dtype = getattr(torch, cpu_steps.CACHE_DTYPE)
         return dtype
 
-    def _quantize(self, quantization: str, threads: int) -> None:
+    def _quantize(self, quantization: WeightFormat, threads: int) -> None:
         """Replace all matrices by quantized copies for the C library."""
         self._bound = self._bound._replace(layers=[])
         self.cpu_steps = cpu_steps.CPUSteps(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -20,11 +23,16 @@ from kernels.linear.projection import (
     ResidualWriter,
     bind_projection,
 )
+from kernels.weight_format import WeightFormat, unquantized
+from model.network.matrix import Matrix
 from model.network.parallel import ReducedProjection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
+    from kernels.weights import Weight
     from model.checkpoint.config import ModelConfig
 
 
@@ -97,12 +105,44 @@ def stacked_rows(config: ModelConfig, parameter: str) -> list[int] | None:
     return None
 
 
+def layer_formats(
+    config: ModelConfig, weight_format: WeightFormat | Mapping[str, WeightFormat] | None, index: int
+) -> dict[str, WeightFormat]:
+    """Return the formats of a layer's matrices by their names; those that are not named have full numbers.
+
+    Args:
+        config: the model's configuration.
+        weight_format: as for `DecoderLM`.
+        index: of the layer.
+    """
+    if weight_format is None:
+        return {}
+    if not isinstance(weight_format, WeightFormat):
+        prefix = f"layers.{index}."
+        return {
+            name.removeprefix(prefix): form
+            for name, form in weight_format.items()
+            if name.startswith(prefix)
+        }
+    return {
+        name: weight_format.divided(
+            0, *itertools.accumulate((stacked_rows(config, name) or [])[:-1])
+        )
+        for name in ("qkv", "output", "gate_up", "down")
+    }
+
+
 class DecoderLayer(nn.Module):
     """The parameters of one layer; `layer_forward` computes with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. Biases and norms that a family lacks are None. With a
-    `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as `qkv_scale`, float32 [rows].
+    those of up. Biases and norms that a family lacks are None.
+
+    Args:
+        config: the model's configuration.
+        dtype: of the parameters.
+        device: of the parameters.
+        formats: of the matrices, by their names; those that are not named have full numbers of `dtype`.
     """
 
     def __init__(
@@ -110,7 +150,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        weight_dtype: torch.dtype | None = None,
+        formats: Mapping[str, WeightFormat] = MappingProxyType({}),
     ) -> None:
         super().__init__()
 
@@ -120,12 +160,9 @@ class DecoderLayer(nn.Module):
         def norm(size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=norm_dtype(config, dtype), device=device))
 
-        def matrix(rows: int, columns: int) -> nn.Parameter:
-            weight = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
-            return nn.Parameter(weight, requires_grad=weight_dtype is None)
-
-        def scale(rows: int) -> Tensor | None:
-            return None if weight_dtype is None else nn.Buffer(torch.empty(rows, device=device))
+        def matrix(name: str, rows: int, columns: int) -> Matrix:
+            form = formats.get(name) or unquantized(dtype)
+            return Matrix(form, (rows, columns), device)
 
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = config.num_heads * config.head_dim
@@ -136,22 +173,18 @@ class DecoderLayer(nn.Module):
         self._activation = Activation(config.activation, gated=config.gated_mlp)
         self.input_norm = norm(hidden)
         self.input_norm_bias = empty(hidden) if layer_norms else None
-        self.qkv = matrix(stacked, hidden)
-        self.qkv_scale = scale(stacked)
+        self.qkv = matrix("qkv", stacked, hidden)
         self.qkv_bias = empty(stacked) if config.attention_bias else None
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.output = matrix(hidden, heads)
-        self.output_scale = scale(hidden)
+        self.output = matrix("output", hidden, heads)
         self.output_bias = empty(hidden) if config.attention_output_bias else None
         self.output_norm = norm(hidden) if config.post_norms else None
         self.mlp_norm = norm(hidden)
         self.mlp_norm_bias = empty(hidden) if layer_norms else None
-        self.gate_up = matrix(widened, hidden)
-        self.gate_up_scale = scale(widened)
+        self.gate_up = matrix("gate_up", widened, hidden)
         self.gate_up_bias = empty(widened) if config.mlp_bias else None
-        self.down = matrix(hidden, inner)
-        self.down_scale = scale(hidden)
+        self.down = matrix("down", hidden, inner)
         self.down_bias = empty(hidden) if config.mlp_bias else None
         self.down_norm = norm(hidden) if config.post_norms else None
 
@@ -171,15 +204,14 @@ class DecoderLayer(nn.Module):
             communicator: of the ranks that share the layer; None for one that is whole.
         """
         eps = self._eps
-        matrices = (self.qkv, self.output, self.gate_up, self.down)
-        layer_weights = sum(matrix.numel() for matrix in matrices)
+        layer_weights = sum(math.prod(matrix.shape) for matrix in self.matrices.values())
 
         bind = functools.partial(
             bind_projection, dtype=dtype, arch=arch, layer_weights=layer_weights, purpose=purpose
         )
 
         def weights(name: str) -> LinearWeights:
-            return LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
+            return LinearWeights(self.matrices[name], getattr(self, f"{name}_bias"))
 
         def adding(name: str, post_norm: Tensor | None) -> ResidualWriter:
             after = None if post_norm is None else Norm(post_norm, eps)
@@ -207,14 +239,14 @@ class DecoderLayer(nn.Module):
                 ),
             ),
             down=adding("down", self.down_norm),
-            next_weights=(self.output, self.gate_up),
+            next_weights=(self.output.numbers, self.gate_up.numbers),
         )
 
-    def drop_matrices(self) -> None:
-        """Delete the matrices, once the bound projections have copies of them."""
-        for name in ("qkv", "output", "gate_up", "down"):
-            self.drop_matrix(name)
+    @property
+    def matrices(self) -> dict[str, Weight]:
+        """The matrices by their names."""
+        return {name: it.weight for name, it in self.named_children() if isinstance(it, Matrix)}
 
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""
-        self.register_parameter(name, None)
+        setattr(self, name, None)

@@ -12,7 +12,6 @@ from kernels import detect
 from kernels.step.single_launch import (
     ROW_COUNTS,
     LayerWeights,
-    MatrixScales,
     StepShape,
     StepWeights,
     bind_step,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from kernels.step.single_launch import StepKernel
+    from kernels.weight_format import WeightFormat
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import DecoderLayer
@@ -155,17 +155,16 @@ def bind_single_launch(
     """
     weights = [
         LayerWeights(
-            layer.qkv,
-            layer.output,
-            layer.gate_up,
-            layer.down,
+            layer.qkv.weight,
+            layer.output.weight,
+            layer.gate_up.weight,
+            layer.down.weight,
             layer.input_norm,
             layer.mlp_norm,
             layer.q_norm,
             layer.k_norm,
             layer.qkv_bias,
             config.layer_window(index),
-            matrix_scales(layer),
             layer.output_norm,
             layer.down_norm,
         )
@@ -173,12 +172,6 @@ def bind_single_launch(
     ]
     step = StepWeights(step_shape(config), weights, embedding, head, norm)
     return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
-
-
-def matrix_scales(layer: DecoderLayer) -> MatrixScales | None:
-    """Return the scales of a layer's matrices; None if they are not quantized."""
-    scales = [getattr(layer, f"{name}_scale") for name in MatrixScales._fields]
-    return None if scales[0] is None else MatrixScales(*scales)
 
 
 def step_shape(config: ModelConfig) -> StepShape:
@@ -201,7 +194,7 @@ def step_shape(config: ModelConfig) -> StepShape:
 def unsupported(
     config: ModelConfig,
     dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
+    weight_format: WeightFormat,
     arch: GPUArch,
     rows: int = 1,
     *,
@@ -212,7 +205,7 @@ def unsupported(
     Args:
         config: the model's configuration.
         dtype: dtype of its parameters.
-        weight_dtype: dtype of the layers' matrices if they are quantized; else None.
+        weight_format: of the layers' matrices.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
@@ -226,6 +219,6 @@ def unsupported(
     beyond = (part for part in config.beyond_llama if part not in _OF_THE_KERNEL)
     missing = (*(name for name, has in features.items() if has), *beyond)
     reasons = shape_unsupported(
-        step_shape(config), dtype, arch, rows, weight_dtype, unmeasured=unmeasured
+        step_shape(config), dtype, arch, rows, weight_format, unmeasured=unmeasured
     )
     return reasons + tuple(f"no {name}" for name in missing)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from model.device.quantizations import QuantizationSetting
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -96,7 +98,7 @@ class Settings(BaseModel):
         description="dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the "
         "checkpoint's dtype on a GPU and the faster one on a CPU",
     )
-    quantization: Literal["auto", "none", "fp8", "int8", "int4"] = Field(
+    quantization: QuantizationSetting = Field(
         "auto",
         description="of the weights when they are loaded. On a CPU int8 and int4: all matrices in 8 or 4 bits; auto is "
         "int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the layers' weights in "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernels import KernelError
+from kernels.weight_format import LIBRARY_FORMATS
 from model.errors import ModelError
-from model.network import cpu_steps
 from model.network.decoder import DecoderLM
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
@@ -66,9 +66,9 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
         StartupError: not all requests can be deterministic; lists every reason.
     """
     planned = resolve_model(settings, folder, arch)
-    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
+    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_format, planned.ranks)
     model.unmeasured_kernels = settings.unmeasured_kernels
-    in_c = planned.quantization if planned.quantization in cpu_steps.BITS else None
+    in_c = planned.quantization if planned.quantization in LIBRARY_FORMATS else None
     return explain_model(
         model,
         settings.block_size,

@@ -11,7 +11,9 @@ from kernels import FP8, detect
 from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import gpu_dtype, resolve_dtype, weight_dtype
+from model.checkpoint.formats.table import kept
+from model.device.dtypes import gpu_dtype, resolve_dtype
+from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
 from server.cli.command_settings import engine_config
 from server.engine.core.start_checks import NO_GPU
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kernels import GPUArch
+    from kernels.weight_format import WeightFormat
     from server.cli.settings import Settings
 
 
@@ -36,16 +39,16 @@ class PlannedModel:
         config: of the checkpoint.
         ranks: what the model knows of the ranks that share it; None for a model that is whole.
         dtype: of weights that are not quantized, and of activations.
-        quantization: of the weights, resolved.
-        weight_dtype: of quantized layer weights; None without.
+        quantization: of the weights, resolved; None for full numbers.
+        weight_format: in which the layers' matrices are loaded; None for full numbers.
         kv_dtype: of a quantized KV cache; None if the cache has the model's dtype.
     """
 
     config: ModelConfig
     ranks: AbsentRanks | None
     dtype: torch.dtype
-    quantization: str
-    weight_dtype: torch.dtype | None
+    quantization: WeightFormat | None
+    weight_format: WeightFormat | None
     kv_dtype: str | None
 
 
@@ -89,7 +92,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         ranks=AbsentRanks(num_ranks) if num_ranks > 1 else None,
         dtype=_dtype(settings.dtype, config, arch),
         quantization=quantization,
-        weight_dtype=weight_dtype(quantization),
+        weight_format=loaded_format(quantization, kept(config.weight_format)),
         kv_dtype=kv_dtype,
     )
 

@@ -117,7 +117,7 @@ def estimate(
         config.block_size,
         arch,
         planned.kv_dtype,
-        planned.weight_dtype,
+        planned.weight_format,
     )
     at_once = min(capacity[0].sequences, limits.max_num_seqs)
     context = input_len + (output_len + 1) // 2
@@ -126,7 +126,7 @@ def estimate(
         gpu=arch.key,
         gpu_name=arch.name,
         dtype=dtype,
-        weight_dtype=str(planned.weight_dtype or dtype).removeprefix("torch."),
+        weight_dtype=planned.weight_format.name if planned.weight_format else dtype,
         kv_dtype=planned.kv_dtype or dtype,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -142,7 +142,7 @@ def estimate(
 def _memory(
     planned: PlannedModel, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
-    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
+    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_format, planned.ranks)
     shape = model.config
     weight_bytes = model.weight_bytes
     activation_bytes = _activations(planned, limits)

@@ -17,7 +17,8 @@ import torch
 
 from kernels import FP8, KernelError, detect
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import weight_dtype
+from model.checkpoint.formats.table import kept
+from model.device.quantizations import QUANTIZATIONS, loaded_format
 from model.network.parallel import shard_config
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
@@ -69,6 +70,7 @@ def main(
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
         dtype = getattr(torch, engine.info.dtype)
+        quantization = QUANTIZATIONS.get(engine.info.quantization, kept(model.weight_format))
         work = ModelWork(
             shard_config(model, config.tensor_parallel),
             dtype,
@@ -76,7 +78,7 @@ def main(
             arch,
             # The C library's cache in float16 and its weights count as `dtype`: a CPU's peaks are not known.
             kv_dtype if kv_dtype == FP8 else None,
-            weight_dtype(engine.info.quantization),
+            loaded_format(quantization, None),
         )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)

@@ -14,6 +14,7 @@ import torch
 
 from kernels import Phase
 from kernels.roofline import Roofline, Work, attention_work, roofline
+from kernels.weight_format import WeightFormat, unquantized
 from model.network.decoder import DecoderLM
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ModelWork:
         block_size: tokens in a block of the KV cache.
         arch: the processor.
         kv_dtype: dtype of a quantized KV cache; None if the cache has `dtype`.
-        weight_dtype: dtype of quantized layer weights; None if they have `dtype`.
+        weight_format: of the layers' matrices; None for full numbers of `dtype`.
 
     Attributes:
         num_layers: of the model.
@@ -60,17 +61,18 @@ class ModelWork:
         block_size: int,
         arch: GPUArch,
         kv_dtype: str | None = None,
-        weight_dtype: torch.dtype | None = None,
+        weight_format: WeightFormat | None = None,
     ) -> None:
         self._arch = arch
-        self._dtype = str(weight_dtype or dtype).removeprefix("torch.")
+        form = weight_format or unquantized(dtype)
+        self._dtype = (form if form.float else unquantized(dtype)).dtype
         head = config.vocab_size * config.hidden_size
         # A step reads only its tokens' rows of the embedding, unless the embedding is also the LM head.
         self._read = config.num_parameters - (0 if config.tie_word_embeddings else head)
         self._head = head
         self.num_layers = config.num_layers
         self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
-        model = DecoderLM(config, dtype, "meta", weight_dtype)
+        model = DecoderLM(config, dtype, "meta", weight_format)
         self._read_bytes = model.weight_bytes
         if not config.tie_word_embeddings:
             self._read_bytes -= model.embed_tokens.nbytes

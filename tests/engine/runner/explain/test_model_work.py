@@ -7,6 +7,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.roofline import Work
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from server.engine.runner.explain.model_work import ModelWork, Rows
 
@@ -32,8 +33,8 @@ def config(**changes):
     )
 
 
-def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
-    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype, weight_dtype)
+def work(arch=ARCH, kv_dtype=None, weight_format=None, **changes):
+    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype, weight_format)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -59,13 +60,13 @@ def test_a_cache_in_float8_is_read_as_bytes_and_scales():
     assert exact - rounded == LAYERS * 5 * 2 * KV_HEADS * 100 * (2 * DIM - (DIM + 4))
 
 
-def test_float8_weights_are_read_as_bytes():
+def test_float8_weights_are_read_as_bytes_and_scales():
     exact, rounded = (
-        work(weight_dtype=dtype).step([Rows(5, 1, 100)]).bytes_moved
-        for dtype in (None, torch.float8_e4m3fn)
+        work(weight_format=form).step([Rows(5, 1, 100)]).bytes_moved for form in (None, FP8_ROWS)
     )
 
-    assert exact - rounded == LAYERS * (LAYER - 2 * HIDDEN)
+    outputs = (HEADS + 2 * KV_HEADS) * DIM + HIDDEN + 2 * INNER + HIDDEN
+    assert exact - rounded == LAYERS * (LAYER - 2 * HIDDEN - 4 * outputs)
 
 
 def test_a_decode_step_multiplies_every_token_with_every_weight_and_with_its_context():
