@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from model.checkpoint.formats.format import Format, require
+from model.checkpoint.formats.fp8_blocks import FP8_BLOCKS
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
 from model.errors import UnsupportedModelError
 from model.json_input import shorten
@@ -13,7 +14,7 @@ from model.json_input import shorten
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
-FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED,)
+FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FP8_BLOCKS)
 _KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
 
