@@ -28,7 +28,7 @@ from model.checkpoint.weights import load_model
 from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache
 from model.device.replay import CudaGraphs, Replay
-from model.network.metadata import AttentionMetadata
+from model.network.metadata import AttentionMetadata, PhasePlans
 from server.cli.bench.engine.options import shape_folder
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def step(
         max_seqlen_k=columns * BLOCK_SIZE,
         keys_settled=True,
     )  # fmt: skip
-    problem = model.attention.problem(Phase.DECODE, BLOCK_SIZE, kv_dtype=cache.kv_dtype)
+    (mixer,) = model.attention.mixers
+    problem = model.attention.problem(mixer, Phase.DECODE, BLOCK_SIZE, cache.kv_dtype)
     selection = _select(problem, kernels.detect(weight.device), launch, batch)
     ids = -1 - torch.arange(sequences, device=weight.device)
     positions, sampled = numbers(context - 1), numbers(0)
@@ -130,7 +131,7 @@ def step(
     def compute() -> Tensor:
         plan = kernels.plan_attention(problem, batch, selection=selection)
         most = sequences * batch.max_seqlen_k
-        metadata = AttentionMetadata(slots, sequences, plan, None, most_keys=most)
+        metadata = AttentionMetadata(slots, sequences, (PhasePlans(plan, None),), most)
         hidden = model(ids, positions, cache, metadata, sampled)
         return sampled.copy_(model.argmax(hidden, logits, tokens, logprobs))
 
@@ -178,17 +179,17 @@ def _load(name: str, device: torch.device) -> DecoderLM:
     path = shape_folder(name) or resolve(name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
-    if model.config.mixes_attention:
+    if len(model.attention.mixers) > 1:
         raise SystemExit(f"{name} has two kinds of attention, which need different launches")
     return model
 
 
 def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) -> KVCache:
-    shape, weight = model.config, model.embed_tokens
+    layers, weight = model.network.layers, model.embed_tokens
     dtype = resolve_kv_dtype(kv_cache_dtype, weight.dtype)
     blocks = sequences * -(-context // BLOCK_SIZE)
-    heads = shape.num_kv_heads, shape.head_dim
-    cache = KVCache(shape.num_layers, blocks, BLOCK_SIZE, *heads, dtype, weight.device)
+    heads = layers[0].mixer.num_kv_heads, layers[0].mixer.head_dim
+    cache = KVCache(len(layers), blocks, BLOCK_SIZE, *heads, dtype, weight.device)
     for layer, scale in zip(cache.layers, cache.scales, strict=True):
         # Random values: computing with zeros takes a GPU less power, and therefore less time.
         rows = layer.flatten(0, 1)

@@ -74,12 +74,13 @@ class ServedModel:
     def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
         self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
         self._model.optimize(QUANTIZATIONS[quantization], torch.get_num_threads())
+        mixer = config.network.layers[0].mixer
         self._cache = KVCache(
-            config.num_layers,
+            len(config.network.layers),
             -(-CONTEXT_LENGTH // _BLOCK_SIZE),
             _BLOCK_SIZE,
-            config.num_kv_heads,
-            config.head_dim,
+            mixer.num_kv_heads,
+            mixer.head_dim,
             self._model.cache_dtype,
             torch.device("cpu"),
         )
@@ -311,7 +312,7 @@ def _precisions(
     """
     entries: list[dict[str, Any]] = []
     models: list[Predictor] = []
-    reasons = cpu_steps.unsupported(config)
+    reasons = cpu_steps.unsupported(config.network)
     if reasons:
         print(f"the C library cannot serve {options.model} here: {'; '.join(reasons)}")
     for name in options.quantization:

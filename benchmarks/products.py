@@ -118,14 +118,14 @@ def cases(models: Sequence[str], kinds: Sequence[str], rows: Sequence[int]) -> I
     """Yield the distinct products of some models' layers."""
     seen = set()
     for model in models:
-        config = ModelConfig.from_folder(SHAPES / model)
-        c, inner = config.hidden_size, config.intermediate_size
-        heads = config.num_heads * config.head_dim
-        stacked = heads + 2 * config.num_kv_heads * config.head_dim
+        network = ModelConfig.from_folder(SHAPES / model).network
+        mixer, c, inner = network.layers[0].mixer, network.hidden, network.layers[0].mlp.inner
+        heads = mixer.num_heads * mixer.head_dim
+        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
         weights = c * (stacked + heads + 3 * inner)
         layer = functools.partial(LinearProblem, 1, layer_weights=weights)
         problems = {
-            "qkv": layer(stacked, c, bias=bool(config.attention_bias)),
+            "qkv": layer(stacked, c, bias=mixer.bias),
             "output": layer(c, heads, residual=True),
             "gated": layer(inner, c, gated=True),
             "down": layer(c, inner, residual=True),

@@ -74,7 +74,7 @@ class QuantizedLM(DecoderLM):
         for table in (self.embed_tokens, self.lm_head):
             if table is not None:
                 table.copy_(head.round_weight(table))
-        eps = self.config.norm_eps
+        eps = self.network.norm.eps
         self._bound = self._bound._replace(
             layers=[
                 _bind_layer(layer, bound, layers, eps)

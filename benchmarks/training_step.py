@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from model.training.network import Attend
+    from model.training.network import PackedAttend
 
 _MODELS = {
     "student": STUDENT,
@@ -49,7 +49,7 @@ _VOCABULARY = 4096
 _OUT_OF_MEMORY = "out_of_memory"
 
 
-def padded(batch: PackedTokens, backend: SDPBackend | None) -> Attend:
+def padded(batch: PackedTokens, backend: SDPBackend | None) -> PackedAttend:
     """Return attention of one batch by PyTorch's function, over documents that are padded to the longest.
 
     Args:

@@ -157,16 +157,12 @@ def fill(text: str, marker: str, content: str) -> str:
     return f"{before}<!-- {marker}:{comment}-->\n{content.strip()}\n{end}{after}"
 
 
-def readme() -> str:
-    """Return README.md with its tables up to date."""
-    text = fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table("native"))
-    return fill(text, "shapes-table", shapes_table())
-
-
 def benchmarks_page() -> str:
     """Return docs/benchmarks.md with its tables up to date."""
     tables = [f"**{title}**\n\n{cpu_table(isa)}" for isa, title in _ISA_TITLES.items()]
-    return fill((ROOT / "docs" / "benchmarks.md").read_text(), "cpu-tables", "\n\n".join(tables))
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = fill(text, "cpu-tables", "\n\n".join(tables))
+    return fill(text, "shapes-table", shapes_table())
 
 
 def kernels_page() -> str:
@@ -202,7 +198,6 @@ def main() -> None:
     (ROOT / "docs" / "kernels.md").write_text(kernels_page())
     (ROOT / "docs" / "http.md").write_text(http_page())
     (ROOT / "docs" / "benchmarks.md").write_text(benchmarks_page())
-    (ROOT / "README.md").write_text(readme())
     (ROOT / "docs" / "flash-attention.md").write_text(flash_attention_page())
     for name, plot in plots().items():
         (ROOT / "docs" / name).write_text(plot)

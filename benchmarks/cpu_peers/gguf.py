@@ -60,20 +60,22 @@ def tensors(config: ModelConfig) -> list[Tensor]:
     Raises:
         ValueError: this file cannot write the architecture, or a model with biases.
     """
-    if config.architecture not in ARCHITECTURES or config.attention_bias or config.mlp_bias:
+    network = config.network
+    mixer, mlp = network.layers[0].mixer, network.layers[0].mlp
+    if config.architecture not in ARCHITECTURES or mixer.bias or mlp.bias:
         raise ValueError(f"no GGUF is written for {config.architecture}, or one with biases")
-    hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner, vocab = network.hidden, mlp.inner, network.vocab
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     # The "llama" architecture rotates neighbouring pairs, a Hugging Face checkpoint the two halves of a head.
     pairs = ARCHITECTURES[config.architecture] == "llama"
-    heads, kv_heads = (config.num_heads, config.num_kv_heads) if pairs else (0, 0)
+    heads, kv_heads = (mixer.num_heads, mixer.num_kv_heads) if pairs else (0, 0)
     out = [
         Tensor("token_embd", "model.embed_tokens", (vocab, hidden)),
         Tensor("output_norm", "model.norm", (hidden,)),
     ]
-    if not config.tie_word_embeddings:
+    if not network.tied:
         out.append(Tensor("output", "lm_head", (vocab, hidden)))
-    for i in range(config.num_layers):
+    for i in range(len(network.layers)):
         to, of = f"blk.{i}", f"model.layers.{i}"
         out += [
             Tensor(f"{to}.attn_norm", f"{of}.input_layernorm", (hidden,)),
@@ -82,14 +84,14 @@ def tensors(config: ModelConfig) -> list[Tensor]:
             Tensor(f"{to}.attn_v", f"{of}.self_attn.v_proj", (keys, hidden)),
             Tensor(f"{to}.attn_output", f"{of}.self_attn.o_proj", (hidden, queries)),
             Tensor(f"{to}.ffn_norm", f"{of}.post_attention_layernorm", (hidden,)),
-            Tensor(f"{to}.ffn_gate", f"{of}.mlp.gate_proj", (mlp, hidden)),
-            Tensor(f"{to}.ffn_up", f"{of}.mlp.up_proj", (mlp, hidden)),
-            Tensor(f"{to}.ffn_down", f"{of}.mlp.down_proj", (hidden, mlp)),
+            Tensor(f"{to}.ffn_gate", f"{of}.mlp.gate_proj", (inner, hidden)),
+            Tensor(f"{to}.ffn_up", f"{of}.mlp.up_proj", (inner, hidden)),
+            Tensor(f"{to}.ffn_down", f"{of}.mlp.down_proj", (hidden, inner)),
         ]
-        if config.qk_norm:
+        if mixer.qk_norm is not None:
             out += [
-                Tensor(f"{to}.attn_q_norm", f"{of}.self_attn.q_norm", (config.head_dim,)),
-                Tensor(f"{to}.attn_k_norm", f"{of}.self_attn.k_norm", (config.head_dim,)),
+                Tensor(f"{to}.attn_q_norm", f"{of}.self_attn.q_norm", (mixer.head_dim,)),
+                Tensor(f"{to}.attn_k_norm", f"{of}.self_attn.k_norm", (mixer.head_dim,)),
             ]
     return out
 
@@ -97,29 +99,30 @@ def tensors(config: ModelConfig) -> list[Tensor]:
 def metadata(config: ModelConfig, name: str) -> dict[str, Any]:
     """Return the keys of the file's header. Long-context rope scaling is left out, which does not change the work."""
     arch = ARCHITECTURES[config.architecture]
-    end, rope = config.eos_token_ids[0] if config.eos_token_ids else 0, config.rope
-    assert rope is not None, arch
+    network, end = config.network, config.eos_token_ids[0] if config.eos_token_ids else 0
+    mixer, mlp = network.layers[0].mixer, network.layers[0].mlp
+    assert mixer.rotary is not None, arch
     return {
         "general.architecture": arch,
         "general.name": name,
         "general.file_type": _MOSTLY_BF16,
         f"{arch}.context_length": config.max_context,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.block_count": config.num_layers,
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_heads,
-        f"{arch}.attention.head_count_kv": config.num_kv_heads,
-        f"{arch}.attention.key_length": config.head_dim,
-        f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
-        f"{arch}.rope.freq_base": rope.theta,
-        f"{arch}.rope.dimension_count": config.head_dim,
-        f"{arch}.vocab_size": config.vocab_size,
+        f"{arch}.embedding_length": network.hidden,
+        f"{arch}.block_count": len(network.layers),
+        f"{arch}.feed_forward_length": mlp.inner,
+        f"{arch}.attention.head_count": mixer.num_heads,
+        f"{arch}.attention.head_count_kv": mixer.num_kv_heads,
+        f"{arch}.attention.key_length": mixer.head_dim,
+        f"{arch}.attention.value_length": mixer.head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": network.norm.eps,
+        f"{arch}.rope.freq_base": mixer.rotary.theta,
+        f"{arch}.rope.dimension_count": mixer.head_dim,
+        f"{arch}.vocab_size": network.vocab,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": vocabulary(config.vocab_size),
+        "tokenizer.ggml.tokens": vocabulary(network.vocab),
         "tokenizer.ggml.token_type": [
-            _CONTROL_TOKEN if i == end else _NORMAL_TOKEN for i in range(config.vocab_size)
+            _CONTROL_TOKEN if i == end else _NORMAL_TOKEN for i in range(network.vocab)
         ],
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.bos_token_id": end,

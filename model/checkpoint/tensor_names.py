@@ -225,7 +225,7 @@ def _layer_parts(
         matrix = getattr(layer, parameter)
         values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
         listed = names.layers[parameter]
-        stacked = None if len(listed) == 1 else stacked_rows(config, parameter)
+        stacked = None if len(listed) == 1 else stacked_rows(layer.spec, parameter)
         sizes = stacked or [values.shape[0]]
         for name, part in zip(listed, values.split(sizes), strict=True):
             yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -18,15 +18,14 @@ from kernels.hadamard import hadamard_transform
 from kernels.rope.cache import CacheSlots, rope_and_write_kv
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import BoundLayer
     from model.network.metadata import AttentionMetadata
     from model.network.rope import RotaryEmbedding
-
-T = TypeVar("T")
 
 _LITTLE_BYTES: Final = 16 << 20
 """Weights are prefetched into the L2 cache before attention only if a layer reads at most this many bytes of keys and
@@ -39,37 +38,28 @@ class DenseAttention:
     """Causal attention among the tokens of the call. It is differentiable and uses no cache.
 
     Args:
-        config: the model's configuration, without a softcap of attention scores.
-        rope: cos and sin, as for `kernels.apply_rope`.
-        local_rope: the same for layers with a sliding window.
+        ropes: cos and sin, as for `kernels.apply_rope`, of each of `rotaries`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        rope: tuple[Tensor, Tensor],
-        local_rope: tuple[Tensor, Tensor],
-    ) -> None:
-        assert config.attention_softcap is None, "dense attention caps no scores"
-        self._config = config
-        self._ropes = by_layer(config, rope, local_rope)
+    def __init__(self, ropes: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._ropes = ropes
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
         """Compute attention: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
-        q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
-        window = self._config.layer_window(index)
-        return flash_attention(q, k, v, self._config.softmax_scale, window).flatten(-2)
+        del index
+        mixer = layer.mixer
+        assert mixer.softcap is None, "dense attention caps no scores"
+        q, k, v = split_heads(layer, qkv, self._ropes[layer.rotary])
+        return flash_attention(q, k, v, mixer.scale, mixer.window).flatten(-2)
 
 
 class PagedAttention:
     """Attention of one step over the KV cache. The keys and values of the step's tokens are written to the cache first.
 
     Args:
-        config: the model's configuration.
         kv_cache: the cache; written.
         metadata: the step's attention metadata.
-        ropes: rotary embeddings, with the step's positions reserved, of layers that attend to all tokens and of layers
-            with a sliding window; often the same.
+        ropes: the layers' rotary embeddings, as `rotaries` lists them, with the step's positions reserved.
         positions: [T] int64.
         fused: whether one Triton kernel computes the per-head norms, the rotation and the cache write; PyTorch
             computes them otherwise.
@@ -79,38 +69,27 @@ class PagedAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        ropes: tuple[RotaryEmbedding, RotaryEmbedding],
+        ropes: Sequence[RotaryEmbedding],
         positions: Tensor,
         *,
         fused: bool,
         pdl: bool,
         batch_invariant: bool = False,
     ) -> None:
-        self._config, self._metadata, self._positions = config, metadata, positions
+        self._metadata, self._positions = metadata, positions
         self._layers, self._scales = kv_cache.layers, kv_cache.scales
-        plans = sliding = (metadata.decode, metadata.prefill)
-        if config.mixes_attention:
-            sliding = (metadata.sliding_decode, metadata.sliding_prefill)
-        self._plans = by_layer(config, plans, sliding)
         self._fused, self._pdl, self._batch_invariant = fused, pdl, batch_invariant
-        tables = [it.tables if fused else it.table(positions) for it in dict.fromkeys(ropes)]
-        self._ropes = by_layer(config, tables[0], tables[-1])
-        self._prefetches = (
-            pdl
-            and not batch_invariant
-            and len(positions) <= _FEW_ROWS
-            and self._most_bytes() <= _LITTLE_BYTES
-        )
+        self._ropes = [it.tables if fused else it.table(positions) for it in ropes]
+        self._prefetches = pdl and not batch_invariant and len(positions) <= _FEW_ROWS
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
         """Write keys and values to the cache, then compute attention.
 
         Args:
             index: the layer's index.
-            layer: provides the per-head norms and the weights to prefetch.
+            layer: the layer.
             qkv: [T, (H + 2 * K) * D] contiguous, rows as [decode rows | prefill rows]; may be overwritten.
 
         Returns:
@@ -118,31 +97,35 @@ class PagedAttention:
         """
         kv, slots, scale = self._layers[index], self._metadata.slot_mapping, self._scales[index]
         if not self._fused:
-            q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
+            q, k, v = split_heads(layer, qkv, self._ropes[layer.rotary])
             if scale is not None:
                 q, k = hadamard_transform(q), hadamard_transform(k)
             write_kv(k, v, kv, slots, kv_scale=scale)
-            return self._attend(index, q)
+            return self._attend(index, layer, q)
         ahead = None
-        if self._prefetches and not layer.output.prefetches(len(qkv)):
+        if (
+            self._prefetches
+            and self._most_bytes(kv) <= _LITTLE_BYTES
+            and not layer.output.prefetches(len(qkv))
+        ):
             ahead = layer.next_weights
         q = rope_and_write_kv(
             qkv,
             CacheSlots(kv, slots, scale),
-            self._ropes[index],
+            self._ropes[layer.rotary],
             self._positions,
             norms=layer.head_norms,
             ahead=ahead,
             batch_invariant=self._batch_invariant,
             pdl=self._pdl,
         )
-        return self._attend(index, q)
+        return self._attend(index, layer, q)
 
-    def _attend(self, index: int, q: Tensor) -> Tensor:
+    def _attend(self, index: int, layer: BoundLayer, q: Tensor) -> Tensor:
         """Compute attention over a cache that already holds the step's tokens: [T, H, D] to [T, H * D] contiguous."""
         kv, scale = self._layers[index], self._scales[index]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode, prefill = self._plans[index]
+        decode, prefill = self._metadata.plans[layer.problem]
         split = self._metadata.num_decode_tokens
         if decode is not None:
             decode_attention(q[:split], kv, decode, out[:split], kv_scale=scale)
@@ -150,33 +133,26 @@ class PagedAttention:
             prefill_attention(q[split:], kv, prefill, out[split:], kv_scale=scale)
         return out.flatten(-2)
 
-    def _most_bytes(self) -> int:
-        """Upper bound of the bytes of keys and values that a layer reads."""
-        kv = self._layers[0]
+    def _most_bytes(self, kv: Tensor) -> int:
+        """Upper bound of the bytes of keys and values that a layer reads of its cache."""
         return self._metadata.most_keys * 2 * kv.shape[3] * kv.shape[4] * kv.dtype.itemsize
 
 
-def by_layer(config: ModelConfig, full: T, sliding: T) -> list[T]:
-    """Return for each layer the value for its kind."""
-    return [sliding if kind == "sliding_attention" else full for kind in config.layer_types]
-
-
 def split_heads(
-    config: ModelConfig, layer: BoundLayer, qkv: Tensor, rope: tuple[Tensor, Tensor]
+    layer: BoundLayer, qkv: Tensor, rope: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the QKV projection into heads, apply the per-head norms if there are any, and rotate queries and keys.
 
     Args:
-        config: the model's configuration.
-        layer: provides the per-head norms.
+        layer: the layer.
         qkv: [..., (H + 2 * K) * D].
         rope: cos and sin, as for `kernels.apply_rope`.
 
     Returns:
         Queries [..., H, D], keys and values [..., K, D]; contiguous in D.
     """
-    num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, config.head_dim)
+    num_heads, num_kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
+    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, layer.mixer.head_dim)
     rotating, v = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], -2)
     if layer.head_norms is not None:
         q, k = torch.split(rotating, [num_heads, num_kv_heads], -2)

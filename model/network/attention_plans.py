@@ -6,60 +6,70 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, plan_attention
-from model.network.metadata import AttentionMetadata
+from model.network.metadata import AttentionMetadata, PhasePlans
+from model.network.spec import Rotary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
+    from model.network.spec import Attention, Network
     from model.network.step import StepInput
+
+
+def same_problem(mixer: Attention) -> Attention:
+    """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
+    return dataclasses.replace(mixer, rotary=Rotary(), qk_norm=None, bias=False, output_bias=False)
+
+
+def attention_problems(network: Network) -> tuple[Attention, ...]:
+    """Return a mixer for each distinct attention problem of a network; those without a window first."""
+    distinct = dict.fromkeys(same_problem(layer.mixer) for layer in network.layers)
+    return tuple(sorted(distinct, key=lambda mixer: mixer.window or 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlanner:
-    """Describes the attention of a model and plans it, once a step for all layers of a kind.
+    """Describes the attention of a model and plans it, once a step for all layers with the same problem.
 
     Attributes:
-        config: the model's configuration.
+        mixers: from `attention_problems`.
         dtype: name of the dtype of its activations.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
     """
 
-    config: ModelConfig
+    mixers: tuple[Attention, ...]
     dtype: str
     unmeasured: bool = False
 
     def problem(
         self,
+        mixer: Attention,
         phase: Phase,
         block_size: int,
-        *,
-        sliding: bool = False,
         kv_dtype: str | None = None,
+        *,
         deterministic: bool = False,
     ) -> AttentionProblem:
-        """Return the attention problem of the layers, for kernel selection.
+        """Return the attention problem of a mixer, for kernel selection.
 
         Args:
+            mixer: one of `mixers`.
             phase: prefill or decode.
             block_size: tokens per cache block.
-            sliding: whether to describe the sliding-window layers; only for a model that mixes both kinds.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
             deterministic: whether the problem is that of a deterministic step.
         """
-        config = self.config
-        window = None if config.mixes_attention and not sliding else config.sliding_window
         return AttentionProblem(
             phase=phase,
             dtype=self.dtype,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
             block_size=block_size,
-            softmax_scale=config.softmax_scale,
-            sliding_window=window,
-            softcap=config.attention_softcap,
+            softmax_scale=mixer.scale,
+            sliding_window=mixer.window,
+            softcap=mixer.softcap,
             batch_invariant=deterministic,
             kv_dtype=kv_dtype,
             unmeasured=self.unmeasured,
@@ -68,13 +78,10 @@ class AttentionPlanner:
     def problems(
         self, block_size: int, kv_dtype: str | None = None, *, deterministic: bool = False
     ) -> list[AttentionProblem]:
-        """Return the attention problem of each kind of layer and phase; a step may need a kernel for each."""
-        kinds = (False, True) if self.config.mixes_attention else (False,)
+        """Return the attention problem of each mixer and phase; a step may need a kernel for each."""
         return [
-            self.problem(
-                phase, block_size, sliding=sliding, kv_dtype=kv_dtype, deterministic=deterministic
-            )
-            for sliding in kinds
+            self.problem(mixer, phase, block_size, kv_dtype, deterministic=deterministic)
+            for mixer in self.mixers
             for phase in Phase
         ]
 
@@ -99,7 +106,7 @@ class AttentionPlanner:
         *,
         deterministic: bool = False,
     ) -> AttentionMetadata:
-        """Plan one step's attention for each kind of layer in the model.
+        """Plan one step's attention for each problem of the layers.
 
         Args:
             slot_mapping: [T] int32 for the step's tokens, [decode rows | prefill rows].
@@ -110,29 +117,18 @@ class AttentionPlanner:
             deterministic: see `Bucket`.
         """
 
-        def plans(*, sliding: bool) -> list[AttentionPlan | None]:
-            return [
-                None
-                if batch is None
-                else plan_attention(
-                    self.problem(
-                        phase,
-                        block_size,
-                        sliding=sliding,
-                        kv_dtype=kv_dtype,
-                        deterministic=deterministic,
-                    ),
-                    batch,
-                )
-                for phase, batch in ((Phase.DECODE, decode), (Phase.PREFILL, prefill))
-            ]
+        def plan(mixer: Attention, phase: Phase, batch: PagedBatch | None) -> AttentionPlan | None:
+            if batch is None:
+                return None
+            problem = self.problem(mixer, phase, block_size, kv_dtype, deterministic=deterministic)
+            return plan_attention(problem, batch)
 
-        sliding = plans(sliding=True) if self.config.mixes_attention else [None, None]
         num_decode_tokens = 0 if decode is None else decode.seq_lens.shape[0]
         most_keys = sum(
             batch.num_seqs * batch.max_seqlen_k for batch in (decode, prefill) if batch is not None
         )
-        full = plans(sliding=False)
-        return AttentionMetadata(
-            slot_mapping, num_decode_tokens, full[0], full[1], sliding[0], sliding[1], most_keys
+        plans = tuple(
+            PhasePlans(plan(mixer, Phase.DECODE, decode), plan(mixer, Phase.PREFILL, prefill))
+            for mixer in self.mixers
         )
+        return AttentionMetadata(slot_mapping, num_decode_tokens, plans, most_keys)

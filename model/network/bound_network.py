@@ -9,6 +9,7 @@ from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
 from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.weights import Weight
+from model.network.attention_plans import attention_problems, same_problem
 from model.network.head import Head, SoftcappedHead
 from model.network.parallel import GatheredHead
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import LayerNorm, Norm
     from model.network.layers import BoundLayer, DecoderLayer
+    from model.network.spec import Network
 
 _logger = logging.getLogger(__name__)
 
@@ -51,26 +53,23 @@ class BoundNetwork(NamedTuple):
 
 
 def bind_network(
+    network: Network,
     layers: Sequence[DecoderLayer],
     norm: Norm | LayerNorm,
     head: Tensor,
-    logit_softcap: float | None,
     arch: GPUArch,
     purpose: Purpose,
-    *,
-    vocab_size: int,
     communicator: Communicator | None = None,
 ) -> BoundNetwork:
     """Bind a model's parameters. In-place changes to them take effect; replacing them does not.
 
     Args:
+        network: what this rank computes.
         layers: the layers in order.
         norm: the final norm.
         head: [V, C], in the dtype of the activations; with a communicator this rank's rows.
-        logit_softcap: of the logits; None for none.
         arch: architecture of the parameters' device.
         purpose: what the model is for; matrices may be copied unless it is training.
-        vocab_size: V.
         communicator: of the ranks that share the model; None for one that is whole.
     """
     dtype = head.dtype
@@ -82,11 +81,19 @@ def bind_network(
         LinearWeights(Weight.full(head)), dtype, arch, purpose=purpose
     )
     if communicator is not None:
-        bound_head = GatheredHead(bound_head, vocab_size, communicator)
-    if logit_softcap is not None:
-        bound_head = SoftcappedHead(bound_head, logit_softcap)
+        bound_head = GatheredHead(bound_head, network.vocab, communicator)
+    if network.logit_softcap is not None:
+        bound_head = SoftcappedHead(bound_head, network.logit_softcap)
+    problems, rotaries = attention_problems(network), network.rotaries
+
+    def bind(layer: DecoderLayer) -> BoundLayer:
+        mixer = layer.spec.mixer
+        problem = problems.index(same_problem(mixer))
+        rotary = rotaries.index((mixer.rotary, mixer.head_dim))
+        return layer.bind(arch, dtype, purpose, communicator, problem, rotary)
+
     return BoundNetwork(
-        layers=[layer.bind(arch, dtype, purpose, communicator) for layer in layers],
+        layers=[bind(layer) for layer in layers],
         norm=bind_norm(norm, arch, fused=fused),
         head=bound_head,
         fused=fused,

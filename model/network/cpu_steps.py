@@ -11,6 +11,7 @@ from kernels.cpu.decoder import unsupported as shape_unsupported
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
 from kernels.weights import Weight
+from model.network import spec
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
@@ -20,22 +21,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.weight_format import WeightFormat
-    from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import DecoderLayer
     from model.network.step import StepInput
 
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
+READS: Final[spec.Reads] = {
+    spec.Network: {"tied": spec.ALL},
+    spec.Layer: {},
+    spec.Norm: {"eps": spec.ALL, "float32": spec.ALL},
+    spec.Attention: dict.fromkeys(("window", "rotary", "qk_norm", "bias", "output_bias"), spec.ALL),
+    spec.Rotary: spec.ALL,
+    spec.Dense: {"bias": spec.ALL},
+}
+VARYING: Final = ((spec.Attention, "window"),)
 
 
 def unsupported(
-    config: ModelConfig, *, fp8_cache: bool = False, num_ranks: int = 1
+    network: spec.Network, *, fp8_cache: bool = False, num_ranks: int = 1
 ) -> tuple[str, ...]:
     """List why the C library cannot serve a model on this processor; empty if it can.
 
     Args:
-        config: the model's configuration.
+        network: of the model.
         fp8_cache: whether the KV cache is to be in FP8.
         num_ranks: that share the model.
     """
@@ -45,8 +54,9 @@ def unsupported(
     )
     return (
         *(reason for fails, reason in settings if fails),
-        *shape_unsupported(_shape(config)),
-        *(f"no {part}" for part in config.beyond_llama),
+        *(shape_unsupported(_shape(network)) if spec.is_attention_and_dense(network) else ()),
+        *spec.unsupported(network, READS, VARYING),
+        *spec.different_norms(network, "eps"),
     )
 
 
@@ -54,7 +64,8 @@ class CPUSteps:
     """Computes the steps of a model; see the methods of the same names of `DecoderLM`.
 
     Args:
-        config: the model's configuration; `unsupported` must be empty for it.
+        network: of the model; `unsupported` must be empty for it.
+        max_context: positions for which rotary tables are made at most.
         layers: with weights of any float dtype; their matrices are dropped one layer after the other.
         norm: the final norm's weight.
         head: [V, C].
@@ -68,7 +79,8 @@ class CPUSteps:
 
     def __init__(
         self,
-        config: ModelConfig,
+        network: spec.Network,
+        max_context: int,
         layers: Sequence[DecoderLayer],
         norm: Tensor,
         head: Tensor,
@@ -104,10 +116,10 @@ class CPUSteps:
         ]
         self.quantization = quantization
         self._decoder = CPUDecoder(
-            _shape(config), matrices, _float32(norm), packed_head, packed_embedding, threads
+            _shape(network), matrices, _float32(norm), packed_head, packed_embedding, threads
         )
-        self._rope = RotaryEmbedding(config.rope, config.head_dim)
-        self._max_context = config.max_context
+        self._rope = RotaryEmbedding(*network.rotaries[0])
+        self._max_context = max_context
         self._positions_reserved = False
         self.num_bytes = self._decoder.num_bytes
 
@@ -151,16 +163,17 @@ class CPUSteps:
         )
 
 
-def _shape(config: ModelConfig) -> DecoderShape:
+def _shape(network: spec.Network) -> DecoderShape:
+    first = network.layers[0]
     return DecoderShape(
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        eps=config.norm_eps,
-        softmax_scale=config.softmax_scale,
-        windows=tuple(config.layer_window(i) or 0 for i in range(config.num_layers)),
+        hidden=network.hidden,
+        inner=first.mlp.inner,
+        heads=first.mixer.num_heads,
+        kv_heads=first.mixer.num_kv_heads,
+        head_dim=first.mixer.head_dim,
+        eps=network.norm.eps,
+        softmax_scale=first.mixer.scale,
+        windows=tuple(layer.mixer.window or 0 for layer in network.layers),
     )
 
 

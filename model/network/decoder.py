@@ -18,7 +18,7 @@ from kernels.sampling.tokens import embed_tokens
 from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
-from model.network.attention_plans import AttentionPlanner
+from model.network.attention_plans import AttentionPlanner, attention_problems
 from model.network.bound_network import BoundNetwork, bind_network
 from model.network.embedding import finish_embeddings
 from model.network.initial_weights import initialize
@@ -30,7 +30,7 @@ from model.network.layers import (
     norm_dtype,
     stacked_rows,
 )
-from model.network.parallel import head_rows, shard, shard_config, shard_stacked
+from model.network.parallel import head_rows, shard, shard_network, shard_stacked
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
-    from model.network.layers import Attention, BoundLayer
+    from model.network.layers import Attend, BoundLayer
     from model.network.metadata import AttentionMetadata
     from model.network.step import StepInput
 
@@ -66,7 +66,8 @@ class DecoderLM(nn.Module):
             for a model that is whole.
 
     Attributes:
-        config: that of this rank's layers.
+        config: of the whole model.
+        network: what this rank computes.
         weight_format: of the layers' matrices; if some have full numbers, that of the others.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -82,30 +83,29 @@ class DecoderLM(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.communicator = communicator
-        self._whole_config = config
-        config = config if communicator is None else shard_config(config, communicator.size)
+        network = shard_network(config.network, self.num_ranks)
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
 
-        self.config = config
-        self.embed_tokens = empty(config.vocab_size, config.hidden_size)
-        positions = config.position_offset + config.max_position_embeddings
-        self.embed_positions = empty(positions, config.hidden_size) if config.rope is None else None
+        self.config, self.network = config, network
+        hidden, positions = network.hidden, network.positions
+        self.embed_tokens = empty(network.vocab, hidden)
+        self.embed_positions = (
+            empty(positions.offset + positions.count, hidden) if positions else None
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype, device, layer_formats(config, weight_format, index))
-            for index in range(config.num_layers)
+            DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
+            for index, layer in enumerate(network.layers)
         )
         forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
         self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
-        self.norm = empty(config.hidden_size, kind=norm_dtype(config, dtype))
-        self.norm_bias = empty(config.hidden_size) if config.norm == "layer" else None
-        tied = config.tie_word_embeddings
-        self._head_rows = head_rows(config.vocab_size, self.num_ranks)
-        self.lm_head = None if tied else empty(self._head_rows, config.hidden_size)
-        self.rope = self.local_rope = RotaryEmbedding(config.rope, config.head_dim)
-        if config.local_rope is not None:
-            self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
+        self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
+        self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
+        self._head_rows = head_rows(network.vocab, self.num_ranks)
+        self.lm_head = None if network.tied else empty(self._head_rows, hidden)
+        self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
+        self._problems = attention_problems(network)
         self._bound = self._bind(Purpose.TRAINING)
         self._deterministic: BoundNetwork | None = None
         self._single_launches = single_launch.SingleLaunches()
@@ -150,7 +150,7 @@ class DecoderLM(nn.Module):
             self.cpu_steps.reserve_positions(num_positions)
             return
         parameter = self.embed_tokens
-        for rope in (self.rope, self.local_rope):
+        for rope in self.ropes:
             rope.reserve(num_positions, parameter.dtype, parameter.device)
         self._positions_reserved = True
 
@@ -224,7 +224,7 @@ class DecoderLM(nn.Module):
     ) -> StepOutput:
         """Compute the requested rows of logits from the hidden states of the step's tokens; arguments as for `step`."""
         if not step.bucket.num_logits:
-            return StepOutput(hidden.new_empty((0, self.config.vocab_size)))
+            return StepOutput(hidden.new_empty((0, self.network.vocab)))
         if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
             hidden = hidden[step.device.logits_rows]
         deterministic = step.bucket.deterministic
@@ -262,33 +262,29 @@ class DecoderLM(nn.Module):
             [T, hidden_size] or [B, L, hidden_size], in the parameters' dtype.
         """
         bound = self._kernels(deterministic=deterministic)
-        attention: Attention
+        attention: Attend
         if kv_cache is None or metadata is None:
             assert kv_cache is None
             assert metadata is None
             assert sampled is None
             hidden = functional.embedding(input_ids, self.embed_tokens)
-            rope, local_rope = (
-                it.dense(positions, hidden.dtype) for it in (self.rope, self.local_rope)
-            )
-            attention = DenseAttention(self.config, rope, local_rope)
+            attention = DenseAttention([it.dense(positions, hidden.dtype) for it in self.ropes])
         else:
             hidden = embed_tokens(input_ids, self.embed_tokens, sampled)
             if not self._positions_reserved:
                 capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
-                for it in (self.rope, self.local_rope):
+                for it in self.ropes:
                     it.reserve(capacity, hidden.dtype, hidden.device)
             attention = PagedAttention(
-                self.config,
                 kv_cache,
                 metadata,
-                (self.rope, self.local_rope),
+                self.ropes,
                 positions,
                 fused=bound.fused,
                 pdl=bound.pdl,
                 batch_invariant=deterministic,
             )
-        hidden = finish_embeddings(self.config, hidden, positions, self.embed_positions)
+        hidden = finish_embeddings(self.network, hidden, positions, self.embed_positions)
         return bound.norm(self._run_layers(bound.layers, Residual(hidden), attention))
 
     def logits(
@@ -347,7 +343,7 @@ class DecoderLM(nn.Module):
     def single_launch_unsupported(self, arch: GPUArch, rows: int = 1) -> tuple[str, ...]:
         """List why `arch` cannot run a decode step of `rows` sequences as a single launch; empty if it can."""
         reasons = single_launch.unsupported(
-            self.config,
+            self.network,
             self.embed_tokens.dtype,
             self.weight_format,
             arch,
@@ -383,7 +379,7 @@ class DecoderLM(nn.Module):
             return ()
         if arch.is_cpu:
             in_c = cpu_steps.unsupported(
-                self._whole_config, fp8_cache=kv_dtype is not None, num_ranks=self.num_ranks
+                self.config.network, fp8_cache=kv_dtype is not None, num_ranks=self.num_ranks
             )
             needed = "on a CPU the weights must be in int8 or int4"
             if in_c:
@@ -400,15 +396,14 @@ class DecoderLM(nn.Module):
 
     @property
     def rope_tables(self) -> tuple[Tensor, ...]:
-        """Cos and sin of all reserved positions; then those of layers with a sliding window if they have their own."""
-        ropes = dict.fromkeys((self.rope, self.local_rope))
-        return tuple(table for rope in ropes for table in rope.tables)
+        """Cos and sin of all reserved positions, for each of `Network.rotaries`."""
+        return tuple(table for rope in self.ropes for table in rope.tables)
 
     @property
     def attention(self) -> AttentionPlanner:
         """Describes and plans the attention of the layers."""
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
-        return AttentionPlanner(self.config, dtype, self.unmeasured_kernels)
+        return AttentionPlanner(self._problems, dtype, self.unmeasured_kernels)
 
     @property
     def is_quantized(self) -> bool:
@@ -449,22 +444,25 @@ class DecoderLM(nn.Module):
 
     def _initialize_part(self, std: float, generator: torch.Generator | None, rank: int) -> None:
         """Initialize this rank's part of the weights with that part of a whole model's."""
-        whole = DecoderLM(self._whole_config, device="meta")
-        parts = dict(
-            DecoderLM(
-                self._whole_config, device="meta", communicator=self.communicator
-            ).named_parameters()
+        whole, own = (
+            DecoderLM(self.config, device="meta", communicator=it)
+            for it in (None, self.communicator)
+        )
+        shapes, own_shapes = (
+            {name: parameter.shape for name, parameter in it.named_parameters()}
+            for it in (whole, own)
         )
 
         def part(name: str, values: Tensor) -> Tensor:
-            kind = name.removesuffix(".numbers").rpartition(".")[2]
-            whole_rows = stacked_rows(whole.config, kind)
-            rows = stacked_rows(self.config, kind)
-            if whole_rows is None or rows is None:
-                return shard(values, parts[name].shape, rank)
-            return shard_stacked(values, whole_rows, rows, rank)
+            layer, _, kind = name.removeprefix("layers.").partition(".")
+            stacked = [
+                stacked_rows(network.layers[int(layer)], kind) if kind else None
+                for network in (whole.network, self.network)
+            ]
+            if stacked[0] is None or stacked[1] is None:
+                return shard(values, own_shapes[name], rank)
+            return shard_stacked(values, stacked[0], stacked[1], rank)
 
-        shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
         initialize(self, std, generator, shapes, part)
 
     @property
@@ -479,7 +477,8 @@ class DecoderLM(nn.Module):
         """Replace all matrices by quantized copies for the C library."""
         self._bound = self._bound._replace(layers=[])
         self.cpu_steps = cpu_steps.CPUSteps(
-            self.config,
+            self.network,
+            self.config.max_context,
             self.decoder_layers,
             self.norm,
             self._head,
@@ -489,12 +488,10 @@ class DecoderLM(nn.Module):
         )
         self.lm_head = None
         # Without rows: it still says that activations are float32 on a CPU.
-        self.embed_tokens = nn.Parameter(
-            torch.empty(0, self.config.hidden_size), requires_grad=False
-        )
+        self.embed_tokens = nn.Parameter(torch.empty(0, self.network.hidden), requires_grad=False)
 
     def _run_layers(
-        self, layers: list[BoundLayer], residual: Residual, attention: Attention
+        self, layers: list[BoundLayer], residual: Residual, attention: Attend
     ) -> Residual:
         for index, layer in enumerate(layers):
             residual = layer_forward(index, layer, residual, attention)
@@ -506,7 +503,7 @@ class DecoderLM(nn.Module):
         if not self._bound.fused or self.single_launch_unsupported(arch, rows):
             return None
         return single_launch.bind_single_launch(
-            self.config,
+            self.network,
             self.decoder_layers,
             self.embed_tokens,
             self._head,
@@ -525,14 +522,13 @@ class DecoderLM(nn.Module):
 
     def _bind(self, purpose: Purpose) -> BoundNetwork:
         return bind_network(
+            self.network,
             self.decoder_layers,
-            make_norm(self.norm, self.norm_bias, self.config.norm_eps),
+            make_norm(self.norm, self.norm_bias, self.network.norm.eps),
             self._head,
-            self.config.logit_softcap,
             detect(self.embed_tokens.device),
             purpose,
-            vocab_size=self.config.vocab_size,
-            communicator=self.communicator,
+            self.communicator,
         )
 
     @property
@@ -542,7 +538,7 @@ class DecoderLM(nn.Module):
             return self.lm_head
         if self.communicator is None:
             return self.embed_tokens
-        shape = (self._head_rows, self.config.hidden_size)
+        shape = (self._head_rows, self.network.hidden)
         return shard(self.embed_tokens.detach(), shape, self.communicator.rank)
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -33,30 +32,37 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
     from kernels.weights import Weight
-    from model.checkpoint.config import ModelConfig
+    from model.network.spec import Attention, Layer
+    from model.network.spec import Norm as NormSpec
 
 
 class BoundLayer(NamedTuple):
     """One layer's projections, bound to the kernels that compute them.
 
     Attributes:
+        mixer: what the layer's attention computes, of this rank's heads.
         qkv: includes the layer's first norm; reads the residual stream.
         head_norms: per-head norms of queries and of keys; None if the family has none.
         output: adds to the residual stream, after a norm if the family has one there.
         gate_up: includes the MLP's norm and activation; reads the residual stream.
         down: adds to the residual stream, after a norm if the family has one there.
         next_weights: the matrices that are read after attention, in that order.
+        problem: index of the attention's problem in `AttentionPlanner.mixers`.
+        rotary: index of its rotary embedding in `rotaries`.
     """
 
+    mixer: Attention
     qkv: Projection
     head_norms: tuple[Norm, Norm] | None
     output: ResidualWriter
     gate_up: Projection
     down: ResidualWriter
     next_weights: tuple[Tensor, Tensor]
+    problem: int = 0
+    rotary: int = 0
 
 
-class Attention(Protocol):
+class Attend(Protocol):
     """The attention of one layer."""
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ class Attention(Protocol):
 
         Args:
             index: the layer's index.
-            layer: provides the per-head norms.
+            layer: the layer.
             qkv: [..., (H + 2 * K) * D]; may be overwritten.
 
         Returns:
@@ -72,12 +78,9 @@ class Attention(Protocol):
         """
 
 
-def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the weights of norms in a model of dtype `dtype`.
-
-    A sum of 1 and a stored weight would be rounded by up to 2^-9 in bfloat16, so it is held in float32.
-    """
-    return torch.float32 if config.norms_add_one else dtype
+def norm_dtype(norm: NormSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the weight of a norm in a model of dtype `dtype`."""
+    return torch.float32 if norm.float32 else dtype
 
 
 def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
@@ -85,9 +88,7 @@ def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNo
     return Norm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
 
 
-def layer_forward(
-    index: int, layer: BoundLayer, residual: Residual, attention: Attention
-) -> Residual:
+def layer_forward(index: int, layer: BoundLayer, residual: Residual, attention: Attend) -> Residual:
     """Compute one layer: attention, then MLP. Each reads the normalized residual stream and adds its result to it."""
     qkv, residual = layer.qkv.from_residual(residual)
     residual = layer.output.to_residual(attention(index, layer, qkv), residual)
@@ -95,40 +96,28 @@ def layer_forward(
     return layer.down.to_residual(gated, residual)
 
 
-def stacked_rows(config: ModelConfig, parameter: str) -> list[int] | None:
+def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
+    mixer, mlp = layer.mixer, layer.mlp
     if parameter.startswith("qkv"):
-        key_rows = config.num_kv_heads * config.head_dim
-        return [config.num_heads * config.head_dim, key_rows, key_rows]
-    if parameter.startswith("gate_up") and config.gated_mlp:
-        return [config.intermediate_size, config.intermediate_size]
+        key_rows = mixer.num_kv_heads * mixer.head_dim
+        return [mixer.num_heads * mixer.head_dim, key_rows, key_rows]
+    if parameter.startswith("gate_up") and mlp.gated:
+        return [mlp.inner, mlp.inner]
     return None
 
 
 def layer_formats(
-    config: ModelConfig, weight_format: WeightFormat | Mapping[str, WeightFormat] | None, index: int
-) -> dict[str, WeightFormat]:
-    """Return the formats of a layer's matrices by their names; those that are not named have full numbers.
-
-    Args:
-        config: the model's configuration.
-        weight_format: as for `DecoderLM`.
-        index: of the layer.
-    """
-    if weight_format is None:
-        return {}
-    if not isinstance(weight_format, WeightFormat):
-        prefix = f"layers.{index}."
-        return {
-            name.removeprefix(prefix): form
-            for name, form in weight_format.items()
-            if name.startswith(prefix)
-        }
+    weight_format: WeightFormat | Mapping[str, WeightFormat] | None, index: int
+) -> WeightFormat | Mapping[str, WeightFormat] | None:
+    """Return the argument of a `DecoderLayer` from that of `DecoderLM`."""
+    if weight_format is None or isinstance(weight_format, WeightFormat):
+        return weight_format
+    prefix = f"layers.{index}."
     return {
-        name: weight_format.divided(
-            0, *itertools.accumulate((stacked_rows(config, name) or [])[:-1])
-        )
-        for name in ("qkv", "output", "gate_up", "down")
+        name.removeprefix(prefix): form
+        for name, form in weight_format.items()
+        if name.startswith(prefix)
     }
 
 
@@ -139,54 +128,63 @@ class DecoderLayer(nn.Module):
     those of up. Biases and norms that a family lacks are None.
 
     Args:
-        config: the model's configuration.
+        layer: what the layer computes.
+        hidden: C.
         dtype: of the parameters.
         device: of the parameters.
-        formats: of the matrices, by their names; those that are not named have full numbers of `dtype`.
+        weight_format: of the matrices; a mapping has those of matrices by their names, of which others have full
+            numbers; None for full numbers.
+
+    Attributes:
+        spec: what the layer computes.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        layer: Layer,
+        hidden: int,
         dtype: torch.dtype,
         device: torch.device,
-        formats: Mapping[str, WeightFormat] = MappingProxyType({}),
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None = None,
     ) -> None:
         super().__init__()
+        mixer, mlp = layer.mixer, layer.mlp
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
-        def norm(size: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(size, dtype=norm_dtype(config, dtype), device=device))
+        def norm(size: int, of: NormSpec = layer.norm) -> nn.Parameter:
+            return nn.Parameter(torch.empty(size, dtype=norm_dtype(of, dtype), device=device))
 
         def matrix(name: str, rows: int, columns: int) -> Matrix:
-            form = formats.get(name) or unquantized(dtype)
+            if isinstance(weight_format, WeightFormat):
+                stacked = stacked_rows(layer, name) or [rows]
+                form = weight_format.divided(0, *itertools.accumulate(stacked[:-1]))
+            else:
+                form = (weight_format or {}).get(name) or unquantized(dtype)
             return Matrix(form, (rows, columns), device)
 
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads = config.num_heads * config.head_dim
-        stacked = heads + 2 * config.num_kv_heads * config.head_dim
-        widened = 2 * inner if config.gated_mlp else inner
-        layer_norms = config.norm == "layer"
-        self._eps = config.norm_eps
-        self._activation = Activation(config.activation, gated=config.gated_mlp)
+        inner, heads = mlp.inner, mixer.num_heads * mixer.head_dim
+        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
+        widened = 2 * inner if mlp.gated else inner
+        layer_norms = layer.norm.kind == "layer"
+        self.spec = layer
         self.input_norm = norm(hidden)
         self.input_norm_bias = empty(hidden) if layer_norms else None
         self.qkv = matrix("qkv", stacked, hidden)
-        self.qkv_bias = empty(stacked) if config.attention_bias else None
-        self.q_norm = norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.qkv_bias = empty(stacked) if mixer.bias else None
+        self.q_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
+        self.k_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
         self.output = matrix("output", hidden, heads)
-        self.output_bias = empty(hidden) if config.attention_output_bias else None
-        self.output_norm = norm(hidden) if config.post_norms else None
+        self.output_bias = empty(hidden) if mixer.output_bias else None
+        self.output_norm = norm(hidden) if layer.post_norms else None
         self.mlp_norm = norm(hidden)
         self.mlp_norm_bias = empty(hidden) if layer_norms else None
         self.gate_up = matrix("gate_up", widened, hidden)
-        self.gate_up_bias = empty(widened) if config.mlp_bias else None
+        self.gate_up_bias = empty(widened) if mlp.bias else None
         self.down = matrix("down", hidden, inner)
-        self.down_bias = empty(hidden) if config.mlp_bias else None
-        self.down_norm = norm(hidden) if config.post_norms else None
+        self.down_bias = empty(hidden) if mlp.bias else None
+        self.down_norm = norm(hidden) if layer.post_norms else None
 
     def bind(
         self,
@@ -194,6 +192,8 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         purpose: Purpose,
         communicator: Communicator | None = None,
+        problem: int = 0,
+        rotary: int = 0,
     ) -> BoundLayer:
         """Bind the parameters to kernels. In-place changes to the parameters take effect; replacing them does not.
 
@@ -202,8 +202,10 @@ class DecoderLayer(nn.Module):
             dtype: of the activations.
             purpose: what the layer is for; matrices may be copied unless it is training.
             communicator: of the ranks that share the layer; None for one that is whole.
+            problem: see `BoundLayer`.
+            rotary: see `BoundLayer`.
         """
-        eps = self._eps
+        mixer, mlp, eps = self.spec.mixer, self.spec.mlp, self.spec.norm.eps
         layer_weights = sum(math.prod(matrix.shape) for matrix in self.matrices.values())
 
         bind = functools.partial(
@@ -223,9 +225,12 @@ class DecoderLayer(nn.Module):
             return ReducedProjection(product, numbers.bias, after, communicator)
 
         head_norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            head_norms = Norm(self.q_norm, eps), Norm(self.k_norm, eps)
+        if mixer.qk_norm is not None:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            head_norms = Norm(self.q_norm, mixer.qk_norm.eps), Norm(self.k_norm, mixer.qk_norm.eps)
         return BoundLayer(
+            mixer=mixer,
             qkv=bind(
                 weights("qkv"),
                 operations=Operations(make_norm(self.input_norm, self.input_norm_bias, eps)),
@@ -235,11 +240,14 @@ class DecoderLayer(nn.Module):
             gate_up=bind(
                 weights("gate_up"),
                 operations=Operations(
-                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps), self._activation
+                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps),
+                    Activation(mlp.activation, gated=mlp.gated),
                 ),
             ),
             down=adding("down", self.down_norm),
             next_weights=(self.output.numbers, self.gate_up.numbers),
+            problem=problem,
+            rotary=rotary,
         )
 
     @property

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kernels import AttentionPlan
+
+
+class PhasePlans(NamedTuple):
+    """The attention plans of a step's decode rows and of its prefill rows; None if there are none."""
+
+    decode: AttentionPlan | None
+    prefill: AttentionPlan | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,19 +25,12 @@ class AttentionMetadata:
 
     Attributes:
         slot_mapping: [T] int32, block_id * block_size + offset of each token; -1 writes nothing.
-        num_decode_tokens: number of leading rows that `decode` covers, one per sequence.
-        decode: plan of the decode rows; None if there are none.
-        prefill: plan of the prefill rows; None if there are none.
-        sliding_decode: plan of the decode rows for sliding-window layers, in models that mix both kinds of layer;
-            None in other models, where `decode` is for every layer.
-        sliding_prefill: the same for the prefill rows.
+        num_decode_tokens: number of leading rows that the plans of decode rows cover, one per sequence.
+        plans: of each attention problem of the layers, in the order of `AttentionPlanner.mixers`.
         most_keys: upper bound of the keys that a layer reads, summed over all sequences.
     """
 
     slot_mapping: Tensor
     num_decode_tokens: int
-    decode: AttentionPlan | None
-    prefill: AttentionPlan | None
-    sliding_decode: AttentionPlan | None = None
-    sliding_prefill: AttentionPlan | None = None
+    plans: tuple[PhasePlans, ...]
     most_keys: int = 0

@@ -26,21 +26,29 @@ if TYPE_CHECKING:
 
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import Norm, Projection
-    from model.checkpoint.config import ModelConfig
     from model.network.head import Head
+    from model.network.spec import Layer, Network
 
 Narrowable = TypeVar("Narrowable", Tensor, Weight)
 
 
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Return the configuration of the layers of one of `size` ranks; `parallel_unsupported` must be empty."""
+def shard_network(network: Network, size: int) -> Network:
+    """Return what the layers of one of `size` ranks compute; `parallel_unsupported` must be empty."""
     if size == 1:
-        return config
+        return network
     return dataclasses.replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=config.num_kv_heads // size,
-        intermediate_size=config.intermediate_size // size,
+        network, layers=tuple(_shard_layer(layer, size) for layer in network.layers)
+    )
+
+
+def _shard_layer(layer: Layer, size: int) -> Layer:
+    mixer, mlp = layer.mixer, layer.mlp
+    return dataclasses.replace(
+        layer,
+        mixer=dataclasses.replace(
+            mixer, num_heads=mixer.num_heads // size, num_kv_heads=mixer.num_kv_heads // size
+        ),
+        mlp=dataclasses.replace(mlp, inner=mlp.inner // size),
     )
 
 

@@ -19,6 +19,7 @@ from kernels.step.single_launch import (
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
+from model.network import spec
 from model.network.step import StepOutput
 
 __all__ = [
@@ -34,21 +35,30 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from kernels.step.single_launch import StepKernel
     from kernels.weight_format import WeightFormat
-    from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import DecoderLayer
     from model.network.step import StepInput
 
 _logger = logging.getLogger(__name__)
 
-_LOCAL_ROPE: Final = "rotary embedding of its own for layers with a sliding window"
-_OF_THE_KERNEL: Final = {
-    "norms after attention and MLP",
-    "gelu_tanh activation",
-    _LOCAL_ROPE,
-    "factor on embeddings",
+READS: Final[spec.Reads] = {
+    spec.Network: {"tied": spec.ALL, "embedding_factor": spec.ALL},
+    spec.Layer: {"post_norms": spec.ALL},
+    spec.Norm: {"eps": spec.ALL, "float32": spec.ALL},
+    spec.Attention: dict.fromkeys(("window", "rotary", "qk_norm", "bias"), spec.ALL),
+    spec.Rotary: spec.ALL,
+    spec.Dense: {"activation": {"gelu_tanh"}},
 }
-"""Of `ModelConfig.beyond_llama`: what the kernel of one sequence computes; that of several refuses it itself."""
+"""What the launch of one sequence computes."""
+VARYING: Final = ((spec.Attention, "window"), (spec.Attention, "rotary"))
+READS_OF_ROWS: Final[spec.Reads] = READS | {
+    spec.Network: {"tied": spec.ALL},
+    spec.Layer: {},
+    spec.Norm: {"eps": spec.ALL},
+    spec.Dense: {},
+}
+"""What the launch of several sequences computes."""
+VARYING_OF_ROWS: Final = ((spec.Attention, "window"),)
 
 
 class SingleLaunches:
@@ -134,7 +144,7 @@ def launch_once(
 
 
 def bind_single_launch(
-    config: ModelConfig,
+    network: spec.Network,
     layers: Sequence[DecoderLayer],
     embedding: Tensor,
     head: Tensor,
@@ -145,7 +155,7 @@ def bind_single_launch(
     """Bind the parameters and the cache. Neither may be reallocated afterwards.
 
     Args:
-        config: configuration of a model for which `unsupported` returns no reasons.
+        network: of a model for which `unsupported` returns no reasons.
         layers: the layers in order.
         embedding: [V, C].
         head: [V, C].
@@ -164,35 +174,37 @@ def bind_single_launch(
             layer.q_norm,
             layer.k_norm,
             layer.qkv_bias,
-            config.layer_window(index),
+            layer.spec.mixer.window,
             layer.output_norm,
             layer.down_norm,
         )
-        for index, layer in enumerate(layers)
+        for layer in layers
     ]
-    step = StepWeights(step_shape(config), weights, embedding, head, norm)
+    step = StepWeights(step_shape(network), weights, embedding, head, norm)
     return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
 
 
-def step_shape(config: ModelConfig) -> StepShape:
+def step_shape(network: spec.Network) -> StepShape:
     """Return the sizes of a model that the kernel is compiled for."""
+    first = network.layers[0]
+    mixer, mlp = first.mixer, first.mlp
     return StepShape(
-        hidden_size=config.hidden_size,
-        inner_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        eps=config.norm_eps,
-        softmax_scale=config.softmax_scale,
-        activation=config.activation,
-        embedding_factor=config.hidden_size**0.5 if config.scale_embeddings else 1.0,
-        post_norms=config.post_norms,
+        hidden_size=network.hidden,
+        inner_size=mlp.inner,
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        vocab_size=network.vocab,
+        eps=network.norm.eps,
+        softmax_scale=mixer.scale,
+        activation=mlp.activation,
+        embedding_factor=network.embedding_factor,
+        post_norms=first.post_norms,
     )
 
 
 def unsupported(
-    config: ModelConfig,
+    network: spec.Network,
     dtype: torch.dtype,
     weight_format: WeightFormat,
     arch: GPUArch,
@@ -203,22 +215,25 @@ def unsupported(
     """List why a decode step cannot be a single launch; empty if it can.
 
     Args:
-        config: the model's configuration.
+        network: of the model.
         dtype: dtype of its parameters.
         weight_format: of the layers' matrices.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
     """
-    features = {
-        "bias of the output projection": config.attention_output_bias,
-        "biases of the MLP": config.mlp_bias,
-        "float32 weights of norms for several sequences": config.norms_add_one and rows > 1,
-        f"{_LOCAL_ROPE} for several sequences": _LOCAL_ROPE in config.beyond_llama and rows > 1,
-    }
-    beyond = (part for part in config.beyond_llama if part not in _OF_THE_KERNEL)
-    missing = (*(name for name, has in features.items() if has), *beyond)
+    missing = spec.unsupported(network, READS, VARYING)
+    if not spec.is_attention_and_dense(network):
+        return missing
     reasons = shape_unsupported(
-        step_shape(config), dtype, arch, rows, weight_format, unmeasured=unmeasured
+        step_shape(network), dtype, arch, rows, weight_format, unmeasured=unmeasured
     )
-    return reasons + tuple(f"no {name}" for name in missing)
+    missing += spec.different_norms(network, "eps", "float32")
+    mixers = [layer.mixer for layer in network.layers]
+    kinds = {(mixer.window is None, mixer.rotary) for mixer in mixers}
+    if len(kinds) > len({has_window for has_window, _ in kinds}):
+        missing += ("no rotary embeddings that differ among layers without a window, or with one",)
+    if rows > 1:
+        of_rows = spec.unsupported(network, READS_OF_ROWS, VARYING_OF_ROWS)
+        missing += tuple(f"{it} for several sequences" for it in of_rows if it not in missing)
+    return reasons + missing

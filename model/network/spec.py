@@ -207,9 +207,12 @@ class Network:
         return layers + tables * self.hidden + _norm_size(self.norm, self.hidden)
 
     @property
-    def rotaries(self) -> tuple[Rotary | None, ...]:
-        """The distinct rotary embeddings of the layers, in the order of their first layers."""
-        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+    def rotaries(self) -> tuple[tuple[Rotary | None, int], ...]:
+        """The distinct rotary embeddings of the layers and their head dims, those of layers without a window first."""
+        mixers = sorted(
+            (layer.mixer for layer in self.layers), key=lambda mixer: mixer.window is not None
+        )
+        return tuple(dict.fromkeys((mixer.rotary, mixer.head_dim) for mixer in mixers))
 
 
 def _norm_size(norm: Norm, size: int) -> int:
@@ -278,8 +281,33 @@ def _differing(parts: Collection[Any], varying: Collection[tuple[type, str]]) ->
         values = dict.fromkeys(getattr(part, it.name) for part in (first, *others))
         if len(values) == 1 or (type(first), it.name) in varying:
             continue
-        if all(dataclasses.is_dataclass(value) for value in values):
+        if _TEXT not in it.metadata and all(map(dataclasses.is_dataclass, values)):
             yield from _differing(values, varying)
             continue
         text = it.metadata.get(_TEXT, f"{type(first).__name__}.{it.name}").format("one")
         yield f"no {text} of its own for some layers"
+
+
+def is_attention_and_dense(network: Network) -> bool:
+    """Whether each layer has attention and a dense MLP, so that an executor of these may read their sizes."""
+    return all(type(it.mixer) is Attention and type(it.mlp) is Dense for it in network.layers)
+
+
+def different_norms(network: Network, *names: str) -> tuple[str, ...]:
+    """List the fields in which norms of a network differ, as reasons of an executor that takes one value for all."""
+    norms = {part for part in _parts(network) if isinstance(part, Norm)}
+    return tuple(
+        f"no norms that differ in {name}"
+        for name in names
+        if len({getattr(norm, name) for norm in norms}) > 1
+    )
+
+
+def _parts(part: Any) -> Iterator[Any]:  # noqa: ANN401 - any part of a network
+    """Yield a part and the parts within it."""
+    yield part
+    for it in dataclasses.fields(part):
+        value = getattr(part, it.name)
+        for inner in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
+            if dataclasses.is_dataclass(inner):
+                yield from _parts(inner)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from model.errors import GrammarError
-from model.sampling.lark import JSON_OPTIONS, check_size, json_rule, quote
+from model.text.lark import JSON_OPTIONS, check_size, json_rule, quote
 from model.text.tokenizer import Tokenizer
 
 WORD_BITS: Final = 32

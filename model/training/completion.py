@@ -36,15 +36,16 @@ def complete_prompts(
     max_new_tokens = sampling.max_new_tokens
     choose = _Chooser(prompts, sampling)
     device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
-    config = model.config
+    layers = model.network.layers
+    mixer = layers[0].mixer
     lengths = [len(prompt) for prompt in prompts]
     blocks = -(-(max(lengths) + max_new_tokens) // BLOCK_SIZE)
     cache = KVCache(
-        config.num_layers,
+        len(layers),
         blocks * len(prompts),
         BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
+        mixer.num_kv_heads,
+        mixer.head_dim,
         dtype,
         device,
     )

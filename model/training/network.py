@@ -12,18 +12,18 @@ from torch.nn import functional
 from kernels import flash_attention
 from kernels.linear.projection import Residual
 from model.checkpoint.config import ModelConfig
-from model.network.attention import by_layer, split_heads
+from model.network.attention import split_heads
 from model.network.decoder import DecoderLM
-from model.network.layers import Attention, BoundLayer, layer_forward
+from model.network.layers import Attend, BoundLayer, layer_forward
 from model.training.prepare import CONTEXT_LENGTH
 from model.training.streams import PackedTokens
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+PackedAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Causal attention within each document: q [T, H, D], k and v [T, K, D], cu_seqlens [B + 1] to [T, H, D]."""
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Compute causal attention within each document by our own kernels; see `Attend`."""
+    """Compute causal attention within each document by our own kernels; see `PackedAttend`."""
     # The same longest length in all batches, so that torch.compile compiles once and nothing waits for the GPU.
     return flash_attention(
         q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=CONTEXT_LENGTH, deterministic=False
@@ -31,24 +31,23 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor
 
 
 class PackedAttention:
-    """Attention of a layer over packed documents; differentiable.
+    """Attention of a layer over packed documents; differentiable. Computes Llama's: no windows, no softcap.
 
     Args:
-        config: the model's configuration: Llama's attention, without windows or a softcap.
         rope: cos and sin of every token's position, as for `kernels.apply_rope`.
         cu_seqlens: as in `PackedTokens`.
         attend: computes it.
     """
 
     def __init__(
-        self, config: ModelConfig, rope: tuple[Tensor, Tensor], cu_seqlens: Tensor, attend: Attend
+        self, rope: tuple[Tensor, Tensor], cu_seqlens: Tensor, attend: PackedAttend
     ) -> None:
-        self._config, self._cu_seqlens, self._attend = config, cu_seqlens, attend
-        self._ropes = by_layer(config, rope, rope)
+        self._rope, self._cu_seqlens, self._attend = rope, cu_seqlens, attend
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
         """Compute attention: [T, (H + 2 * K) * D] to [T, H * D]."""
-        q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
+        del index
+        q, k, v = split_heads(layer, qkv, self._rope)
         return self._attend(q.to(v.dtype), k.to(v.dtype), v, self._cu_seqlens).flatten(-2)
 
 
@@ -62,19 +61,20 @@ class TrainedLM(DecoderLM):
     def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
         super().__init__(config, torch.float32, device)
         self.dropout = dropout
-        self.attend: Attend = attend_packed
+        self.attend: PackedAttend = attend_packed
 
     def packed_logits(self, batch: PackedTokens) -> Tensor:
         """Compute the logits of every next token of a batch, [T, vocab_size] in the autocast dtype."""
         bound = self._kernels(deterministic=False)
         hidden = functional.embedding(batch.inputs, self.embed_tokens)
-        rope = self.rope.dense(batch.positions, hidden.dtype)
-        attention = PackedAttention(self.config, rope, batch.cu_seqlens, self.attend)
+        (rope,) = self.ropes
+        tables = rope.dense(batch.positions, hidden.dtype)
+        attention = PackedAttention(tables, batch.cu_seqlens, self.attend)
         residual = self._run_layers(bound.layers, Residual(hidden), attention)
         return self.logits(bound.norm(residual))
 
     def _run_layers(
-        self, layers: list[BoundLayer], residual: Residual, attention: Attention
+        self, layers: list[BoundLayer], residual: Residual, attention: Attend
     ) -> Residual:
         if not self.training or self.dropout == 0:
             return super()._run_layers(layers, residual, attention)

@@ -52,7 +52,7 @@ def test_the_measured_precisions_cost_what_their_bits_allow(bundled, code):
 def test_the_served_model_predicts_what_the_rounded_one_does(bundled, code, name):
     folder = resolve("bundled")
     config = ModelConfig.from_folder(folder)
-    if reasons := cpu_steps.unsupported(config):
+    if reasons := cpu_steps.unsupported(config.network):
         pytest.skip("; ".join(reasons))
     served, rounded = ServedModel(folder, config, name), QuantizedLM(bundled, *PRECISIONS[name])
 

@@ -52,7 +52,7 @@ def test_an_installation_works_beside_another_package_named_kernels(installed):
     program = """
 import sys, kernels, torch, transformers
 from tessera.kernels import flash_attention
-from tessera.kernels.attention import huggingface
+from tessera.kernels.attention.training import huggingface
 huggingface.register()
 config = transformers.LlamaConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

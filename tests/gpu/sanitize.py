@@ -251,7 +251,7 @@ def step_all() -> int:
         model = build(name, torch.bfloat16, weight_format)
         arch = kernels.detect(DEVICE)
         if single_launch.unsupported(
-            model.config, torch.bfloat16, weight_format, arch, unmeasured=True
+            model.network, torch.bfloat16, weight_format, arch, unmeasured=True
         ):
             continue
         for kv_dtype in (None, kernels.FP8):
@@ -267,7 +267,7 @@ def step_all() -> int:
                 fill(cache)
                 runs += 2
             if single_launch.unsupported(
-                model.config, torch.bfloat16, weight_format, arch, STEP_ROWS, unmeasured=True
+                model.network, torch.bfloat16, weight_format, arch, STEP_ROWS, unmeasured=True
             ):
                 continue
             bound = bind(model, cache, STEP_ROWS)

@@ -196,7 +196,7 @@ def bind(model, cache, rows=1, *, tensor_cores=False):
     wanted = {"side_effect": lambda *_, **__: True} if tensor_cores else {"wraps": on_tensor_cores}
     with mock.patch("kernels.step.single_launch.on_tensor_cores", **wanted):
         return bind_single_launch(
-            model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
+            model.network, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
         )
 
 
@@ -511,7 +511,9 @@ ONE_ROW = {"wide", "long", *GEMMAS}
 def rows_supported(name, rows, arch):
     """Return whether a model's steps of several sequences are single launches."""
     config = MODELS[name]
-    return not single_launch.unsupported(config, torch.bfloat16, None, arch, rows, unmeasured=True)
+    return not single_launch.unsupported(
+        config.network, torch.bfloat16, None, arch, rows, unmeasured=True
+    )
 
 
 def test_the_models_of_the_tests_of_several_sequences_are_supported():
@@ -750,5 +752,5 @@ def test_the_shapes_of_these_models_are_supported():
     for config, weight_format in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
         arch = detect("cuda")
         assert not single_launch.unsupported(
-            config, torch.bfloat16, weight_format, arch, unmeasured=True
+            config.network, torch.bfloat16, weight_format, arch, unmeasured=True
         )

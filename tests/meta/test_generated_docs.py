@@ -11,7 +11,6 @@ from docs.generate import (
     http_page,
     kernels_page,
     plots,
-    readme,
     settings_page,
 )
 
@@ -20,10 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_settings_page_is_up_to_date():
     assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), "run `make docs`"
-
-
-def test_the_tables_of_the_readme_show_the_newest_results():
-    assert (ROOT / "README.md").read_text() == readme(), "run `make docs`"
 
 
 def test_the_kernels_page_shows_the_current_plans_and_the_newest_results():

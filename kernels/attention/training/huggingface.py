@@ -1,6 +1,6 @@
 """Attention of this package for models of `transformers`, in training and generation.
 
-    from tessera.kernels.attention import huggingface
+    from tessera.kernels.attention.training import huggingface
     huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tessera")
 

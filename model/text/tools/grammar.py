@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from model.errors import GrammarError
-from model.sampling.lark import json_rule, quote
+from model.text.lark import json_rule, quote
 from model.text.tokenizer import Tokenizer
 from model.text.tools.definitions import Parameter, Tool
 from model.text.tools.formats import ToolFormat

@@ -9,7 +9,7 @@ import msgspec
 from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import bytes_per_token
 from model.network.decoder import DecoderLM
-from model.network.parallel import shard_config
+from model.network.parallel import shard_network
 from server.engine.core.memory.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.explain.model_work import ModelWork, Rows
 from server.engine.runner.start.kv_memory import SHARE, size_within
@@ -19,6 +19,7 @@ from server.engine.runner.step.recordings import recorded_bytes
 
 if TYPE_CHECKING:
     from kernels import GPUArch
+    from model.network.spec import Layer
     from server.cli.plan.planned_model import PlannedModel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
@@ -112,7 +113,7 @@ def estimate(
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
     num_ranks = 1 if planned.ranks is None else planned.ranks.size
     work = ModelWork(
-        shard_config(planned.config, num_ranks),
+        shard_network(planned.config.network, num_ranks),
         planned.dtype,
         config.block_size,
         arch,
@@ -143,16 +144,16 @@ def _memory(
     planned: PlannedModel, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
     model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_format, planned.ranks)
-    shape = model.config
+    layers = model.network.layers
     weight_bytes = model.weight_bytes
     activation_bytes = _activations(planned, limits)
     if config.cuda_graphs:
-        row_bytes = shape.vocab_size * planned.dtype.itemsize
+        row_bytes = model.network.vocab * planned.dtype.itemsize
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
     per_token = bytes_per_token(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.head_dim,
+        len(layers),
+        layers[0].mixer.num_kv_heads,
+        layers[0].mixer.head_dim,
         resolve_kv_dtype(config.kv_cache_dtype, planned.dtype),
     )
     blocks_per_sequence = -(-limits.max_model_len // config.block_size)
@@ -190,10 +191,14 @@ def _activations(planned: PlannedModel, limits: SchedulerConfig) -> int:
     Of a token: the residual stream and its addend, the normed input, queries, keys and values, the attention's output,
     and the MLP's two products and their gate. Of a row of logits: the logits, and two float32 copies for sampling.
     """
-    shape, element = planned.config, planned.dtype.itemsize
-    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
-    values = 3 * shape.hidden_size + heads * shape.head_dim + 3 * shape.intermediate_size
-    rows = limits.max_num_seqs * shape.vocab_size * (element + 2 * 4)
+    network, element = planned.config.network, planned.dtype.itemsize
+
+    def of_token(layer: Layer) -> int:
+        heads = 2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads
+        return 3 * network.hidden + heads * layer.mixer.head_dim + 3 * layer.mlp.inner
+
+    values = max(of_token(layer) for layer in dict.fromkeys(network.layers))
+    rows = limits.max_num_seqs * network.vocab * (element + 2 * 4)
     return limits.prefill_budget * values * element + rows
 
 

@@ -81,13 +81,17 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
     if config.kv_cache_tokens is None and config.kv_cache_gib is None:
         return
     scale_bytes = _SCALE_BYTES if config.kv_cache_dtype == "fp8" else 0
-    vector_bytes = model.head_dim * _cache_value_bytes(config, model) + scale_bytes
+    value_bytes = _cache_value_bytes(config, model)
+    mixers = [layer.mixer for layer in model.network.layers]
     demand = KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
         requested_gib=config.kv_cache_gib,
         useful_tokens=1,
         block_size=config.block_size,
-        bytes_per_token=2 * model.num_layers * model.num_kv_heads * vector_bytes,
+        bytes_per_token=sum(
+            2 * mixer.num_kv_heads * (mixer.head_dim * value_bytes + scale_bytes)
+            for mixer in mixers
+        ),
     )
     # All memory, not what is free now: another process, such as this service's predecessor, may be about to end.
     total = total_host_bytes()

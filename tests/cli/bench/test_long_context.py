@@ -38,7 +38,7 @@ def measures(checkpoint, said, **changes):
         )
     )
     model = ModelConfig.from_folder(checkpoint)
-    work = ModelWork(model, torch.float32, BLOCK, CATALOGUE["h100"])
+    work = ModelWork(model.network, torch.float32, BLOCK, CATALOGUE["h100"])
     plan = Plan((), 16, STEPS, Lengths(1, 2))
     return EngineMeasures(engine, work, plan, np.random.default_rng(0), said.append), work
 

@@ -14,15 +14,15 @@ class PagedDriver:
     """Runs steps with arbitrary chunks of arbitrary sequences; blocks come from a shuffled pool."""
 
     def __init__(self, model, num_blocks=160, cache_dtype=None):
-        config = model.config
+        layers = model.network.layers
         self.model = model
         self.device = model.embed_tokens.device
         self.cache = KVCache(
-            config.num_layers,
+            len(layers),
             num_blocks,
             BLOCK_SIZE,
-            config.num_kv_heads,
-            config.head_dim,
+            layers[0].mixer.num_kv_heads,
+            layers[0].mixer.head_dim,
             cache_dtype or model.embed_tokens.dtype,
             self.device,
         )

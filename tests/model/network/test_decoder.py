@@ -104,7 +104,7 @@ def test_packing_frees_the_original_matrices():
     model.optimize()
 
     left = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    assert left == (64 * 32 if model.is_packed else CONFIG.num_parameters)
+    assert left == (64 * 32 if model.is_packed else CONFIG.network.num_parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -140,15 +140,17 @@ def test_the_dense_path_compiles_to_one_graph():
 
 
 def test_a_model_that_mixes_layer_kinds_has_plans_for_both(model):
-    assert model.attention.problem(Phase.DECODE, 16).sliding_window is None
-    assert model.attention.problem(Phase.DECODE, 16, sliding=True).sliding_window == 12
+    full, sliding = (model.attention.problem(it, Phase.DECODE, 16) for it in model.attention.mixers)
+
+    assert (full.sliding_window, sliding.sliding_window) == (None, 12)
 
 
 def test_a_model_with_only_sliding_layers_has_one_attention_problem_per_phase():
     config = dataclasses.replace(CONFIG, layer_types=("sliding_attention",) * 3)
     sliding = DecoderLM(config)
 
-    assert sliding.attention.problem(Phase.PREFILL, 16).sliding_window == 12
+    (mixer,) = sliding.attention.mixers
+    assert sliding.attention.problem(mixer, Phase.PREFILL, 16).sliding_window == 12
 
 
 def test_initial_weights_are_determined_by_the_seed():
@@ -188,7 +190,7 @@ def test_a_dynamic_rotation_depends_only_on_the_position_in_serving():
 
 
 def test_the_rotary_table_grows_without_changing_its_rows():
-    rope = build(dynamic()).rope
+    rope = build(dynamic()).ropes[0]
     positions = torch.tensor([0, 15, 16, 40])
     rope.reserve(41, torch.float32, torch.device("cpu"))
     before = rope.table(positions)
@@ -200,7 +202,7 @@ def test_the_rotary_table_grows_without_changing_its_rows():
 
 
 def test_rotations_of_large_positions_have_float32_precision_in_a_half_precision_model():
-    rope = build(dataclasses.replace(CONFIG, max_position_embeddings=100_000)).rope
+    rope = build(dataclasses.replace(CONFIG, max_position_embeddings=100_000)).ropes[0]
     rope.reserve(100_000, torch.bfloat16, torch.device("cpu"))
     position = torch.tensor([99_999])
 

@@ -28,6 +28,11 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     rope=Rotary(),
 )
+LOCAL_ROPE = {
+    "local_rope": Rotary(theta=100.0),
+    "sliding_window": 16,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
 QWEN = StepShape(1024, 3072, 16, 8, 128, 151936, 1e-6, 128**-0.5)
 
 
@@ -231,7 +236,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
         ({"gated_mlp": False}, "MLP without a gate"),
         ({"scale_embeddings": True}, ""),
         ({"norms_add_one": True}, ""),
-        ({"local_rope": Rotary(theta=100.0)}, ""),
+        (LOCAL_ROPE, ""),
         ({"attention_softcap": 50.0}, "softcap of attention scores"),
         ({"logit_softcap": 30.0}, "softcap of logits"),
     ],
@@ -262,10 +267,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     ("change", "message"),
     [
         ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
-        (
-            {"local_rope": Rotary(theta=100.0)},
-            "rotary embedding of its own for layers with a sliding window for several sequences",
-        ),
+        (LOCAL_ROPE, "rotary embedding of its own for some layers for several sequences"),
     ],
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
@@ -278,16 +280,17 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
     plain = DecoderLM(CONFIG, torch.bfloat16)
-    local = DecoderLM(dataclasses.replace(CONFIG, local_rope=Rotary(theta=9.0)), torch.bfloat16)
+    local = DecoderLM(dataclasses.replace(CONFIG, **LOCAL_ROPE), torch.bfloat16)
     for model in (plain, local):
         model.reserve_positions(20)
 
-    assert plain.rope_tables == plain.rope.tables
-    assert local.rope_tables == (*local.rope.tables, *local.local_rope.tables)
+    assert plain.rope_tables == plain.ropes[0].tables
+    assert local.rope_tables == (*local.ropes[0].tables, *local.ropes[1].tables)
+    assert [it[0].theta for it in local.network.rotaries] == [10_000.0, 100.0]
 
 
 def test_the_step_shape_equals_the_models():
-    shape = step_shape(CONFIG)
+    shape = step_shape(CONFIG.network)
 
     assert shape.hidden_size == CONFIG.hidden_size
     assert shape.inner_size == CONFIG.intermediate_size
@@ -296,4 +299,4 @@ def test_the_step_shape_equals_the_models():
     gemma = dataclasses.replace(
         CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True
     )
-    assert step_shape(gemma)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)
+    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)

@@ -93,7 +93,7 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     head = model.embed_tokens if model.lm_head is None else model.lm_head
     cache, truth_cache = new_cache(model), new_cache(wide)
     bound = bind_single_launch(
-        config, model.decoder_layers, model.embed_tokens, head, model.norm, cache
+        model.network, model.decoder_layers, model.embed_tokens, head, model.norm, cache
     )
     table = torch.randperm(BLOCKS, generator=generator).int()[None]
     for context in (150, 30):

@@ -18,7 +18,7 @@ from model.sampling.grammar import (
     compile_matcher,
     serialize,
 )
-from model.sampling.lark import MAX_TEXT_CHARACTERS
+from model.text.lark import MAX_TEXT_CHARACTERS
 from model.text.tokenizer import Tokenizer
 
 OBJECT = {

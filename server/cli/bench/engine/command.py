@@ -19,7 +19,7 @@ from kernels import FP8, KernelError, detect
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.table import kept
 from model.device.quantizations import QUANTIZATIONS, loaded_format
-from model.network.parallel import shard_config
+from model.network.parallel import shard_network
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -72,7 +72,7 @@ def main(
         dtype = getattr(torch, engine.info.dtype)
         quantization = QUANTIZATIONS.get(engine.info.quantization, kept(model.weight_format))
         work = ModelWork(
-            shard_config(model, config.tensor_parallel),
+            shard_network(model.network, config.tensor_parallel),
             dtype,
             config.block_size,
             arch,

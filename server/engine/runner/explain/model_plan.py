@@ -116,13 +116,14 @@ def _plan_launches(model: DecoderLM, arch: GPUArch, *, invariant: bool) -> str:
 
 def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:
     """Return the memory of the weights and of a token, in a cache of dtype `kv_dtype`."""
-    config = model.config
+    layers = model.network.layers
+    mixer = layers[0].mixer
     return MemoryPlan(
         weight_bytes=None if in_c else model.weight_bytes,
         kv_bytes_per_token=bytes_per_token(
-            config.num_layers, config.num_kv_heads, config.head_dim, getattr(torch, kv_dtype)
+            len(layers), mixer.num_kv_heads, mixer.head_dim, getattr(torch, kv_dtype)
         ),
-        max_context=config.max_context,
+        max_context=model.config.max_context,
     )
 
 

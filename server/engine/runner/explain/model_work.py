@@ -15,13 +15,14 @@ import torch
 from kernels import Phase
 from kernels.roofline import Roofline, Work, attention_work, roofline
 from kernels.weight_format import WeightFormat, unquantized
-from model.network.decoder import DecoderLM
+from model.network.attention_plans import AttentionPlanner, attention_problems, same_problem
+from model.network.layers import DecoderLayer, norm_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels import AttentionProblem, GPUArch
-    from model.checkpoint.config import ModelConfig
+    from model.network.spec import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ModelWork:
     """Counts the work of a model's steps.
 
     Args:
-        config: of the model.
+        network: what the processor computes of the model.
         dtype: dtype of weights and activations.
         block_size: tokens in a block of the KV cache.
         arch: the processor.
@@ -56,7 +57,7 @@ class ModelWork:
 
     def __init__(
         self,
-        config: ModelConfig,
+        network: Network,
         dtype: torch.dtype,
         block_size: int,
         arch: GPUArch,
@@ -66,21 +67,30 @@ class ModelWork:
         self._arch = arch
         form = weight_format or unquantized(dtype)
         self._dtype = (form if form.float else unquantized(dtype)).dtype
-        head = config.vocab_size * config.hidden_size
-        # A step reads only its tokens' rows of the embedding, unless the embedding is also the LM head.
-        self._read = config.num_parameters - (0 if config.tie_word_embeddings else head)
-        self._head = head
-        self.num_layers = config.num_layers
-        self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
-        model = DecoderLM(config, dtype, "meta", weight_format)
-        self._read_bytes = model.weight_bytes
-        if not config.tie_word_embeddings:
-            self._read_bytes -= model.embed_tokens.nbytes
-        if model.embed_positions is not None:  # of which a step reads its tokens' rows only, too
-            self._read -= model.embed_positions.numel()
-            self._read_bytes -= model.embed_positions.nbytes
-        problems = model.attention.problems(block_size, kv_dtype)
-        self._problems = {(p.phase, p.sliding_window): p for p in problems}
+        self._head = network.vocab * network.hidden
+        # A step reads the rows of its tokens only of the embedding, unless that is also the LM head, and of learned
+        # positions.
+        self._read, self._read_bytes = self._head, self._head * dtype.itemsize
+        for layer, count in Counter(network.layers).items():
+            parameters = DecoderLayer(
+                layer, network.hidden, dtype, torch.device("meta"), weight_format
+            )
+            held = (*parameters.parameters(), *parameters.buffers())
+            self._read += count * layer.num_parameters(network.hidden)
+            self._read_bytes += count * sum(tensor.nbytes for tensor in held)
+        norms = [norm_dtype(network.norm, dtype)]
+        if network.norm.kind == "layer":
+            norms.append(dtype)
+        self._read += network.hidden * len(norms)
+        self._read_bytes += network.hidden * sum(it.itemsize for it in norms)
+        self.num_layers = len(network.layers)
+        planner = AttentionPlanner(attention_problems(network), str(dtype).removeprefix("torch."))
+        self._problems = {
+            (mixer, phase): planner.problem(mixer, phase, block_size, kv_dtype)
+            for mixer in planner.mixers
+            for phase in Phase
+        }
+        self._layers = Counter(same_problem(layer.mixer) for layer in network.layers)
 
     def step(self, rows: Sequence[Rows]) -> Work:
         """Count the work of a step in which every sequence gets a token."""
@@ -90,8 +100,8 @@ class ModelWork:
         flops = 2 * (self._read - self._head) * tokens + 2 * self._head * sequences
         for row in rows:
             phase = Phase.DECODE if row.new_tokens == 1 else Phase.PREFILL
-            for window, layers in self._layers.items():
-                attention = self._attention(self._problems[phase, window], row)
+            for mixer, layers in self._layers.items():
+                attention = self._attention(self._problems[mixer, phase], row)
                 moved += layers * attention.bytes_moved
                 flops += layers * attention.flops
         return Work(moved, flops)

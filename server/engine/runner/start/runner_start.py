@@ -160,7 +160,7 @@ def _recorded_bytes(model: DecoderLM, config: EngineConfig, limits: SchedulerCon
     """Return the memory of the inputs and results of recorded steps; 0 if steps are not recorded."""
     if not config.cuda_graphs:
         return 0
-    row_bytes = model.config.vocab_size * model.embed_tokens.element_size()
+    row_bytes = model.network.vocab * model.embed_tokens.element_size()
     return recorded_bytes(limits, config.block_size, row_bytes)
 
 
@@ -195,7 +195,7 @@ def _allocate(
         kept_bytes: bytes that stay free for a step's activations.
         hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
     """
-    shape, parameter = model.config, model.embed_tokens
+    layers, parameter = model.network.layers, model.embed_tokens
 
     def allocate(num_blocks: int) -> ModelRunner:
         runner = make_runner(model, config, num_blocks)
@@ -210,9 +210,9 @@ def _allocate(
         useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
         block_size=config.block_size,
         bytes_per_token=bytes_per_token(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
+            len(layers),
+            layers[0].mixer.num_kv_heads,
+            layers[0].mixer.head_dim,
             resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
         ),
         kept_bytes=kept_bytes,
@@ -232,19 +232,19 @@ def make_runner(
         num_blocks: of the cache.
         deterministic: as for `ModelRunner`; None for the configuration's.
     """
-    shape, parameter = model.config, model.embed_tokens
+    layers, parameter = model.network.layers, model.embed_tokens
     return ModelRunner(
         model,
         KVCache(
-            shape.num_layers,
+            len(layers),
             num_blocks,
             config.block_size,
-            shape.num_kv_heads,
-            shape.head_dim,
+            layers[0].mixer.num_kv_heads,
+            layers[0].mixer.head_dim,
             resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
             parameter.device,
         ),
-        Grammars(config.model_path, shape),
+        Grammars(config.model_path, model.config),
         deterministic=config.deterministic if deterministic is None else deterministic,
     )
 

@@ -114,7 +114,7 @@ def start_engine(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         quantization=quantization_name(quantization),
-        vocab_size=model_config.vocab_size,
+        vocab_size=model_config.network.vocab,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
         max_num_seqs=limits.max_num_seqs,
@@ -123,7 +123,7 @@ def start_engine(
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_cache_dtype=runner.cache_dtype,
-        num_parameters=model_config.num_parameters,
+        num_parameters=model_config.network.num_parameters,
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -265,7 +265,7 @@ def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Sche
         # Half is left for prompts when all sequences decode.
         budget = max(_CPU_BUDGET if arch.is_cpu else _GPU_BUDGET, 2 * sequences)
         if prefill is None and not arch.is_cpu:
-            prefill = max(budget, _prefill_tokens(model.num_parameters, config, arch))
+            prefill = max(budget, _prefill_tokens(model.network.num_parameters, config, arch))
         budget = min(budget, prefill or budget)
     return SchedulerConfig(
         max_num_seqs=sequences,
@@ -308,7 +308,7 @@ def resolved_quantization(
 
     def unsupported() -> tuple[str, ...]:
         in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
-        reasons = cpu_steps.unsupported(model, fp8_cache=in_fp8, num_ranks=num_ranks)
+        reasons = cpu_steps.unsupported(model.network, fp8_cache=in_fp8, num_ranks=num_ranks)
         if config.quantization == "auto" and reasons == (load(),):
             log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
         return reasons

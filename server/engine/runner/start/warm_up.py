@@ -65,7 +65,7 @@ def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
     specs = [select(it, arch).spec for it in runner.attention_problems()]
     if any(spec.copies_keys for spec in specs):
         length = limits.max_model_len
-    vocab_size, block_size = runner.model.config.vocab_size, runner.kv_cache.block_size
+    vocab_size, block_size = runner.model.network.vocab, runner.kv_cache.block_size
     for output in dummy_steps.largest_steps(max(2, length), limits, vocab_size, block_size):
         _compute(runner, output)
 

@@ -34,7 +34,7 @@ def config(**changes):
 
 
 def work(arch=ARCH, kv_dtype=None, weight_format=None, **changes):
-    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype, weight_format)
+    return ModelWork(config(**changes).network, torch.bfloat16, 16, arch, kv_dtype, weight_format)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN

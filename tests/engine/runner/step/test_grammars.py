@@ -15,8 +15,8 @@ import model
 from benchmarks.json_schemas import SchemaMaker
 from model.checkpoint.config import ModelConfig
 from model.sampling.grammar import GrammarMatcher, serialize
-from model.sampling.lark import json_rule
 from model.sampling.parameters import NOTHING_ALLOWED, SamplingParams
+from model.text.lark import json_rule
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason, GenerateRequest

@@ -228,13 +228,13 @@ def test_an_interrupted_dummy_step_leaves_no_state(monkeypatch, model):
 
 def test_reserved_positions_are_not_allocated_again_for_a_larger_cache(model):
     model.reserve_positions(64)
-    table = model.rope._cos
+    table = model.ropes[0]._cos
     runner = make_runner(model, num_blocks=64)
 
     for output in first_steps(60, LIMITS, 8):
         runner.execute(output)
 
-    assert model.rope._cos is table
+    assert model.ropes[0]._cos is table
 
 
 # After a failed step
