@@ -186,7 +186,7 @@ def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]
     launch, problem = choice.launch, choice.problem
     assert launch is not None
     chunks = -(-problem.inputs // launch.block_k)
-    a_row = launch.block_k * problem.item_bytes // (launch.num_warps * 32 * 16)
+    a_row = launch.block_k * problem.format.bits // 8 // (launch.num_warps * 32 * 16)
     weights = chunks * problem.matrices * launch.block_n * a_row
     others = chunks * a_row * (choice.padded_rows + ("norm" in around))
     return weights, others
