@@ -34,7 +34,8 @@ from model.device.dtypes import stored_dtype
 from model.device.kv_cache import KVCache
 from model.device.quantizations import QUANTIZATIONS
 from model.network import cpu_steps
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket
+from model.network.step import StepInput
 from model.training.corpus import SourceFile, read_files
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH
@@ -89,7 +90,10 @@ class ServedModel:
         """See `Predictor.__call__`."""
         tokens = len(positions)
         columns = -(-tokens // _BLOCK_SIZE)
-        step = StepInput(Bucket(0, tokens, 1, columns, tokens), _BLOCK_SIZE, torch.device("cpu"))
+        bucket = Bucket(
+            rows=0, prompt_tokens=tokens, prompt_seqs=1, columns=columns, num_logits=tokens
+        )
+        step = StepInput(bucket, _BLOCK_SIZE, torch.device("cpu"))
         host = step.host
         host.token_ids[:] = input_ids[0].numpy()
         host.positions[:] = host.slot_mapping[:] = positions.numpy()

@@ -18,7 +18,8 @@ from kernels.attention.training.memory_efficient import memory_efficient_attenti
 from kernels.attention.training.ring import ring_attention
 from kernels.errors import KernelError, NoKernelError, ShapeError, UnsupportedDeviceError
 from kernels.fp8 import FP8
-from kernels.norms.pytorch import apply_rope, rms_norm, rope_tables, silu_and_mul
+from kernels.norms.pytorch import rms_norm, silu_and_mul
+from kernels.rope.pytorch import apply_rope, rope_tables
 
 __all__ = [
     "FP8",

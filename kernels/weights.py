@@ -109,7 +109,7 @@ class Weight:
         shape = (length, self.shape[1]) if dim == 0 else (self.shape[0], length)
         return Weight(form, shape, **parts)
 
-    def split(self, sizes: Sequence[int]) -> list[Weight]:
+    def split_with_sizes(self, sizes: Sequence[int]) -> list[Weight]:
         """Return stacked matrices of these numbers of outputs, as views.
 
         Raises:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER
 from kernels.linear import cpu, persistent_tiles
 from kernels.linear.matrix_tiles import FEWEST_FP8_ROWS, FEWEST_ROWS, ROW_COUNTS, most_rows
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
+from kernels.selection import VectorProblem, reasons, triton_unsupported
 from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 VECTOR_COLUMNS: Final = 8
 """Columns that a thread of the vector kernel multiplies at once; a row of weights is a multiple of them."""
 MOST_VECTOR_ROWS: Final = 4
-_DTYPES: Final = ("bfloat16", "float16", "float32")
 _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
 _FP8_MULTIPLE: Final = 16
@@ -72,29 +72,22 @@ class LinearSpec:
     def unsupported(self, problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
         form, formats = problem.format, self.formats
-        reasons = self.limits(problem, arch)
+        found = self.limits(problem, arch)
         if not form.is_quantized:
-            return reasons + _reasons((not self.reads_full, "weights are not quantized"))
+            return found + reasons((not self.reads_full, "weights are not quantized"))
         if formats is None or form in formats:
-            return reasons
-        return (*reasons, f"no weights in {form.name}" if formats else "weights are quantized")
-
-
-def _reasons(*tests: tuple[bool, str]) -> tuple[str, ...]:
-    return tuple(reason for fails, reason in tests if fails)
+            return found
+        return (*found, f"no weights in {form.name}" if formats else "weights are quantized")
 
 
 def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     """List the reasons that apply to all rows for GPUs, which need the Triton kernels around their product."""
-    return arch.unsupported(TENSOR_CORES) + _reasons(
-        (problem.trainable, "not differentiable"),
-        (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
-    )
+    return triton_unsupported(VectorProblem(problem.dtype, problem.trainable), arch)
 
 
 def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     in_fp8 = problem.format.is_quantized
-    return _gpu_unsupported(problem, arch) + _reasons(
+    return _gpu_unsupported(problem, arch) + reasons(
         (problem.batch_invariant, "for few rows only"),
         (
             in_fp8 and problem.rows >= FEWEST_FP8_ROWS and not MATRIX.unsupported(problem, arch),
@@ -115,7 +108,7 @@ def _hopper_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     """List the reasons that apply to the kernels for Hopper's tensor cores."""
     sizes = (problem.matrices * problem.outputs, problem.inputs)
     odd = next((size for size in sizes if size % _MATRIX_MULTIPLE), None)
-    return arch.unsupported(HOPPER) + _reasons(
+    return arch.unsupported(HOPPER) + reasons(
         (problem.trainable, "not differentiable"),
         (
             problem.layer_weights == 0 and not problem.batch_invariant,
@@ -135,7 +128,7 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
         if problem.batch_invariant
         else most_rows(problem.layer_weights, fp8=problem.format.is_quantized)
     )
-    return _hopper_unsupported(problem, arch) + _reasons(
+    return _hopper_unsupported(problem, arch) + reasons(
         (problem.rows <= most, f"{problem.rows} rows: others are used up to {most}"),
         (
             not problem.batch_invariant and not problem.gated,
@@ -148,7 +141,7 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     in_fp8 = problem.format.is_quantized
     fewest = FEWEST_FP8_ROWS if in_fp8 else FEWEST_ROWS
     most = most_rows(problem.layer_weights, fp8=in_fp8)
-    return _hopper_unsupported(problem, arch) + _reasons(
+    return _hopper_unsupported(problem, arch) + reasons(
         (in_fp8 and problem.batch_invariant, "weights are quantized"),
         (
             not problem.batch_invariant and not fewest <= problem.rows <= most,
@@ -158,17 +151,17 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
 
 
 def _invariant_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _gpu_unsupported(problem, arch) + _reasons(
+    return _gpu_unsupported(problem, arch) + reasons(
         (not problem.batch_invariant, "others are faster where bits may depend on the batch"),
     )
 
 
 def _library_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _gpu_unsupported(problem, arch) + _reasons((problem.batch_invariant, _NOT_INVARIANT))
+    return _gpu_unsupported(problem, arch) + reasons((problem.batch_invariant, _NOT_INVARIANT))
 
 
 def _pytorch_unsupported(problem: LinearProblem, _arch: GPUArch) -> tuple[str, ...]:
-    return _reasons((problem.batch_invariant, _NOT_INVARIANT))
+    return reasons((problem.batch_invariant, _NOT_INVARIANT))
 
 
 def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
@@ -176,7 +169,7 @@ def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     return (
         _library_unsupported(problem, arch)
         + arch.unsupported(FP8_INSTRUCTIONS)
-        + _reasons(
+        + reasons(
             (problem.dtype not in _HALF_DTYPES, f"no product in FP8 with {problem.dtype}"),
             (
                 any(size % _FP8_MULTIPLE for size in sizes),
@@ -187,7 +180,7 @@ def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
 
 
 def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _reasons(
+    return reasons(
         (not arch.is_cpu, "needs a CPU"),
         (problem.trainable, "not differentiable"),
         (problem.batch_invariant, _NOT_INVARIANT),

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -19,11 +19,13 @@ from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import find, kept
+from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
-from model.checkpoint.tensor_names import ParameterPart, full_names, named_parts
 from model.device.memory import free_bytes
 from model.errors import WeightsError
+from model.families.table import FAMILIES
+from model.families.tensors import HEAD
 from model.network.decoder import DecoderLM
 
 if TYPE_CHECKING:
@@ -137,8 +139,9 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: Progress | 
     done, total = 0, sum(it.entry.num_bytes for it in stored.values())
     for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}):
         it = stored[names[name]]
+        values: Any = it.read(tensor, all_scales)
         try:
-            parts[names[name]].load(it.read(tensor, all_scales), rank)
+            parts[names[name]].load(values, rank)
         except ValueError as error:
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
         done += it.entry.num_bytes
@@ -155,7 +158,7 @@ def _matrix_formats(
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
-            weights.setdefault(part.parameter, []).append(part.of_rank(stored[name].empty(), rank))
+            weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
     return {parameter: form for parameter, form in found.items() if form is not None}
 
@@ -169,12 +172,17 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
     row = find(config.weight_format)
     headers = read_headers(path, *(() if row is None else (row.dtype,)))
     in_files = combine(headers, config.weight_format)
-    names = full_names(config, in_files)
+    tensors = FAMILIES[config.architecture].tensors
+    names = full_names(tensors, in_files)
     stored = {names[name]: part for name, part in in_files.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     extra = stored.keys() - needed.keys()
-    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    ignored = {name for name in extra if name in tied_head or _IMPLIED.search(name)}
+    tied_head = {f"{tensors.modules[HEAD]}.weight"} if config.network.tied else set()
+    ignored = {
+        name
+        for name in extra
+        if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
+    }
     if ignored:
         _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()

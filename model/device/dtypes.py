@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kernels import GPUArch, detect
-from kernels.rope.cache import unsupported as layers_unsupported
+from kernels.selection import VectorProblem, triton_unsupported
 from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
 from model.device.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
@@ -124,7 +124,7 @@ def _check_float8(arch: GPUArch, stored: WeightFormat | None) -> None:
             f"quantization fp8: the checkpoint's weights are quantized already, as {stored.name}, and would be rounded "
             "twice; set quantization to none or auto to serve them as they are"
         )
-    if reasons := layers_unsupported("bfloat16", arch):
+    if reasons := triton_unsupported(VectorProblem("bfloat16"), arch):
         raise ModelError(
             f"quantization fp8: weights in FP8 are for our GPU kernels, and this processor has none: {reasons[0]}; "
             f"set quantization to {'int8, int4, auto or none' if arch.is_cpu else 'none'}"

@@ -129,14 +129,13 @@ class CPUSteps:
         self._positions_reserved = True
 
     def hidden_states(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> Tensor:
-        """Compute the layers of a step; returns [R + P, hidden_size] float32."""
+        """Compute the layers of a step; returns [T, hidden_size] float32."""
         return self._decoder.hidden_states(self._tensors(step, cache, sampled))
 
     def step(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> StepOutput:
         """Compute a step; the results have tokens, but no log-probabilities."""
         bucket = step.bucket
-        has_all = not bucket.prompt_seqs and bucket.num_logits == bucket.rows
-        rows = None if has_all else step.device.logits_rows
+        rows = None if bucket.has_all_logits else step.device.logits_rows
         tensors = self._tensors(step, cache, sampled)
         return StepOutput(*self._decoder.logits(tensors, rows, bucket.num_logits))
 
@@ -155,6 +154,7 @@ class CPUSteps:
         return StepTensors(
             step.device,
             bucket.rows,
+            bucket.queries,
             bucket.prompt_seqs,
             bucket.columns,
             sampled,

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from kernels import NoKernelError, detect, select
 from kernels.linear.projection import Purpose, Residual
-from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.rope.registry import TRITON
 from kernels.sampling.tokens import embed_tokens
+from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
@@ -177,12 +178,16 @@ class DecoderLM(nn.Module):
         Returns:
             `out` if it is given, else the new logits.
         """
-        rows, _, prompt_seqs, _, num_logits, shared_blocks, deterministic = step.bucket
+        bucket = step.bucket
         if self.cpu_steps is not None:
             assert out is None, "steps on a CPU are not recorded"
             return self.cpu_steps.step(step, kv_cache, sampled)
-        if rows == num_logits and not (prompt_seqs or shared_blocks or deterministic):
-            kernel = self._single_launches.kernel(kv_cache, rows, self._bind_single_launch)
+        if (
+            bucket.queries == 1
+            and bucket.has_all_logits
+            and not (bucket.shared_blocks or bucket.deterministic or bucket.extra_columns)
+        ):
+            kernel = self._single_launches.kernel(kv_cache, bucket.rows, self._bind_single_launch)
             if kernel is not None:
                 table, rope = self.embed_tokens, self.rope_tables
                 try:
@@ -195,7 +200,7 @@ class DecoderLM(nn.Module):
     def hidden_states(
         self, step: StepInput, kv_cache: KVCache, sampled: Tensor | None = None
     ) -> Tensor:
-        """Compute the layers of a step and return the hidden states of its tokens, [R + P, hidden_size].
+        """Compute the layers of a step and return the hidden states of its tokens, [T, hidden_size].
 
         Args:
             step: as for `step`.
@@ -225,7 +230,7 @@ class DecoderLM(nn.Module):
         """Compute the requested rows of logits from the hidden states of the step's tokens; arguments as for `step`."""
         if not step.bucket.num_logits:
             return StepOutput(hidden.new_empty((0, self.network.vocab)))
-        if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
+        if not step.bucket.has_all_logits:
             hidden = hidden[step.device.logits_rows]
         deterministic = step.bucket.deterministic
         if out is None:
@@ -280,7 +285,7 @@ class DecoderLM(nn.Module):
                 metadata,
                 self.ropes,
                 positions,
-                fused=bound.fused,
+                rotation=bound.rotation,
                 pdl=bound.pdl,
                 batch_invariant=deterministic,
             )
@@ -386,7 +391,7 @@ class DecoderLM(nn.Module):
                 return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
             return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
-        reasons = rope_unsupported(dtype, arch)
+        reasons = triton_unsupported(VectorProblem(dtype), arch)
         try:
             for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
                 select(problem, arch)
@@ -500,7 +505,7 @@ class DecoderLM(nn.Module):
     def _bind_single_launch(self, kv_cache: KVCache, rows: int) -> StepKernel | None:
         """Bind the single-launch kernel of steps of `rows` sequences to a cache; None if it is unsupported."""
         arch = detect(self.embed_tokens.device)
-        if not self._bound.fused or self.single_launch_unsupported(arch, rows):
+        if self._bound.rotation is not TRITON or self.single_launch_unsupported(arch, rows):
             return None
         return single_launch.bind_single_launch(
             self.network,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -205,24 +204,22 @@ class DecoderLayer(nn.Module):
             problem: see `BoundLayer`.
             rotary: see `BoundLayer`.
         """
-        mixer, mlp, eps = self.spec.mixer, self.spec.mlp, self.spec.norm.eps
+        mixer = self.spec.mixer
         layer_weights = sum(math.prod(matrix.shape) for matrix in self.matrices.values())
+        projections = self.projections(communicator)
 
-        bind = functools.partial(
-            bind_projection, dtype=dtype, arch=arch, layer_weights=layer_weights, purpose=purpose
-        )
+        def bind(name: str) -> Projection:
+            weights, operations = projections[name]
+            return bind_projection(
+                weights, dtype, arch, operations, layer_weights=layer_weights, purpose=purpose
+            )
 
-        def weights(name: str) -> LinearWeights:
-            return LinearWeights(self.matrices[name], getattr(self, f"{name}_bias"))
-
-        def adding(name: str, post_norm: Tensor | None) -> ResidualWriter:
-            after = None if post_norm is None else Norm(post_norm, eps)
-            numbers = weights(name)
+        def adding(name: str) -> ResidualWriter:
+            product = bind(name)
             if communicator is None:
-                return bind(numbers, operations=Operations(residual=True, post_norm=after))
-            operations = Operations(residual=communicator.fuses_norm)
-            product = bind(numbers._replace(bias=None), operations=operations)
-            return ReducedProjection(product, numbers.bias, after, communicator)
+                return product
+            bias = getattr(self, f"{name}_bias")
+            return ReducedProjection(product, bias, self._post_norm(name), communicator)
 
         head_norms = None
         if mixer.qk_norm is not None:
@@ -231,24 +228,46 @@ class DecoderLayer(nn.Module):
             head_norms = Norm(self.q_norm, mixer.qk_norm.eps), Norm(self.k_norm, mixer.qk_norm.eps)
         return BoundLayer(
             mixer=mixer,
-            qkv=bind(
-                weights("qkv"),
-                operations=Operations(make_norm(self.input_norm, self.input_norm_bias, eps)),
-            ),
+            qkv=bind("qkv"),
             head_norms=head_norms,
-            output=adding("output", self.output_norm),
-            gate_up=bind(
-                weights("gate_up"),
-                operations=Operations(
-                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps),
-                    Activation(mlp.activation, gated=mlp.gated),
-                ),
-            ),
-            down=adding("down", self.down_norm),
+            output=adding("output"),
+            gate_up=bind("gate_up"),
+            down=adding("down"),
             next_weights=(self.output.numbers, self.gate_up.numbers),
             problem=problem,
             rotary=rotary,
         )
+
+    def projections(
+        self, communicator: Communicator | None = None
+    ) -> dict[str, tuple[LinearWeights, Operations]]:
+        """Return the parameters of each product of this rank and the operations around it, in their order."""
+        mlp = self.spec.mlp
+
+        def weights(name: str) -> LinearWeights:
+            return LinearWeights(self.matrices[name], getattr(self, f"{name}_bias"))
+
+        def reading(norm: str, activation: Activation | None = None) -> Operations:
+            weight, bias = getattr(self, norm), getattr(self, f"{norm}_bias")
+            return Operations(make_norm(weight, bias, self.spec.norm.eps), activation)
+
+        def adding(name: str) -> tuple[LinearWeights, Operations]:
+            if communicator is None:
+                return weights(name), Operations(residual=True, post_norm=self._post_norm(name))
+            # The bias and the norm are those of the sum over all ranks.
+            return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
+
+        activation = Activation(mlp.activation, gated=mlp.gated)
+        return {
+            "qkv": (weights("qkv"), reading("input_norm")),
+            "output": adding("output"),
+            "gate_up": (weights("gate_up"), reading("mlp_norm", activation)),
+            "down": adding("down"),
+        }
+
+    def _post_norm(self, name: str) -> Norm | None:
+        weight = getattr(self, f"{name}_norm")
+        return None if weight is None else Norm(weight, self.spec.norm.eps)
 
     @property
     def matrices(self) -> dict[str, Weight]:

@@ -51,7 +51,8 @@ READS: Final[spec.Reads] = {
 }
 """What the launch of one sequence computes."""
 VARYING: Final = ((spec.Attention, "window"), (spec.Attention, "rotary"))
-READS_OF_ROWS: Final[spec.Reads] = READS | {
+READS_OF_ROWS: Final[spec.Reads] = {
+    **READS,
     spec.Network: {"tied": spec.ALL},
     spec.Layer: {},
     spec.Norm: {"eps": spec.ALL},

@@ -184,7 +184,7 @@ def _groups(rows: Sequence[SamplingRow], *, by_kernel: bool) -> list[list[int]]:
     groups: list[list[int]] = [[], [], [], [], []]
     for i, row in enumerate(rows):
         parameters = row.parameters
-        if by_kernel and (parameters.temperature == 0.0 or parameters.typical_p == 1.0):
+        if by_kernel and (parameters.temperature == 0.0 or not parameters.has_host_filter):
             groups[1 if parameters.changes_logits else 0].append(i)
         elif parameters.temperature == 0.0:
             groups[2].append(i)
@@ -245,11 +245,9 @@ def _fixed_columns(parameters: SamplingParams, size: int) -> SampleRow:
     """Return the columns of a row that follow from its parameters; the others are 0."""
     if parameters.temperature == 0.0:
         return _GREEDY_ROW
-    scale = parameters.inverse_temperature
     if not parameters.is_filtered:
-        return _unfiltered_row(scale)
-    top_k = parameters.top_k if parameters.top_k < size else 0
-    return _filtered_row(size, scale, top_k, parameters.top_p, parameters.min_p_distance)
+        return _unfiltered_row(parameters.inverse_temperature)
+    return _filtered_row(size, parameters.kernel_columns)
 
 
 @functools.lru_cache(_KEPT_ROWS)
@@ -258,11 +256,11 @@ def _unfiltered_row(scale: float) -> SampleRow:
 
 
 @functools.lru_cache(_KEPT_ROWS)
-def _filtered_row(
-    size: int, scale: float, top_k: int, top_p: float, min_p_distance: float
-) -> SampleRow:
+def _filtered_row(size: int, columns: tuple[float, ...]) -> SampleRow:
+    scale, top_k, top_p, *others = columns
+    top_k = int(top_k) if top_k < size else 0
     bounds = candidate_bounds(size, top_k, top_p)
-    return SampleRow(0, 0, 0, FILTERED, 0, 0, scale, top_k, top_p, min_p_distance, *bounds)
+    return SampleRow._make((0, 0, 0, FILTERED, 0, 0, scale, top_k, top_p, *others, *bounds))
 
 
 def _with_logprobs(token: SampledToken, row: SamplingRow, values: list[float]) -> SampledToken:

@@ -7,15 +7,33 @@ alone, not on the other rows, their number or their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.sampling.registry import TRITON
+from kernels.selection import VectorSpec
 from model.sampling.device import DeviceTokens
 from model.sampling.host import HostSampler
 from model.sampling.parameters import SampledToken
 from model.sampling.rows import SamplingRow
+
+if TYPE_CHECKING:
+    from kernels.arch import GPUArch
+    from kernels.selection import VectorProblem
+
+
+def _needs_gpu(_problem: VectorProblem, arch: GPUArch) -> tuple[str, ...]:
+    return ("needs a GPU",) if arch.is_cpu else ()
+
+
+SAMPLERS: Final = (
+    TRITON,
+    VectorSpec("torch_sampling", "model.sampling.device:sample_rows", _needs_gpu),
+    VectorSpec("host_sampling", "model.sampling.host:HostSampler"),
+)
+"""What samples the tokens of a step, most preferred row first."""
 
 
 class PendingTokens(Protocol):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -18,10 +16,11 @@ from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
-from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import QWEN
 from tests.kernels.linear.weights import linear_weights
+from tests.model.configs import changed
+from tests.model.network import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -173,8 +172,8 @@ def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, fp8):
 
 def decode(model, rows, dtype, context=70):
     """Return the logits of a decode step of `rows` sequences over a random cache."""
-    c, blocks = model.config, -(-context // 16)
-    cache = KVCache(c.num_layers, 256 * blocks, 16, c.num_kv_heads, c.head_dim, dtype, "cuda")
+    blocks = -(-context // 16)
+    cache = paged.new_cache(model, 256 * blocks, 16, dtype)
     for number, layer in enumerate(cache.layers):
         layer.copy_(random(*layer.shape, seed=number))
     int32 = {"dtype": torch.int32, "device": "cuda"}
@@ -198,7 +197,7 @@ def decode(model, rows, dtype, context=70):
 
 @pytest.mark.parametrize("rows", [5, 16, 33, 64, 128, 200, 256])
 def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
-    config = dataclasses.replace(QWEN, attention_bias=False)
+    config = changed(QWEN, attention_bias=False)
     model, wide = (DecoderLM(config, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
     model.init_weights(std=0.02, seed=0)
     wide.load_state_dict(model.state_dict())

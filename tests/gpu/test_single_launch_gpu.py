@@ -15,9 +15,7 @@ from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
-from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
-from model.device.kv_cache import KVCache
 from model.network import single_launch
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
@@ -25,12 +23,14 @@ from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.model.configs import changed, model_config
+from tests.model.network import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 BLOCK = 16
 BLOCKS = 260
-QWEN = ModelConfig(
+QWEN = model_config(
     architecture="Qwen3ForCausalLM",
     vocab_size=4096,
     hidden_size=1024,
@@ -45,7 +45,7 @@ QWEN = ModelConfig(
     dtype="bfloat16",
     rope=Rotary(theta=1e6),
 )
-LLAMA = dataclasses.replace(
+LLAMA = changed(
     QWEN,
     architecture="LlamaForCausalLM",
     hidden_size=2048,
@@ -56,7 +56,7 @@ LLAMA = dataclasses.replace(
     tie_word_embeddings=False,
     layer_types=(),
 )
-BIASED = dataclasses.replace(
+BIASED = changed(
     LLAMA,
     architecture="Qwen2ForCausalLM",
     hidden_size=1024,
@@ -71,7 +71,7 @@ BIASED = dataclasses.replace(
 
 def llama(hidden, inner, heads, kv_heads, dim, **changes):
     """Return a model like LLAMA with other sizes."""
-    return dataclasses.replace(
+    return changed(
         LLAMA,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -87,7 +87,7 @@ MODELS = {"qwen": QWEN, "llama": LLAMA, "biased": BIASED}
 SHAPES = {
     "groups of 3": llama(576, 1536, 9, 3, 64),
     "groups of 3, 960": llama(960, 2560, 15, 5, 64),
-    "groups of 7": dataclasses.replace(
+    "groups of 7": changed(
         llama(896, 4864, 14, 2, 64), architecture="Qwen2ForCausalLM", attention_bias=True
     ),
     "groups of 6": llama(1536, 8960, 12, 2, 128),
@@ -102,7 +102,7 @@ SHAPES = {
 }
 """Sizes that real models have, and odd ones."""
 WINDOW_IN_TWO = ("sliding_attention", "full_attention", "sliding_attention")
-SHAPES["windows in two of three layers"] = dataclasses.replace(
+SHAPES["windows in two of three layers"] = changed(
     llama(1152, 2048, 8, 2, 128, sliding_window=100), layer_types=WINDOW_IN_TWO
 )
 GEMMA = {
@@ -123,7 +123,7 @@ GEMMA = {
 def gemma(hidden, inner, heads, kv_heads, **changes):
     """Return a model like Gemma 3 with other sizes."""
     changes = GEMMA | {"layer_types": WINDOW_IN_TWO} | changes
-    return dataclasses.replace(llama(hidden, inner, heads, kv_heads, 256), **changes)
+    return changed(llama(hidden, inner, heads, kv_heads, 256), **changes)
 
 
 PLAIN = {
@@ -201,9 +201,8 @@ def bind(model, cache, rows=1, *, tensor_cores=False):
 
 
 def new_cache(model, kv_dtype=None):
-    c = model.config
-    dtype = model.embed_tokens.dtype if kv_dtype is None else getattr(torch, kv_dtype)
-    cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cuda")
+    dtype = None if kv_dtype is None else getattr(torch, kv_dtype)
+    cache = paged.new_cache(model, BLOCKS, BLOCK, dtype)
     fill(cache)
     return cache
 
@@ -241,7 +240,7 @@ class Step:
         self.slots = torch.tensor([slot], dtype=torch.int32).cuda()
         self.table = table.int()[None].cuda()
         self.context = context
-        vocabulary = model.config.vocab_size
+        vocabulary = model.network.vocab
         self.logits = torch.empty(1, vocabulary, dtype=model.embed_tokens.dtype, device="cuda")
         self.tokens = torch.empty(1, dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(1, device="cuda")
@@ -292,7 +291,7 @@ class RowsStep:
         self.ids = torch.tensor([context % 1000 + 3 for context in contexts]).cuda()
         self.positions = torch.tensor(contexts).cuda() - 1
         self.slots, self.table = slots.cuda(), table.cuda()
-        vocabulary, dtype = model.config.vocab_size, model.embed_tokens.dtype
+        vocabulary, dtype = model.network.vocab, model.embed_tokens.dtype
         self.logits = torch.empty(len(contexts), vocabulary, dtype=dtype, device="cuda")
         self.tokens = torch.empty(len(contexts), dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(len(contexts), device="cuda")
@@ -354,7 +353,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
         found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )
@@ -473,7 +472,7 @@ def test_non_finite_logits_give_token_minus_one(bad):
     step.single_launch(bind(model, new_cache(model)))
 
     assert step.tokens.item() == -1
-    assert 0 <= step.sampled[0].item() < model.config.vocab_size
+    assert 0 <= step.sampled[0].item() < model.network.vocab
 
 
 def test_equal_logits_choose_the_smallest_id():
@@ -545,7 +544,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
         found = step.single_launch(bound)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (own_cache, truth_cache, cache)), kv_dtype
             )
@@ -616,7 +615,7 @@ def require_accuracy(model, kv_dtype, *, tensor_cores=False):
         found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )

@@ -148,7 +148,7 @@ def test_a_byte_with_two_numbers_is_not_divided():
 
 def test_stacked_matrices_are_views_that_can_be_written(weight):
     sizes = [4, 4, 2]
-    for seed, part in enumerate(weight.split(sizes)):
+    for seed, part in enumerate(weight.split_with_sizes(sizes)):
         part.copy_(random_weight(weight.format, part.shape, seed=7 + seed))
 
     expected = [
@@ -159,8 +159,8 @@ def test_stacked_matrices_are_views_that_can_be_written(weight):
 
 def test_stacked_matrices_that_share_scales_are_refused():
     with pytest.raises(ValueError, match=r"outputs \[6, 4\] divide blocks of 4"):
-        random_weight(BLOCKS).split([6, 4])
-    assert [it.shape for it in random_weight(GROUPS).split([6, 4])] == [(6, 14), (4, 14)]
+        random_weight(BLOCKS).split_with_sizes([6, 4])
+    assert [it.shape for it in random_weight(GROUPS).split_with_sizes([6, 4])] == [(6, 14), (4, 14)]
 
 
 @pytest.mark.parametrize("factor", [0.25, "of each output"])
@@ -318,7 +318,9 @@ def test_stacked_matrices_have_the_format_that_holds_all_of_them(parts, expected
     assert found == expected
     if found is not None:
         stacked = Weight.empty(found, (sum(rows for _, rows in parts), 14), "cpu")
-        for part, weight in zip(stacked.split([rows for _, rows in parts]), weights, strict=True):
+        for part, weight in zip(
+            stacked.split_with_sizes([rows for _, rows in parts]), weights, strict=True
+        ):
             part.copy_(weight)
         assert torch.equal(stacked.dequantize(), torch.cat([it.dequantize() for it in weights]))
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
 FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FP8_BLOCKS)
-_KEYS: Final = ("quantization_config", "compression_config")
+CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
 
 
@@ -30,7 +30,7 @@ def detect(config: Mapping[str, Any]) -> WeightFormat | None:
             supported.
     """
     form = None
-    for key in _KEYS:
+    for key in CONFIG_KEYS:
         if (found := config.get(key)) is not None:
             form = _choose(require(found, {}, key), key).detect(found, key)
     return form

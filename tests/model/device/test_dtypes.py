@@ -4,14 +4,14 @@ import torch
 from kernels.arch import CATALOGUE, CPU
 from kernels.torch_private import onednn_has_bfloat16
 from kernels.weight_format import FP8_ROWS, INT8_ROWS, LIBRARY_FORMATS
-from model.checkpoint.config import ModelConfig
 from model.device.dtypes import resolve_dtype, resolve_quantization
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
+from tests.model.configs import model_config
 
 
 def config_of(num_layers, dtype):
-    return ModelConfig(
+    return model_config(
         architecture="LlamaForCausalLM",
         vocab_size=32000,
         hidden_size=1024,

@@ -16,7 +16,7 @@ from kernels.linear.pytorch import PyTorchLinear
 from kernels.weight_format import FP8_ROWS
 from kernels.weights import Weight
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.tensor_names import named_parts
+from model.checkpoint.parameter_parts import named_parts
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from unittest import mock
 
 import pytest
@@ -11,19 +12,19 @@ import kernels
 import kernels.linear.projection
 import kernels.linear.registry
 import kernels.linear.select
-import model.network.attention
 import model.network.decoder
 from kernels.arch import CATALOGUE, CPU
 from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
-from kernels.rope.cache import unsupported
+from kernels.rope.registry import PYTORCH, TRITON
+from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import FP8_ROWS, WeightFormat
-from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.kernels import float8_library, triton_interpreter
+from tests.model.configs import model_config
 from tests.model.network.paged import PagedDriver
 from tests.model.network.test_fp8_weights import both_in_float8
 
@@ -95,11 +96,11 @@ FAMILIES = {
 }
 H100 = CATALOGUE["h100"]
 NOT_READ = WeightFormat("blocks that no kernel reads", 8, group=12, scales="block")
-LOAD = kernels.linear.projection._load
+LOAD = kernels.linear.projection.load
 
 
 def build(weight_format=None, dtype=torch.float32, communicator=None, **changes):
-    config = ModelConfig(**SHAPE | changes)
+    config = model_config(**SHAPE | changes)
     made = DecoderLM(config, dtype, weight_format=weight_format, communicator=communicator)
     made.init_weights(std=0.15, seed=0)
     # Random numbers of a seed in float16 differ between PyTorch versions.
@@ -136,7 +137,7 @@ def on_a_gpu(monkeypatch):
 def optimized(*arguments, **changes):
     made = build(*arguments, **changes).requires_grad_(requires_grad=False)
     made.optimize()
-    assert made._bound.fused
+    assert made._bound.rotation is TRITON
     return made
 
 
@@ -223,7 +224,7 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
     rows = (matrix, *(row for row in kernels.linear.registry.REGISTRY if row is not MATRIX))
     monkeypatch.setattr(kernels.linear.select, "REGISTRY", rows)
     monkeypatch.setattr(kernels.linear.projection, "REGISTRY", rows)
-    monkeypatch.setattr(kernels.linear.projection, "_load", load)
+    monkeypatch.setattr(kernels.linear.projection, "load", load)
     fused = optimized(**changes)
 
     found = drive(fused, (3,))
@@ -284,7 +285,8 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
     on_a_gpu()
     fused = optimized(num_layers=2)
     expected = drive(fused, (1,))
-    rope_and_write_kv, fetched = model.network.attention.rope_and_write_kv, []
+    rope_cache = sys.modules["kernels.rope.gpu.rope_cache"]
+    rope_and_write_kv, fetched = rope_cache.rope_and_write_kv, []
 
     def fetching(*arguments, ahead, **more):
         assert (
@@ -294,7 +296,7 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
         weights = fused._bound.layers[0].next_weights
         return rope_and_write_kv(*arguments, ahead=weights, **more)
 
-    monkeypatch.setattr(model.network.attention, "rope_and_write_kv", fetching)
+    monkeypatch.setattr(rope_cache, "rope_and_write_kv", fetching)
 
     for ours, theirs in zip(drive(fused, (1,)), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -420,7 +422,7 @@ def test_attention_without_a_kernel_falls_back_to_pytorch_between_triton_project
     ids=str,
 )
 def test_unsupported_fusion_is_reported_with_the_reason(arch, dtype, reason):
-    found = unsupported(dtype, arch)
+    found = triton_unsupported(VectorProblem(dtype), arch)
 
     assert bool(found) == bool(reason)
     assert reason in "; ".join(found)
@@ -432,6 +434,6 @@ def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monke
 
     plain.optimize()
 
-    assert not plain._bound.fused
+    assert plain._bound.rotation is PYTORCH
     assert "slower: needs" in caplog.text
     assert plain.row_counts == ()

@@ -9,14 +9,14 @@ from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
 from kernels.weight_format import FP8_ROWS, INT8_ROWS
-from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.single_launch import step_shape
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.model.configs import changed, model_config
 
 HOPPER = ARCHES[90]
-CONFIG = ModelConfig(
+CONFIG = model_config(
     architecture="LlamaForCausalLM",
     vocab_size=64,
     hidden_size=32,
@@ -243,7 +243,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
-    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+    model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
@@ -272,7 +272,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
-    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+    model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ()
     assert model.single_launch_unsupported(HOPPER, 8) == (f"no {message}",)
@@ -280,7 +280,7 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
     plain = DecoderLM(CONFIG, torch.bfloat16)
-    local = DecoderLM(dataclasses.replace(CONFIG, **LOCAL_ROPE), torch.bfloat16)
+    local = DecoderLM(changed(CONFIG, **LOCAL_ROPE), torch.bfloat16)
     for model in (plain, local):
         model.reserve_positions(20)
 
@@ -292,11 +292,7 @@ def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
 def test_the_step_shape_equals_the_models():
     shape = step_shape(CONFIG.network)
 
-    assert shape.hidden_size == CONFIG.hidden_size
-    assert shape.inner_size == CONFIG.intermediate_size
-    assert shape.softmax_scale == CONFIG.head_dim**-0.5
+    assert (shape.hidden_size, shape.inner_size, shape.softmax_scale) == (32, 48, 8**-0.5)
     assert shape[-3:] == ("silu", 1.0, False)
-    gemma = dataclasses.replace(
-        CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True
-    )
-    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)
+    gemma = changed(CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True)
+    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", 32**0.5, True)

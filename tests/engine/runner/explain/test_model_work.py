@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.roofline import Work
 from kernels.weight_format import FP8_ROWS
-from model.checkpoint.config import ModelConfig
-from server.engine.runner.explain.model_work import ModelWork, Rows
+from model.network.decoder import DecoderLM
+from server.engine.runner.explain.model_work import ModelWork, Rows, Work
+from tests.model.configs import model_config
 
 HEADS, KV_HEADS, DIM, LAYERS, HIDDEN, INNER, VOCAB = 4, 2, 8, 3, 16, 24, 50
 ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflops=1e-3)
@@ -17,7 +17,7 @@ ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflop
 
 
 def config(**changes):
-    return ModelConfig(
+    return model_config(
         **{
             "architecture": "LlamaForCausalLM",
             "vocab_size": VOCAB,
@@ -34,7 +34,8 @@ def config(**changes):
 
 
 def work(arch=ARCH, kv_dtype=None, weight_format=None, **changes):
-    return ModelWork(config(**changes).network, torch.bfloat16, 16, arch, kv_dtype, weight_format)
+    model = DecoderLM(config(**changes), torch.bfloat16, "meta", weight_format)
+    return ModelWork(model, 16, arch, kv_dtype)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN

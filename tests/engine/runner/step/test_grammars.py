@@ -22,6 +22,7 @@ from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.results.step_retry import STEP_FAILED
 from server.engine.runner.step import grammars
+from tests.engine.runner import drafts
 from tests.engine.runner.step.test_recordings import Again
 from tests.engine.runner.test_engine_model import assert_all_free, make_engine, random_prompt
 from tests.faults.engine import inject
@@ -133,6 +134,20 @@ def test_every_completed_output_follows_its_schema(engine_of, tokenizer):
         if request.sampling.grammar is not None:
             assert_valid(tokenizer, events)
     assert_all_free(engine)
+
+
+def test_drafts_change_no_output(engine_of):
+    requests = [*mixed(14), structured(50, logprobs=True), structured(51, "regex", "(ab?){30}c")]
+
+    steps = drafts.check(engine_of, requests, random.Random(4))
+
+    proposed = [
+        draft
+        for step in steps
+        for sequence, draft in zip(step.decode.batch.sequences, step.decode.drafts, strict=True)
+        if sequence.matcher is not None
+    ]
+    assert max(map(len, proposed)) == drafts.MOST
 
 
 @pytest.mark.parametrize("budget", [20, 64])
