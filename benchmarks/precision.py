@@ -32,6 +32,7 @@ from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.device.dtypes import stored_dtype
 from model.device.kv_cache import KVCache
+from model.device.quantizations import QUANTIZATIONS
 from model.network import cpu_steps
 from model.network.columns import Bucket
 from model.network.step import StepInput
@@ -73,7 +74,7 @@ class ServedModel:
 
     def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
         self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
-        self._model.optimize(quantization, torch.get_num_threads())
+        self._model.optimize(QUANTIZATIONS[quantization], torch.get_num_threads())
         mixer = config.network.layers[0].mixer
         self._cache = KVCache(
             len(config.network.layers),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from model.device.quantizations import QuantizationSetting
 from server.log import LogFormat
 from server.setting import Setting
 
@@ -58,9 +59,7 @@ class EngineSettings:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Setting("model")] = "auto"
-    quantization: Annotated[Literal["auto", "none", "fp8", "int8", "int4"], Setting("model")] = (
-        "auto"
-    )
+    quantization: Annotated[QuantizationSetting, Setting("model")] = "auto"
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], Setting("model")] = "auto"
     compiled_kernels: str | None = None
     max_model_len: Annotated[int | None, Setting("model", ge=2)] = None

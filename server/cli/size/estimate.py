@@ -119,7 +119,7 @@ def estimate(
         gpu=arch.key,
         gpu_name=arch.name,
         dtype=dtype,
-        weight_dtype=str(model.weight_dtype or dtype).removeprefix("torch."),
+        weight_dtype=model.weight_format.name,
         kv_dtype=planned.kv_dtype or dtype,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE, detect
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.families.parts import with_windows
@@ -111,9 +112,7 @@ def test_the_plan_says_that_steps_with_weights_in_fp8_are_one_launch_up_to_a_siz
     small = read_again(config, **changes)
     large = read_again(small, hidden_size=4160)
     found = [
-        explain_model(
-            DecoderLM(it, torch.bfloat16, "meta", torch.float8_e4m3fn), 16, CATALOGUE["h100"]
-        )
+        explain_model(DecoderLM(it, torch.bfloat16, "meta", FP8_ROWS), 16, CATALOGUE["h100"])
         for it in (small, large)
     ]
 

@@ -30,6 +30,7 @@ from kernels.arch import CATALOGUE
 from kernels.gpu import kernel_cache
 from kernels.gpu.absent_gpu import absent_gpu
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
+from kernels.weight_format import FP8_ROWS
 
 @triton.jit
 def add(x, n, SIZE: tl.constexpr):
@@ -217,7 +218,7 @@ config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
 keys = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": HIDDEN_SIZE, "bos_token_id": 0, "eos_token_id": 0}
 config = ModelConfig.from_dict(config.content | keys)
 with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
-    model = DecoderLM(config, torch.bfloat16, device, torch.float8_e4m3fn)
+    model = DecoderLM(config, torch.bfloat16, device, FP8_ROWS)
     model.optimize()
     cache = KVCache(1, 8, 16, 8, 128, torch.bfloat16, device)
     model.step(StepInput(Bucket(rows=1, columns=8, num_logits=1), 16, device), cache)

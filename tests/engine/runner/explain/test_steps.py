@@ -17,6 +17,7 @@ from kernels.fp8 import FP8
 from kernels.linear.registry import REGISTRY as LINEAR
 from kernels.norms import registry as norms
 from kernels.rope import registry as rope
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.network.columns import Bucket
@@ -41,8 +42,7 @@ def config(shape):
 
 
 def build(shape, dtype, *, fp8=False, device="meta"):
-    weight_dtype = torch.float8_e4m3fn if fp8 else None
-    return DecoderLM(config(shape), getattr(torch, dtype), device, weight_dtype)
+    return DecoderLM(config(shape), getattr(torch, dtype), device, FP8_ROWS if fp8 else None)
 
 
 def names(rows):
