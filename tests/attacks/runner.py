@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import math
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import numpy as np
+
+from tests.reliability.managed_service import read_metrics
+from tests.reliability.processes import anonymous_bytes, process_tree
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -78,7 +80,7 @@ class Outcome:
 async def run_attack(attack: Attack, target: Target) -> Outcome:
     """Run an attack and return what it did."""
     await _works(target)  # what a first request allocates is not the attack's
-    before, error = _rss_mib(target.pid), None
+    before, error = _memory_mib(target), None
     start = time.perf_counter()
     async with _probe(target) as measured:
         try:
@@ -88,18 +90,19 @@ async def run_attack(attack: Attack, target: Target) -> Outcome:
     seconds = time.perf_counter() - start
     works = await _works(target)
     free, total = await _blocks(target)
-    after = _rss_mib(target.pid)
-    times = sorted(milliseconds for milliseconds, _ in measured)
+    after = _memory_mib(target)
+    times = [milliseconds for milliseconds, _ in measured] or [0.0]
+    p50, p99 = np.percentile(times, (50, 99), method="higher").tolist()
     return Outcome(
         id=attack.id,
         name=attack.name,
         error=error,
         seconds=round(seconds, 2),
-        probes=len(times),
+        probes=len(measured),
         probes_failed=sum(status != 200 for _, status in measured),
-        health_p50_ms=round(_percentile(times, 0.5), 2),
-        health_p99_ms=round(_percentile(times, 0.99), 2),
-        health_max_ms=round(_percentile(times, 1.0), 2),
+        health_p50_ms=round(p50, 2),
+        health_p99_ms=round(p99, 2),
+        health_max_ms=round(max(times), 2),
         works_after=works,
         blocks_free=free,
         blocks_total=total,
@@ -146,39 +149,15 @@ async def _blocks(target: Target) -> tuple[int, int]:
     deadline = time.monotonic() + _RECOVERY_SECONDS
     async with httpx.AsyncClient(timeout=_RECOVERY_SECONDS, headers=target.headers) as client:
         while True:
-            text = (await client.get(f"{target.url}/metrics")).text
-            free, total = (
-                _metric(text, name) for name in ("tessera_kv_blocks_free", "tessera_kv_blocks")
-            )
+            metrics = read_metrics((await client.get(f"{target.url}/metrics")).text)
+            free, total = metrics["tessera_kv_blocks_free"], metrics["tessera_kv_blocks"]
             if free == total or time.monotonic() > deadline:
-                return free, total
+                return int(free), int(total)
             await asyncio.sleep(0.1)
 
 
-def _metric(text: str, name: str) -> int:
-    return next(
-        int(float(line.split()[-1]))
-        for line in text.splitlines()
-        if line.split("{")[0].split(" ")[0] == name
-    )
-
-
-def _rss_mib(pid: int | None) -> float | None:
-    """Return the memory of a process and its descendants that is not of files: `RssAnon` and `VmSwap`."""
-    if pid is None:
+def _memory_mib(target: Target) -> float | None:
+    """Return the anonymous memory of all processes of the service."""
+    if target.pid is None:
         return None
-    kib = 0
-    waiting = [pid]
-    while waiting:
-        folder = Path(f"/proc/{waiting.pop()}")
-        with contextlib.suppress(OSError):
-            for line in (folder / "status").read_text().splitlines():
-                if line.startswith(("RssAnon:", "VmSwap:")):
-                    kib += int(line.split()[1])
-            for task in (folder / "task").iterdir():
-                waiting += map(int, (task / "children").read_text().split())
-    return kib / 1024
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)))] if ordered else 0.0
+    return anonymous_bytes(process.pid for process in process_tree(target.pid)) / (1 << 20)

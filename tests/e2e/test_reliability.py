@@ -15,17 +15,14 @@ from tests.reliability.chaos import is_idle
 from tests.reliability.exchange import encode_post
 from tests.reliability.fast_client import ClientRun
 from tests.reliability.managed_service import ManagedService
-from tests.reliability.processes import Role, listening_ports, process_tree
+from tests.reliability.processes import Role, listening_ports, process_tree, socket_inodes
 
 pytestmark = pytest.mark.e2e
 
 
 def unix_sockets(pids):
     """Return the paths of the UNIX sockets that processes have bound to files."""
-    inodes = set()
-    for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            inodes.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
+    inodes = socket_inodes(pids)
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {Path(f[7]) for f in lines if len(f) > 7 and f[6] in inodes and f[7].startswith("/")}
 

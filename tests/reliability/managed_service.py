@@ -27,6 +27,16 @@ _STOP_SECONDS = 60.0
 _SERVE = ("-m", "server.cli.main", "serve")
 
 
+def read_metrics(text: str) -> dict[str, float]:
+    """Return the values of a reply of /metrics by name; series with labels are added up."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name = line.split("{")[0].split(" ")[0]
+            values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return values
+
+
 class ManagedService:
     """Owns a service on a port that stays the same over restarts, and a folder for its log and temporary files.
 
@@ -104,12 +114,7 @@ class ManagedService:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name; series with labels are added up."""
-        values: dict[str, float] = {}
-        for line in self.get("/metrics").splitlines():
-            if not line.startswith("#"):
-                name = line.split("{")[0].split(" ")[0]
-                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-        return values
+        return read_metrics(self.get("/metrics"))
 
     def processes(self, role: Role | None = None) -> list[Process]:
         """Return the processes that run, the parent first; with a role, only those."""

@@ -25,7 +25,7 @@ class Role(enum.Enum):
 
 # By a part of the command line.
 _ROLES = (
-    (b"engine.link.process", Role.ENGINE),
+    (b"engine_process.process", Role.ENGINE),
     (b"fake_engine", Role.ENGINE),
     (b"server.cli.front_end.process", Role.FRONT_END),
     (b"server.http.text.grammar_worker", Role.GRAMMAR_WORKER),
@@ -80,14 +80,20 @@ def open_descriptors(pids: Iterable[int]) -> int:
     return total
 
 
-def listening_ports(pids: Iterable[int]) -> set[int]:
-    """Return the TCP ports on which the processes listen, on any address, IPv4 and IPv6."""
+def socket_inodes(pids: Iterable[int]) -> set[str]:
+    """Return the inodes of the sockets that the processes have open."""
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for file in (_PROC / str(pid) / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     inodes.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
+    return inodes
+
+
+def listening_ports(pids: Iterable[int]) -> set[int]:
+    """Return the TCP ports on which the processes listen, on any address, IPv4 and IPv6."""
+    inodes = socket_inodes(pids)
     ports = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
