@@ -26,7 +26,7 @@ from benchmarks.attention_inputs import peak_mib
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.attention.training import autograd
 from kernels.attention.training.portable import launch as training
-from kernels.attention.training.portable.grid import TrainingLaunch, training_launches
+from kernels.attention.training.portable.launch import TrainingLaunch, training_launches
 from kernels.attention.training.registry import TRAINING_REGISTRY
 
 if TYPE_CHECKING:

@@ -133,7 +133,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="portable_prefill",
         phase=Phase.PREFILL,
-        target="kernels.attention.portable.prefill:PortablePrefill",
+        target="kernels.attention.portable.launch:PortablePrefill",
         dtypes=frozenset(DTYPES),
         sm=TENSOR_CORES,
         flash_attention=2,
@@ -161,7 +161,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="portable_decode",
         phase=Phase.DECODE,
-        target="kernels.attention.portable.decode:PortableDecode",
+        target="kernels.attention.portable.launch:PortableDecode",
         dtypes=frozenset(DTYPES),
         sm=TENSOR_CORES,
         flash_attention=2,
@@ -199,7 +199,7 @@ PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="portable_prefix",
         phase=Phase.DECODE,
-        target="kernels.attention.portable.prefix:PortablePrefix",
+        target="kernels.attention.portable.launch:PortablePrefix",
         dtypes=frozenset(DTYPES),
         sm=TENSOR_CORES,
         flash_attention=2,
@@ -258,7 +258,7 @@ INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
         KernelSpec(
             name="invariant_prefill",
             phase=Phase.PREFILL,
-            target="kernels.attention.portable.invariant:InvariantAttention",
+            target="kernels.attention.portable.launch:InvariantAttention",
             dtypes=frozenset(DTYPES),
             sm=TENSOR_CORES,
             flash_attention=2,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import NEVER_RUN, NOT_ALLOWED
-from kernels.attention.key_parts import sequences_of_part
 from kernels.attention.problem import Phase
+from kernels.attention.splits import sequences_of_part
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
@@ -75,7 +75,7 @@ class KernelSpec:
         quantized_only: whether it reads only quantized caches.
         fewest_keys: keys of a step's longest sequence from which it is chosen.
         copied_bytes: bytes of a number of the keys and values that it copies to a buffer first
-            (`key_parts`); 0 if it reads the cache in place.
+            (`kernels.attention.splits`); 0 if it reads the cache in place.
         measured: pairs of a head dim and a number of query heads per key-value head for which a GPU has timed it, empty
             if no GPU has ever run it; other problems must allow unmeasured kernels. None for all.
         row_tiles: supported values of `block_m`; None for any power of two.

@@ -10,7 +10,6 @@ TRITON: Final = VectorSpec(
     name="triton_sampling",
     target="kernels.sampling.gpu.sample_tokens:sample_tokens",
     unsupported=triton_unsupported,
-    note="where typical_p is below 1, PyTorch samples",
 )
 PYTORCH: Final = VectorSpec(name="torch_tokens", target="kernels.sampling.tokens:log_softmax")
 

@@ -15,6 +15,12 @@ splits a sum can change a sampled token. An int64 holds the sum over 2^22 tokens
 the token is 10^12 times less likely than the most likely one.
 """
 
+ENTROPY_SCALE = 2.0**36
+"""Terms p * d of an entropy, of the probability exp(-d) at a distance d, are summed as integers in units of 2^-36.
+
+A term is at most 1 / e, so an int64 holds the sum of more than 2^22 of them.
+"""
+
 _MOST_LISTED = 2048
 
 
@@ -57,6 +63,7 @@ class SampleRow(NamedTuple):
         top_k: tokens kept, with all that tie with the last of them; 0 keeps all.
         top_p: probability mass kept; 1 keeps all.
         min_p_distance: largest distance of a kept token's scaled logit from the largest one; not -0.
+        typical_p: probability mass of the most typical tokens, which are kept; 1 keeps all.
         reach: number of groups, by descending maximum, that the candidates cover at least; 0 if every token with a
             weight is a candidate.
         least: smallest weight of a candidate.
@@ -72,6 +79,7 @@ class SampleRow(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p_distance: float = float("inf")
+    typical_p: float = 1.0
     reach: int = 0
     least: int = 1
 

@@ -12,6 +12,7 @@ from kernels.arch import detect
 from kernels.gpu.dependent_launch import may_depend
 from kernels.sampling.registry import REGISTRY, TRITON
 from kernels.sampling.rows import (
+    ENTROPY_SCALE,
     FILTERED,
     GREEDY,
     UNFILTERED,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 __all__ = [
+    "ENTROPY_SCALE",
     "FILTERED",
     "GREEDY",
     "UNFILTERED",

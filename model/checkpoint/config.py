@@ -102,10 +102,14 @@ class ModelConfig:
         architecture = find_architecture(config)
         family = FAMILIES[architecture]
         weight_format = detect(config)
-        keys = Keys(config, family.renamed)
+        keys = family.keys(config)
+        outer = Keys(config) if family.part else keys
         network = family.network(keys)
         family.rewrites(keys)
-        bos, eos = (keys.token_ids(f"{it}_token_id", network.vocab) for it in ("bos", "eos"))
+        bos, eos = (
+            outer.token_ids(key, network.vocab) + keys.token_ids(key, network.vocab)
+            for key in ("bos_token_id", "eos_token_id")
+        )
         generation = Keys(generation_config or {}, prefix=f"{GENERATION_CONFIG}: ")
         eos += generation.token_ids("eos_token_id", network.vocab)
         found = cls(
@@ -113,19 +117,20 @@ class ModelConfig:
             network=network,
             max_context=max_context(network, keys.integer("max_position_embeddings", POSITIONS)),
             initializer_range=keys.number("initializer_range", _DEVIATION, cls.initializer_range),
-            dtype=_dtype(keys),
+            dtype=_dtype(outer, keys),
             weight_format=weight_format,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             content=config,
         )
-        keys.refuse_unread()
+        for it in (outer, keys):
+            it.refuse_unread()
         return found
 
     def rewrites(self) -> Mapping[str, Rewrite]:
         """Return what loading changes, as `Family.rewrites`."""
         family = FAMILIES[self.architecture]
-        return family.rewrites(Keys(self.content, family.renamed))
+        return family.rewrites(family.keys(self.content))
 
     def parallel_unsupported(self, size: int) -> tuple[str, ...]:
         """List why `size` ranks cannot share the model; empty if they can."""
@@ -167,9 +172,10 @@ def max_context(network: Network, stated: int) -> int:
     return max((stated, *extended))
 
 
-def _dtype(keys: Keys) -> str:
-    classic = keys.text("torch_dtype")
-    stated = keys.text("dtype") or classic or "float32"
+def _dtype(*places: Keys) -> str:
+    """Read the dtype from the first place that states it."""
+    found = [keys.text(key) for keys in places for key in ("dtype", "torch_dtype")]
+    stated = next(filter(None, found), "float32")
     dtype = stated.removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedModelError(

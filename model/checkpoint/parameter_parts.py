@@ -190,11 +190,19 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
 
 
 def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
-    """Map the names in a checkpoint's files to those with the name of the base model, which the files may omit."""
+    """Map the names in a checkpoint's files to those of `named_parts`, whose first component files may omit."""
     base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}.weight"
-    names = list(stored)
-    omitted = not any(name.startswith(base) for name in names)
-    return {name: base + name if omitted and name != head else name for name in names}
+    names = {name: _without_alias(tensors, name) for name in stored}
+    if any(name.startswith(base) for name in names.values()):
+        return names
+    return {stored: name if name == head else base + name for stored, name in names.items()}
+
+
+def _without_alias(tensors: Tensors, name: str) -> str:
+    for alias, prefix in tensors.aliases.items():
+        if name.startswith(alias):
+            return prefix + name.removeprefix(alias)
+    return name
 
 
 def _module(parameter: str) -> tuple[str, str]:

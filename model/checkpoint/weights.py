@@ -184,7 +184,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
         if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
     }
     if ignored:
-        _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
+        _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
     unexpected = extra - ignored
     misshaped = [

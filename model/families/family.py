@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from model.families.keys import Keys
 from model.families.tensors import LLAMA, Rewrite, Tensors
+from model.json_input import check
 from model.network.spec import Network
 
 
@@ -27,6 +29,9 @@ class Family:
         tensors: names of the tensors, and how they are stored.
         rewrites: returns what loading changes, by the names of modules in `model.families.tensors`.
         renamed: as for `Keys`.
+        part: the key of the object that states the language model, of a config.json of several models; "" if it is
+            config.json itself.
+        defaults: values of absent keys that `network` requires, of a family whose files omit them.
     """
 
     architecture: str
@@ -35,3 +40,12 @@ class Family:
     tensors: Tensors = LLAMA
     rewrites: Callable[[Keys], Mapping[str, Rewrite]] = _unchanged
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    part: str = ""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def keys(self, config: Mapping[str, Any]) -> Keys:
+        """Return the keys of the language model that a config.json states."""
+        if not self.part:
+            return Keys({**self.defaults, **config}, self.renamed)
+        part = check(config.get(self.part, {}), dict, self.part)
+        return Keys({**self.defaults, **part}, self.renamed, f"{self.part}.")

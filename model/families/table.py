@@ -9,6 +9,7 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
     gemma2,
     gemma3,
+    gemma3_multimodal,
     gpt2,
     granite,
     llama,
@@ -18,24 +19,24 @@ from model.families import (
     qwen3,
     starcoder2,
 )
+from model.families.family import Family
 from model.families.keys import Keys
 from model.json_input import shorten
 
-FAMILIES: Final = {
-    family.architecture: family
-    for family in (
-        llama.FAMILY,
-        mistral.FAMILY,
-        qwen2.FAMILY,
-        qwen3.FAMILY,
-        gemma2.FAMILY,
-        gemma3.FAMILY,
-        gpt2.FAMILY,
-        opt.FAMILY,
-        granite.FAMILY,
-        starcoder2.FAMILY,
-    )
-}
+_FILES: Final = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    gemma2,
+    gemma3,
+    gemma3_multimodal,
+    gpt2,
+    opt,
+    granite,
+    starcoder2,
+)
+FAMILIES: Final[Mapping[str, Family]] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
 """Supported families by architecture."""
 
 

@@ -40,14 +40,15 @@ class Tensors:
         modules: the names of the modules outside the layers, without `.weight` and `.bias`.
         layer_modules: the names of the modules of a layer, after its index. Modules of the same name are rows of one
             tensor, in the order of this mapping.
-        prefix: of all tensors but lm_head. Files may omit its first component, the name of the base model.
+        prefix: of all tensors but lm_head's. Files may omit its first component, the name of the base model.
         layers: of a layer's tensors, after `prefix` and before its index.
         transposed: whether matrices of layers are stored [inputs, outputs].
         interleaved_rotary: whether the pairs of dimensions that rotate are stored beside each other, rather than half
             of the rotating dimensions apart.
         grouped_qkv: whether a tensor of q, k and v has the rows of each key-value head together: those of its queries,
             then its own of k and of v.
-        ignored: prefixes of tensors that the network does not have, such as an image encoder.
+        aliases: other prefixes that names in files have, and those that they stand for.
+        ignored: prefixes of tensors that the network does not have, such as those of an image encoder.
     """
 
     modules: Mapping[str, str]
@@ -57,6 +58,7 @@ class Tensors:
     transposed: bool = False
     interleaved_rotary: bool = False
     grouped_qkv: bool = False
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
 

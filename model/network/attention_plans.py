@@ -79,11 +79,23 @@ class AttentionPlanner:
         )
 
     def problems(
-        self, block_size: int, kv_dtype: str | None = None, *, deterministic: bool = False
+        self,
+        block_size: int,
+        kv_dtype: str | None = None,
+        *,
+        deterministic: bool = False,
+        queries: int = 1,
     ) -> list[AttentionProblem]:
-        """Return the attention problem of each mixer and phase; a step may need a kernel for each."""
+        """Return the attention problem of each mixer and phase; arguments as for `problem`."""
         return [
-            self.problem(mixer, phase, block_size, kv_dtype, deterministic=deterministic)
+            self.problem(
+                mixer,
+                phase,
+                block_size,
+                kv_dtype,
+                deterministic=deterministic,
+                queries=queries if phase is Phase.DECODE else 1,
+            )
             for mixer in self.mixers
             for phase in Phase
         ]

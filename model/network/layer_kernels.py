@@ -58,8 +58,9 @@ def layer_kernels(
     vectors = VectorProblem(str(dtype).removeprefix("torch."))
     yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
     yield "rotation and cache write", select_vector(rope.REGISTRY, vectors, arch)
-    problems = model.attention.problems(block_size, kv_dtype, deterministic=bucket.deterministic)
-    for problem in problems:
+    for problem in model.attention.problems(
+        block_size, kv_dtype, deterministic=bucket.deterministic, queries=bucket.queries
+    ):
         if bucket.rows if problem.phase is Phase.DECODE else bucket.prompt_seqs:
             window = f", window {problem.sliding_window}" if problem.sliding_window else ""
             yield f"{problem.phase.value} attention{window}", select(problem, arch)
@@ -78,11 +79,11 @@ def layer_kernels(
         parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_format)
         products = parameters.projections(model.communicator)
         size = sum(math.prod(weights.weight.shape) for weights, _ in products.values())
-        tokens = bucket.rows + bucket.prompt_tokens
-        kinds[tuple((name, choose(*it, tokens, size)) for name, it in products.items())] += count
-    for choices, count in kinds.items():
+        choices = ((name, choose(*it, bucket.tokens, size)) for name, it in products.items())
+        kinds[tuple(choices)] += count
+    for kind, count in kinds.items():
         where = f" of {count} layers" if len(kinds) > 1 else ""
-        yield from ((f"{name} product{where}", choice) for name, choice in choices)
+        yield from ((f"{name} product{where}", choice) for name, choice in kind)
     shape = (head_rows(network.vocab, model.num_ranks), network.hidden)
     head = LinearWeights(Weight.empty(unquantized(dtype), shape, _META))
     yield "head product", choose(head, PRODUCT_ONLY, bucket.num_logits, 0)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.sampling.tokens import WEIGHT_SCALE, log_softmax
+from kernels.sampling.tokens import ENTROPY_SCALE, WEIGHT_SCALE, log_softmax
 from model.sampling.mask import build_masks
 from model.sampling.noise import HostNoise, noise_key
 from model.sampling.parameters import SampledToken, SamplingParams, no_token_error
@@ -24,8 +24,6 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _POSITION_MASK = np.int64(0xFFFFFFFF)
-# A term p * d of the entropy is at most 1 / e: in units of 2^-36 an int64 holds the sum of more than 2^22 of them.
-_ENTROPY_SCALE = 2.0**36
 
 
 class HostSampler:
@@ -220,8 +218,8 @@ class HostSampler:
         order = order.copy()  # a view of the keys, which `_ascending` overwrites
         distances, weights = distances[order], weights[order]
         total = int(weights.sum())
-        products = (np.exp(-distances) * distances * np.float32(_ENTROPY_SCALE)).astype(np.int64)
-        mean = int(products.sum()) * (WEIGHT_SCALE / _ENTROPY_SCALE) / total
+        products = (np.exp(-distances) * distances * np.float32(ENTROPY_SCALE)).astype(np.int64)
+        mean = int(products.sum()) * (WEIGHT_SCALE / ENTROPY_SCALE) / total
         surprise = np.abs(distances - np.float32(mean))
         most_typical = self._ascending(surprise)
         last = int(weights[most_typical].cumsum().searchsorted(math.ceil(mass * total)))

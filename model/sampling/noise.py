@@ -1,4 +1,4 @@
-"""The Gumbel noise of tokens in NumPy and PyTorch (`kernels.sampling.noise`), and its key from seed and position."""
+"""The Gumbel noise of tokens in NumPy (`kernels.sampling.noise`), and its key from seed and position."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from kernels.sampling.noise import FIRST_FACTOR, ID_STEP, LARGEST_FRACTION, SECOND_FACTOR
 
@@ -139,22 +137,3 @@ def _noise_of(words: Words) -> Floats:
     fractions = (words.astype(np.float32) + _HALF) * np.float32(2.0**-32)
     noise: Floats = -np.log(-np.log1p(-np.minimum(fractions, np.float32(LARGEST_FRACTION))))
     return noise
-
-
-def gumbel_noise(ids: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the noise of tokens, float32, in PyTorch.
-
-    Args:
-        ids: [n] or [R, n] int64, >= 0.
-        low: [R, 1] float64, from `noise_key` of each row.
-        high: likewise.
-
-    Returns:
-        [R, n].
-    """
-    x = (ids * ID_STEP + low.long()) & _MASK32
-    x = ((x ^ (x >> 16)) * FIRST_FACTOR) & _MASK32
-    x = ((x ^ (x >> 15) ^ high.long()) * SECOND_FACTOR) & _MASK32
-    x = x ^ (x >> 16)
-    v = ((x.float() + 0.5) * 2.0**-32).clamp_max(LARGEST_FRACTION)
-    return -torch.log(-torch.log1p(-v))

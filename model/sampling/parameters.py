@@ -24,8 +24,7 @@ NOTHING_ALLOWED = (
 """The same for a row with a mask."""
 
 _FILTER = {"filter": True}
-_HOST_FILTER = {"filter": True, "host": True}
-"""Metadata of parameters that keep some of the tokens, and of those among them that the sampling kernels lack."""
+"""Metadata of parameters that keep some of the tokens."""
 
 
 def no_token_error(mask: int) -> str:
@@ -49,7 +48,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, extra=_FILTER)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1, extra=_FILTER)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1, extra=_FILTER)] = 0.0
-    typical_p: Annotated[float, Meta(gt=0, le=1, extra=_HOST_FILTER)] = 1.0
+    typical_p: Annotated[float, Meta(gt=0, le=1, extra=_FILTER)] = 1.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
 
 
@@ -112,11 +111,6 @@ class SamplingParams(SamplingDefaults, frozen=True, kw_only=True, dict=True):
         return any(getattr(self, name) != neutral for name, neutral in FILTERS.items())
 
     @cached_property
-    def has_host_filter(self) -> bool:
-        """Whether one of the filters is used that the sampling kernels do not have."""
-        return any(getattr(self, name) != FILTERS[name] for name in _HOST_FILTERS)
-
-    @cached_property
     def inverse_temperature(self) -> float:
         """1 / temperature, bounded so that its product with any float32 difference, even infinity, is not NaN."""
         return min(max(1.0 / self.temperature, 1e-30), 1e30)
@@ -129,7 +123,8 @@ class SamplingParams(SamplingDefaults, frozen=True, kw_only=True, dict=True):
     @cached_property
     def kernel_columns(self) -> tuple[float, ...]:
         """The columns of a filtered row in the sampling kernels' table (`kernels.sampling.rows.SampleRow`)."""
-        return self.inverse_temperature, self.top_k, self.top_p, self.min_p_distance
+        limits = self.top_k, self.top_p, self.min_p_distance, self.typical_p
+        return self.inverse_temperature, *limits
 
     @cached_property
     def wants_logprobs(self) -> bool:
@@ -238,7 +233,6 @@ FILTERS: Final[Mapping[str, float]] = {
     name: number.neutral for name, number in NUMBERS.items() if number.filter
 }
 """Those that keep some of the tokens, and their values that keep all."""
-_HOST_FILTERS: Final = tuple(it for it in FILTERS if NUMBERS[it].filter == _HOST_FILTER)
 
 
 class SampledToken(NamedTuple):

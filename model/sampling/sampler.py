@@ -6,33 +6,22 @@ alone, not on the other rows, their number or their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.sampling.registry import TRITON
+from kernels.sampling.tokens import has_kernels
 from kernels.selection import VectorSpec
+from model.device.transfer import Download
 from model.sampling.device import DeviceTokens
 from model.sampling.host import HostSampler
 from model.sampling.parameters import SampledToken
 from model.sampling.rows import SamplingRow
 
-if TYPE_CHECKING:
-    from kernels.arch import GPUArch
-    from kernels.selection import VectorProblem
-
-
-def _needs_gpu(_problem: VectorProblem, arch: GPUArch) -> tuple[str, ...]:
-    return ("needs a GPU",) if arch.is_cpu else ()
-
-
-SAMPLERS: Final = (
-    TRITON,
-    VectorSpec("torch_sampling", "model.sampling.device:sample_rows", _needs_gpu),
-    VectorSpec("host_sampling", "model.sampling.host:HostSampler"),
-)
+SAMPLERS: Final = (TRITON, VectorSpec("host_sampling", "model.sampling.host:HostSampler"))
 """What samples the tokens of a step, most preferred row first."""
 
 
@@ -69,6 +58,28 @@ class HostTokens:
         return self._sampled
 
 
+class CopiedTokens:
+    """Tokens that the host samples from a copy of the logits: on GPUs without sampling kernels, as those before sm_80.
+
+    Args:
+        logits: as for `Sampler.begin`.
+        sample: samples a row's token from each row of logits on the host.
+
+    Attributes:
+        tokens: [M] int64 zeros; the next step gets its tokens from the host.
+    """
+
+    feeds_next = False
+
+    def __init__(self, logits: Tensor, sample: Callable[[Tensor], list[SampledToken]]) -> None:
+        self.tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        self._logits, self._sample = Download(logits), sample
+
+    def result(self) -> list[SampledToken]:
+        """M tokens in the order of the rows."""
+        return self._sample(self._logits.read())
+
+
 class Sampler:
     """Samples tokens from logits. Keeps only scratch memory between calls; not thread-safe."""
 
@@ -92,11 +103,17 @@ class Sampler:
         """Choose one token for each row without waiting for the device.
 
         Args:
-            logits: as for `forward`; must not change until the result is read, unless the result has `feeds_next`.
+            logits: as for `forward`.
             rows: M >= 1 rows.
         """
         assert len(rows) == len(logits), (logits.shape, len(rows))
         logits = logits.detach()
+
+        def sample(logits: Tensor) -> list[SampledToken]:
+            return self._host.sample(logits.float().contiguous(), rows)
+
         if logits.device.type == "cpu":
-            return HostTokens(self._host.sample(logits.float().contiguous(), rows))
+            return HostTokens(sample(logits))
+        if not has_kernels(logits.device):
+            return CopiedTokens(logits, sample)
         return DeviceTokens(logits.contiguous(), rows)

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.attention import key_parts
+from kernels.attention import splits
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
@@ -281,7 +281,7 @@ def run(plan, case, out):
 @pytest.mark.parametrize("most_bytes", [None, 1 << 20], ids=["together", "in parts"])
 def test_one_plan_can_be_used_for_several_layers(row, most_bytes, monkeypatch):
     if most_bytes is not None:
-        monkeypatch.setattr(key_parts, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(splits, "MOST_BYTES", most_bytes)
     problem = cached(("bfloat16", 8, 2, 128, 16, {}))
     case = make(problem, [100, 1, 700], [100, 500, 1000])
     layers = [

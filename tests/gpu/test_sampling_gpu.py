@@ -1,4 +1,4 @@
-"""Sampling kernels on a GPU against the reference rules, the host sampler and PyTorch, alone and in a batch."""
+"""Sampling kernels on a GPU against the reference rules, the host sampler, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kernels.sampling import tokens as token_ops
 from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SampleSizes
 from model.sampling.device import DeviceTokens
-from model.sampling.noise import gumbel_noise, noise_key
+from model.sampling.noise import noise_key
 from model.sampling.sampler import Sampler
 from tests.gpu.synchronization import forbid_synchronization
 from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
 from tests.model.sampling.sampling_rows import oracle, sampling_row, varied_rows
+from tests.model.sampling.torch_noise import gumbel_noise
 
 VOCABULARIES = [512, 32003, 151936, 262144]
 FILTERS = [
@@ -32,6 +33,8 @@ FILTERS = [
     {"top_k": 20000, "top_p": 0.99},
     {"top_p": 0.999999, "temperature": 3.0},
     {"top_k": 10**9},
+    {"typical_p": 0.9},
+    {"top_k": 50, "typical_p": 0.5},
     {"temperature": 0.0, "banned": range(0, 500, 3)},
     {"temperature": 1.8, "banned": (0, 31, 32, 511)},
     {"top_k": 50, "top_p": 0.95, "banned": range(1, 500, 2)},
@@ -112,7 +115,9 @@ def test_tokens_equal_those_of_the_host_where_the_best_sums_are_well_separated()
     assert compared > 0.99 * count
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, {"typical_p": 0.7}], ids=str
+)
 def test_tokens_follow_the_filtered_distribution(filters):
     vocab, count = 5000, 20_000
     logits = logits_on_gpu(1, vocab, 2.0, torch.float32)
@@ -158,7 +163,7 @@ def test_the_token_of_a_row_does_not_depend_on_the_batch(vocab):
     together = by_kernel(logits, rows)
 
     assert by_kernel(logits, rows) == together
-    for i in (0, 1, 4, 6, 151, 299):
+    for i in (0, 1, 4, 6, 12, 151, 299):
         assert by_kernel(logits[i : i + 1], rows[i : i + 1]) == [together[i]]
     assert by_kernel(logits[100:228], rows[100:228]) == together[100:228]
     if supports_pdl():
@@ -180,21 +185,32 @@ def test_kernel_sizes_do_not_change_tokens(sizes):
     assert by_kernel(logits, rows, sizes) == by_kernel(logits, rows)
 
 
-def test_tokens_of_kernels_equal_those_of_pytorch_up_to_rounding():
+def test_tokens_equal_those_of_the_host_up_to_rounding():
     logits, rows = logits_on_gpu(330, 50257), varied_rows(330, 50257)
     before = logits.clone()
 
-    ours, theirs = (DeviceTokens(logits, rows, by_kernel=flag).result() for flag in (True, False))
+    ours, theirs = DeviceTokens(logits, rows).result(), Sampler().forward(logits.cpu(), rows)
 
     assert torch.equal(logits, before)
-    assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 328
+    assert sum(a.token_id == b.token_id for a, b in zip(ours, theirs, strict=True)) >= 328
+
+
+def test_a_gpu_without_sampling_kernels_leaves_sampling_to_the_host(monkeypatch):
+    logits, rows = logits_on_gpu(48, 50257), varied_rows(48, 50257)
+    monkeypatch.setattr("model.sampling.sampler.has_kernels", lambda _device: False)
+
+    pending = Sampler().begin(logits, rows)
+
+    assert not pending.feeds_next
+    assert pending.tokens.tolist() == [0] * 48
+    assert pending.result() == Sampler().forward(logits.cpu(), rows)
 
 
 def test_sampling_does_not_synchronize_until_the_result_is_read():
     logits, rows = logits_on_gpu(16, 151936), filtered_rows(16)
-    DeviceTokens(logits, rows, by_kernel=True).result()
+    DeviceTokens(logits, rows).result()
     with forbid_synchronization():
-        pending = DeviceTokens(logits, rows, by_kernel=True)
+        pending = DeviceTokens(logits, rows)
 
     assert pending.feeds_next
     assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
@@ -202,10 +218,10 @@ def test_sampling_does_not_synchronize_until_the_result_is_read():
 
 def test_a_row_with_non_finite_logits_fails_alone():
     logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
-    clean = DeviceTokens(logits, rows, by_kernel=True).result()
+    clean = DeviceTokens(logits, rows).result()
     logits[4, 151935], logits[9, 7], logits[12] = math.nan, math.inf, -math.inf
 
-    tokens = DeviceTokens(logits, rows, by_kernel=True).result()
+    tokens = DeviceTokens(logits, rows).result()
 
     assert [i for i, token in enumerate(tokens) if token.error] == [4, 9, 12]
     assert all(a == b for a, b in zip(tokens, clean, strict=True) if not a.error)

@@ -19,10 +19,7 @@ import torch
 
 _VARIABLE = "TRITON_INTERPRET"
 _MODULES = (
-    "kernels.attention.portable.prefill",
-    "kernels.attention.portable.decode",
-    "kernels.attention.portable.prefix",
-    "kernels.attention.portable.invariant",
+    "kernels.attention.portable.launch",
     "kernels.attention.training.portable.launch",
     "kernels.attention.portable.cascade_decode",
     "kernels.attention.portable.write_kv",
@@ -74,8 +71,8 @@ def load() -> None:
 
 def is_loaded() -> bool:
     """Return whether the kernels run in the interpreter in this process."""
-    module = sys.modules.get("kernels.attention.portable.prefill")
-    return module is not None and type(module.prefill).__name__ == "InterpretedFunction"
+    module = sys.modules.get("kernels.attention.portable.attention")
+    return module is not None and type(module.attention).__name__ == "InterpretedFunction"
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.sampling import device as device_sampling
 from model.sampling.sampler import Sampler
+from tests.model.sampling import plain_device
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps.",
@@ -113,13 +113,6 @@ def libraries() -> dict[str, tokenizers.Tokenizer]:
 
 
 @pytest.fixture(params=["host", "device"])
-def forward(request, few_candidates):
-    """Both samplers; the device sampler runs on the CPU, with few initial candidates."""
-    if request.param == "host":
-        return Sampler().forward
-    return lambda logits, rows: device_sampling.sample(logits.detach().float().contiguous(), rows)
-
-
-@pytest.fixture
-def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sampling, "NUM_CANDIDATES", 16)
+def forward(request):
+    """Both samplers; the device sampler runs on the CPU."""
+    return Sampler().forward if request.param == "host" else plain_device.sample

@@ -18,25 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.blackwell.load import load_items
 from kernels.attention.blackwell.multiply import multiply_items
 from kernels.attention.blackwell.pipeline import OUT_COLUMNS, ROWS, Constants, make_pipeline
 from kernels.attention.blackwell.softmax import soften_items
-from kernels.attention.hopper.pipeline import heads_of_tile, rows_of_token
-from kernels.attention.hopper.prefill import (
-    attends_nothing,
-    bulk_strides,
-    describe_cache,
-    exponents,
-    plan_work,
-)
-from kernels.attention.portable.tile import window_argument
+from kernels.attention.hopper.prefill import HopperPrefill
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.select import Selection
 
@@ -96,75 +85,16 @@ def prefill(
     ], [4, 1, 1], [224, 56, 56])  # fmt: skip
 
 
-class BlackwellPrefill:
+class BlackwellPrefill(HopperPrefill):
     """Prefill attention of one step on Blackwell; shapes as in `kernels.prefill_attention`."""
+
+    _BOX = ROWS.value, OUT_COLUMNS.value
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
-        group = heads_of_tile(problem.group_size)
-        box = rows_of_token(group)
-        self._problem = problem
-        self._work = plan_work(problem, batch, group, launch.block_m, selection.arch.num_sms)
-        self._scale, self._softcap = exponents(problem)
-        dtype = getattr(gl, problem.dtype)
-        page = min(problem.block_size or launch.block_n, launch.block_n)
-        q_box = [ROWS.value // box, box, problem.head_dim]
-        k_box = [page, problem.head_dim]
-        o_box = [ROWS.value // box, box, OUT_COLUMNS.value]
-        self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
-        self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
-        self._o_box = o_box, gl.NVMMASharedLayout.get_default_for(o_box, dtype)
-        self._constants: dict[str, Any] = {
-            "HEADS": problem.num_heads,
-            "GROUP": group,
-            "KEY_SHARES": problem.group_size // group,
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_SIZE": problem.block_size or 1,
-            "PAGE": page,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
-            "STAGES": launch.num_stages,
-            "PAGED": problem.block_size is not None,
-            "CAUSAL": problem.causal,
-            "WINDOW": problem.sliding_window is not None,
-            "SOFTCAP": problem.softcap is not None,
-            "LSE": problem.lse,
-            "num_warps": launch.num_warps,
-        }
+        super().__init__(problem, batch, selection)
+        del self._constants["OWN_OUTPUT"]  # it is in tensor memory
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Write the attention of `q` over `kv` to `out`.
-
-        Raises:
-            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are
-                too far apart.
-        """
-        if attends_nothing(q, kv, out, lse):
-            return
-        cache = describe_cache(kv)
-        rows, strides = [cache.num_rows, cache.width], [cache.token_stride, 1]
-        q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
-        out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
-        work = self._work
-        prefill[work.grid](
-            TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
-            TensorDescriptor(cache.keys, rows, strides, *self._k_box),
-            TensorDescriptor(cache.values, rows, strides, *self._k_box),
-            TensorDescriptor(out, list(out.shape), out_strides, *self._o_box),
-            out,
-            out if lse is None else lse,
-            work.items.tiles,
-            work.items.table,
-            work.counter,
-            work.items.table.stride(0),
-            work.items.num_entries,
-            work.items.late_heads,
-            work.num_items,
-            cache.head_stride,
-            self._scale,
-            window_argument(self._problem),
-            self._softcap,
-            **self._constants,
-        )
+    def _kernel(self) -> Any:  # noqa: ANN401 - of Triton
+        return prefill

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -123,6 +123,9 @@ def prefill(
 class HopperPrefill:
     """Prefill attention of one step on Hopper; shapes as in `kernels.prefill_attention`."""
 
+    _BOX: ClassVar[tuple[int, int | None]] = ROWS.value, None
+    """As for `TileBoxes`."""
+
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
@@ -131,7 +134,7 @@ class HopperPrefill:
         self._problem = problem
         self._work = plan_work(problem, batch, group, launch.block_m, selection.arch.num_sms)
         self._scale, self._softcap = exponents(problem)
-        self._boxes = TileBoxes(problem, group, launch.block_n)
+        self._boxes = TileBoxes(problem, group, launch.block_n, *self._BOX)
         self._constants = {
             **shape_constants(problem, group, launch),
             "PAGED": problem.block_size is not None,
@@ -153,7 +156,7 @@ class HopperPrefill:
             return
         *descriptors, head_stride = self._boxes.describe(q, kv, out)
         work = self._work
-        prefill[work.grid](
+        self._kernel()[work.grid](
             *descriptors,
             out,
             out if lse is None else lse,
@@ -170,6 +173,9 @@ class HopperPrefill:
             self._softcap,
             **self._constants,
         )
+
+    def _kernel(self) -> Any:  # noqa: ANN401 - of Triton
+        return prefill
 
 
 def shape_constants(problem: AttentionProblem, group: int, launch: LaunchConfig) -> dict[str, Any]:
@@ -196,18 +202,35 @@ def _page(problem: AttentionProblem, block_n: int) -> int:
 
 
 class TileBoxes:
-    """The boxes that TMA copies: 64 rows of queries or output, and the keys of a block of the cache or of a tile."""
+    """The boxes that TMA copies: rows of queries or output, and the keys of a block of the cache or of a tile."""
 
-    def __init__(self, problem: AttentionProblem, group: int, block_n: int) -> None:
-        """Describe the boxes of a problem; `group` is as in `shape_constants`."""
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        group: int,
+        block_n: int,
+        rows: int = ROWS.value,
+        out_columns: int | None = None,
+    ) -> None:
+        """Describe the boxes of a problem.
+
+        Args:
+            problem: heads, head dim, dtype and block size.
+            group: as in `shape_constants`.
+            block_n: keys of a tile.
+            rows: of queries or output.
+            out_columns: of output; None for all.
+        """
         box, columns = rows_of_token(group), padded_dim(problem.head_dim)
         page = _page(problem, block_n)
         self._is_padded = columns > problem.head_dim
         dtype = getattr(gl, problem.dtype)
-        q_box = [ROWS.value // box, box, columns]
+        q_box = [rows // box, box, columns]
+        out_box = [rows // box, box, out_columns or columns]
         k_box = [page, 1, PART_COLUMNS.value] if self._is_padded else [page, columns]
         self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
         self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
+        self._out_box = out_box, gl.NVMMASharedLayout.get_default_for(out_box, dtype)
 
     def describe(self, q: Tensor, kv: Tensor, out: Tensor) -> tuple[Any, ...]:
         """Return the descriptors of queries, keys, values and output, and the stride of key-value heads.
@@ -229,7 +252,7 @@ class TileBoxes:
             TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
             TensorDescriptor(cache.keys, kv_shape, kv_strides, *self._k_box),
             TensorDescriptor(cache.values, kv_shape, kv_strides, *self._k_box),
-            TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
+            TensorDescriptor(out, list(out.shape), out_strides, *self._out_box),
             head_stride,
         )
 

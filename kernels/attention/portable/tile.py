@@ -1,6 +1,6 @@
-"""The inner loop of the portable kernels: one tile of query rows over a range of keys.
+"""The inner loop of the portable kernel: one tile of query rows over a range of keys.
 
-Triton device functions, inlined into the kernels of `prefill`, `decode` and `prefix`.
+Triton device functions, inlined into `attention`.
 
     rows      the query heads of one key-value head, packed token by token: row r is head r % G of
               token r // G, so that all heads of a group share one read of the keys
@@ -17,7 +17,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -28,7 +28,6 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.launch import LaunchConfig
     from kernels.attention.problem import AttentionProblem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -73,24 +72,6 @@ def scale_arguments(kv: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor
     """Return the kernels' arguments for the scales of keys and values; dummy tensors if there are no scales."""
     keys, values = (kv if kv_scale is None else kv_scale).unbind(0)
     return keys, values
-
-
-def tile_constants(problem: AttentionProblem, launch: LaunchConfig) -> dict[str, Any]:
-    """Return the constants and launch options that all portable kernels have."""
-    d1, d2 = split_head_dim(problem.head_dim)
-    return {
-        "HEADS": problem.num_heads,
-        "GROUP": problem.group_size,
-        "D1": d1,
-        "D2": d2,
-        "BLOCK_SIZE": problem.block_size or 1,
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "SOFTCAP": problem.softcap is not None,
-        "FP8": problem.kv_dtype is not None,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
 
 
 def window_argument(problem: AttentionProblem) -> int:
@@ -226,8 +207,7 @@ def attend_tiles(
     num_keys,
     last_seen,
     lowest,
-    stride_k,
-    stride_v,
+    stride,
     scale,
     window,
     softcap,
@@ -257,7 +237,7 @@ def attend_tiles(
         here = block
         # Block ids are loaded a tile ahead, since keys cannot be loaded before their address is known.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
-        k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
+        k1, k2 = load_rows(k_base, slot * stride, exists, D1, D2, MASK)
         if FP8:
             k1, k2 = dequantize(
                 (k1, k2), scales[0], scales[2], here, key, exists,
@@ -277,7 +257,7 @@ def attend_tiles(
         total = total * fade + tl.sum(p, 1)
         m = new_m
         # Masked values are loaded as 0, since their weight is 0 but 0 * NaN is NaN.
-        v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
+        v1, v2 = load_rows(v_base, slot * stride, exists, D1, D2, MASK)
         if FP8:
             v1, v2 = dequantize(
                 (v1, v2), scales[1], scales[2], here, key, exists,
@@ -303,8 +283,7 @@ def attend(
     last_seen,
     lowest,
     highest,
-    stride_k,
-    stride_v,
+    stride,
     scale,
     window,
     softcap,
@@ -342,8 +321,7 @@ def attend(
         last_seen: [BLOCK_M] last key that each row sees.
         lowest: smallest of `last_seen`.
         highest: largest of `last_seen`.
-        stride_k: elements between one key and the next.
-        stride_v: elements between one value and the next.
+        stride: elements between one key and the next, and between one value and the next.
         scale: softmax scale.
         window: keys that a row sees, its own included.
         softcap: cap of the scores.
@@ -359,7 +337,7 @@ def attend(
     if ONE_LOOP:
         return attend_tiles(
             state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest,
-            stride_k, stride_v, scale, window, softcap,
+            stride, scale, window, softcap,
             True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
     seen_by_all = tl.minimum(lowest + 1, num_keys) if CAUSAL else num_keys
@@ -370,18 +348,18 @@ def attend(
         clear = tl.minimum((clear + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
         state = attend_tiles(
             state, q, k_base, v_base, scales, table, begin, clear, num_keys, last_seen, lowest,
-            stride_k, stride_v, scale, window, softcap,
+            stride, scale, window, softcap,
             True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
     full = tl.maximum(full, clear)
     state = attend_tiles(
         state, q, k_base, v_base, scales, table, clear, full, num_keys, last_seen, lowest,
-        stride_k, stride_v, scale, window, softcap,
+        stride, scale, window, softcap,
         False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
     return attend_tiles(
         state, q, k_base, v_base, scales, table, full, end, num_keys, last_seen, lowest,
-        stride_k, stride_v, scale, window, softcap,
+        stride, scale, window, softcap,
         True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ INVERSE_TEMPERATURE = tl.constexpr(SampleRow._fields.index("inverse_temperature"
 TOP_K = tl.constexpr(SampleRow._fields.index("top_k"))
 TOP_P = tl.constexpr(SampleRow._fields.index("top_p"))
 MIN_P_DISTANCE = tl.constexpr(SampleRow._fields.index("min_p_distance"))
+TYPICAL_P = tl.constexpr(SampleRow._fields.index("typical_p"))
 REACH = tl.constexpr(SampleRow._fields.index("reach"))
 LEAST = tl.constexpr(SampleRow._fields.index("least"))
 COLUMNS = tl.constexpr(len(SampleRow._fields))
@@ -25,6 +26,7 @@ GREEDY = tl.constexpr(rows.GREEDY)
 UNFILTERED = tl.constexpr(rows.UNFILTERED)
 FILTERED = tl.constexpr(rows.FILTERED)
 WEIGHT_SCALE = tl.constexpr(rows.WEIGHT_SCALE)
+ENTROPY_SCALE = tl.constexpr(rows.ENTROPY_SCALE)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Samples a filtered row: the filters select tokens in the order of probability, without sorting.
 
-The tokens of a row are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps a
-prefix of that order. top_k and top_p thus look for the first key whose cumulative amount exceeds a target: the count of
-tokens for top_k, their weight for top_p. It is found by dividing a window of keys, [low, high), into parts until one
-token is left: in the list of candidates where the window lies within it, else in the logits until the window is small
-enough for a list.
+The tokens of a row are ordered by key (`ordering_keys`: distance below the peak, then id). Every filter but the last,
+typical_p, keeps a prefix of that order. top_k and top_p thus look for the first key whose cumulative amount exceeds a
+target: the count of tokens for top_k, their weight for top_p. It is found by dividing a window of keys, [low, high),
+into parts until one token is left: in the list of candidates where the window lies within it, else in the logits until
+the window is small enough for a list. typical_p keeps a range of distances, which is bisected.
 """
 # An aggregate reads its annotations when its class is created, so they cannot be postponed to strings.
 
@@ -17,12 +17,15 @@ from kernels.gpu.functions import LOWEST_KEY, ranked_id, ranking_keys
 from kernels.sampling.gpu.noise import gumbel_noise, load_noise_key
 from kernels.sampling.gpu.row_table import (
     COLUMNS,
+    ENTROPY_SCALE,
     FILTERED,
     INVERSE_TEMPERATURE,
     MIN_P_DISTANCE,
     TARGET,
     TOP_K,
     TOP_P,
+    TYPICAL_P,
+    WEIGHT_SCALE,
     apply_mask,
     load_logits,
     logits_of,
@@ -33,11 +36,15 @@ _NOWHERE = tl.constexpr(0x7F800000)
 """Bits of an infinite distance."""
 _WEIGHTLESS = tl.constexpr(0x41E00000)
 """Bits of 28: at that distance below the peak no token has a weight."""
+_FIRST_WEIGHTLESS = tl.constexpr(0x41DDCE9E)
+"""Bits of 40 ln 2: the smallest distance at which a token has no weight."""
 _WIDE = tl.constexpr(256)
 """Units of the last bit of a float32: the ends of a part of this many are distinct distances despite rounding."""
 
 _EVERYTHING = tl.constexpr(2**62)
 """Above the amount of all tokens of a row."""
+_ANYWHERE = tl.constexpr(0x7FFFFFFF)
+"""Above the bits of every distance from the mean."""
 
 
 @aggregate
@@ -150,8 +157,19 @@ def keys_of(row, part, start, size, IN_LIST: tl.constexpr):
     else:
         values = apply_mask((row.logits, row.masks, row.entry), part, start, size)
         keys = ordering_keys((row.peak - values) * row.scale, at, row.ID_BITS)
-    distances = (keys >> row.ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
-    return keys, weights_of(distances)
+    return keys, weights_of(distances_in(row, keys))
+
+
+@triton.jit
+def distances_in(row, keys):
+    """Return the distances in keys."""
+    return (keys >> row.ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bits_apart(row, keys, mean):
+    """Return the bits of the differences between the distances in keys and their mean; they order like these."""
+    return tl.abs(distances_in(row, keys) - mean).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -269,8 +287,78 @@ def weight_below(row, size, edge, IN_LIST: tl.constexpr):
 
 
 @triton.jit
-def sample_below(row, noise_key, size, edge, IN_LIST: tl.constexpr):
-    """Return the id of the token with the largest sum of noise minus distance among all keys below an edge."""
+def weights_within(row, size, edge, mean, spreads, IN_LIST: tl.constexpr):
+    """Return the weight [ways] of all keys below an edge that are at most each of `spreads` apart from the mean."""
+    LOADS: tl.constexpr = loads_of(row, IN_LIST)
+    sums = tl.full([row.BLOCK, ways_of(row, IN_LIST)], 0, tl.int64)
+    for start in range(0, size, row.BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST)
+        for i in tl.static_range(LOADS):
+            keys, weights = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
+            weights = tl.where(keys < edge, weights, 0)
+            within = bits_apart(row, keys, mean)[:, None] <= spreads[None, :]
+            sums += tl.where(within, weights[:, None], 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def mean_below(row, size, edge, total, IN_LIST: tl.constexpr):
+    """Return the mean distance of all keys below an edge, whose weight is `total`."""
+    LOADS: tl.constexpr = loads_of(row, IN_LIST)
+    sums = tl.full([row.BLOCK], 0, tl.int64)
+    for start in range(0, size, row.BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST)
+        for i in tl.static_range(LOADS):
+            keys, _ = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
+            distances = distances_in(row, keys)
+            terms = (tl.exp(-distances) * distances * ENTROPY_SCALE).to(tl.int64)
+            sums += tl.where(keys < edge, terms, 0)
+    product = tl.sum(sums, 0).to(tl.float64) * (WEIGHT_SCALE / ENTROPY_SCALE)
+    return (product / total.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def find_typical(row, size, edge, mass, IN_LIST: tl.constexpr):
+    """Find the most typical tokens that hold `mass` of the weight of all keys below an edge.
+
+    Returns:
+        The mean distance, and the bits of the largest difference from it.
+
+    Source: Locally Typical Sampling (Meister et al. 2022).
+    """
+    WAYS: tl.constexpr = ways_of(row, IN_LIST)
+    total = weight_below(row, size, edge, IN_LIST)
+    mean = mean_below(row, size, edge, total, IN_LIST)
+    target = tl.minimum(ceiling(mass * total.to(tl.float64)), total)
+    spread = tl.full([], 0, tl.int32)
+    step = spread + (1 << 30) // WAYS * 2
+    while step > 0:
+        # Up to `spread` - 1 is too little.
+        spreads = spread + (step - 1) + step * tl.arange(0, WAYS)
+        few = weights_within(row, size, edge, mean, spreads, IN_LIST) < target
+        spread += step * tl.minimum(tl.sum(few.to(tl.int32), 0), WAYS - 1)
+        step = tl.where(step > 1, tl.maximum(step // WAYS, 1), 0)
+    return mean, spread
+
+
+@triton.jit
+def ceiling(x):
+    """Return the smallest int64 that is not below a float64."""
+    cut = x.to(tl.int64)
+    return cut + (cut.to(tl.float64) < x).to(tl.int64)
+
+
+@triton.jit
+def sample_below(row, noise_key, size, edge, typical_p, IN_LIST: tl.constexpr):
+    """Return the id of the token with the largest sum of noise minus distance among all keys below an edge.
+
+    With a `typical_p` below 1 only of those that it keeps.
+    """
+    mean = tl.full([], 0.0, tl.float32)
+    spread = tl.full([], _ANYWHERE, tl.int32)
+    if typical_p < 1.0:
+        edge = tl.minimum(edge, tl.full([], _FIRST_WEIGHTLESS, tl.int64) << row.ID_BITS)
+        mean, spread = find_typical(row, size, edge, typical_p, IN_LIST)
     LOADS: tl.constexpr = loads_of(row, IN_LIST)
     best = tl.full([row.BLOCK], LOWEST_KEY, tl.int64)
     for start in range(0, size, row.BLOCK * LOADS):
@@ -279,9 +367,9 @@ def sample_below(row, noise_key, size, edge, IN_LIST: tl.constexpr):
             keys, _ = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
             high = keys >> row.ID_BITS
             ids = (keys - (high << row.ID_BITS)).to(tl.int32)
-            distances = high.to(tl.int32).to(tl.float32, bitcast=True)
-            totals = ranking_keys(gumbel_noise(noise_key, ids) - distances, ids)
-            best = tl.maximum(best, tl.where(keys < edge, totals, LOWEST_KEY))
+            totals = ranking_keys(gumbel_noise(noise_key, ids) - distances_in(row, keys), ids)
+            kept = (keys < edge) & (bits_apart(row, keys, mean) <= spread)
+            best = tl.maximum(best, tl.where(kept, totals, LOWEST_KEY))
     return ranked_id(tl.max(best, 0))
 
 
@@ -334,7 +422,7 @@ def sample_filtered(
     ID_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Apply top_k, top_p and min_p, each to the tokens that the previous filter kept, and sample; program (row)."""
+    """Apply top_k, top_p, min_p and typical_p, each to what the previous filter kept, and sample; program (row)."""
     number = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
@@ -372,9 +460,7 @@ def sample_filtered(
         target = top_k.to(tl.int64) - 1
         if stage == 1:
             top_p = tl.load(entry + TOP_P)
-            mass = top_p * kept.to(tl.float64)
-            cut = mass.to(tl.int64)
-            target = cut + (cut.to(tl.float64) < mass).to(tl.int64) - 1
+            target = ceiling(top_p * kept.to(tl.float64)) - 1
             near = tl.load(of_tiles + NUM_TILES, mask=tile < NUM_TILES, other=0)
             kept = tl.minimum(kept, tl.sum(near, 0))
             # A mass of 1 never cuts: rounding the total to a float must not drop a token.
@@ -401,11 +487,12 @@ def sample_filtered(
     beyond = (most.to(tl.int32, bitcast=True).to(tl.int64) + 1) << ID_BITS
     limit = tl.minimum(limit, beyond)
     noise_key = load_noise_key(entry)
+    typical_p = tl.load(entry + TYPICAL_P)
     # The list of candidates is a prefix of the order, so it holds all kept tokens if it has their weight.
     if is_listed & (kept <= listed_weight):
-        token = sample_below(row, noise_key, size, limit, True)
+        token = sample_below(row, noise_key, size, limit, typical_p, True)
     else:
-        token = sample_below(row, noise_key, V, limit, False)
+        token = sample_below(row, noise_key, V, limit, typical_p, False)
     to = tl.load(entry + TARGET).to(tl.int64)
     tl.store(tokens + to, token)
     tl.store(checked + to, token)

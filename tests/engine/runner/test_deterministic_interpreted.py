@@ -54,9 +54,9 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch):
-    from kernels.attention.portable import invariant
+    from kernels.attention.portable import launch
 
-    monkeypatch.setattr(invariant, "PART_TOKENS", 32)
+    monkeypatch.setattr(launch, "PART_TOKENS", 32)
     for module in (
         kernels.attention.functional,
         model.network.decoder,

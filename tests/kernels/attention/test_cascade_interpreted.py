@@ -45,13 +45,13 @@ def _small_tiles(monkeypatch):
 @pytest.fixture
 def prefixes(monkeypatch):
     """Record the number of shared tokens of every launch of the prefix kernel."""
-    from kernels.attention.portable.prefix import PortablePrefix
+    from kernels.attention.portable.launch import PortablePrefix
 
     seen = []
     call = PortablePrefix.__call__
 
     def counted(self, *arguments):
-        seen.append(self._batch.shared_prefix)
+        seen.append(self._arguments["num_keys"])
         call(self, *arguments)
 
     monkeypatch.setattr(PortablePrefix, "__call__", counted)

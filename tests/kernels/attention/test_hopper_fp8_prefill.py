@@ -10,9 +10,9 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE
-from kernels.attention.key_parts import split_sequences
 from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import REGISTRY
+from kernels.attention.splits import split_sequences
 from kernels.fp8 import FP8
 from kernels.hadamard import hadamard_transform
 from kernels.testing import reference, reference_fp8

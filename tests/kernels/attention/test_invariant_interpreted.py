@@ -30,9 +30,9 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch):
-    from kernels.attention.portable import invariant
+    from kernels.attention.portable import launch
 
-    monkeypatch.setattr(invariant, "PART_TOKENS", 64)
+    monkeypatch.setattr(launch, "PART_TOKENS", 64)
     with triton_interpreter.poisoned_memory():
         yield
 

@@ -39,8 +39,7 @@ STEPS = [
 
 def plan(phase, step, launch, num_sms=20, packed=False, **more):
     """Plan a step with the portable kernel of a phase."""
-    from kernels.attention.portable.decode import PortableDecode
-    from kernels.attention.portable.prefill import PortablePrefill
+    from kernels.attention.portable.launch import PortableDecode, PortablePrefill
 
     size = None if packed else 16
     problem = AttentionProblem(phase, "float16", 6, 2, 64, size, 1.0, max_query_tokens=4, **more)
@@ -81,15 +80,15 @@ def test_the_device_splits_a_decode_like_the_reference(step, window):
 
     firsts = [max(0, keys - queries - window + 1) if window else 0 for queries, keys in step]
     ranges = [(first, keys) for first, (_, keys) in zip(firsts, step, strict=True)]
-    wanted = splits_wanted(20, 2, made._list.arrivals.shape[1])
+    wanted = splits_wanted(20, 2, made._arguments["arrivals"].shape[1])
     expected = plan_splits(ranges, 32, wanted)
-    found = [tuple(row) for row in made._list.splits.tolist() if row[0] >= 0]
+    found = [tuple(row) for row in made._arguments["work"].tolist() if row[0] >= 0]
     assert [(seq, begin, end) for seq, _, _, _, begin, end, _, _ in found] == expected
     starts = offsets(torch.tensor([queries for queries, _ in step]))
     for seq, start, queries, keys, _, _, _, count in found:
         assert (start, queries, keys) == (starts[seq], *step[seq])
         assert [row[6] for row in found if row[0] == seq] == list(range(count))
-    assert torch.equal(made._list.arrivals, torch.zeros_like(made._list.arrivals))
+    assert torch.equal(made._arguments["arrivals"], torch.zeros_like(made._arguments["arrivals"]))
 
 
 @pytest.mark.parametrize("step", [*STEPS, random_step()], ids=lambda step: f"{len(step)} seqs")
@@ -98,7 +97,7 @@ def test_the_device_splits_a_decode_like_the_reference(step, window):
 def test_the_tiles_of_a_prefill_cover_every_row_once_in_order_of_length(step, packed, block_m):
     made = plan(Phase.PREFILL, step, LaunchConfig(block_m, 32, 4, 1), packed=packed)
 
-    tiles = [tuple(row) for row in made._tiles.tolist() if row[0] >= 0]
+    tiles = [tuple(row) for row in made._arguments["work"].tolist() if row[0] >= 0]
     group = 3
     expected = {
         (seq, row)

@@ -6,7 +6,7 @@ tokens; noise differs by the rounding of its logarithms.
 
 from __future__ import annotations
 
-import math
+import functools
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from kernels.sampling.gpu.sample_tokens import sample_tokens
 from kernels.sampling.rows import (
     FILTERED,
     SAMPLE_SIZES,
-    WEIGHT_SCALE,
     SampleRow,
     SampleSizes,
     candidate_bounds,
@@ -26,8 +25,8 @@ from kernels.sampling.rows import (
 from model.sampling.device import kernel_table
 from model.sampling.host import HostSampler
 from model.sampling.mask import build_masks
-from model.sampling.noise import gumbel_noise, noise_key
 from model.sampling.rows import SamplingRow
+from tests.kernels.sampling import plain
 
 UNTOUCHED = -7
 
@@ -70,7 +69,7 @@ def weigh(distances, weights, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa:
 def weights_on(device: torch.device, distances: np.ndarray) -> np.ndarray:
     """Return the weights that the kernels on a device give distances [V] float32; the interpreter uses NumPy's exp."""
     if device.type == "cpu":
-        return (np.exp(-distances) * np.float32(WEIGHT_SCALE)).astype(np.int64)
+        return plain.weights_of(distances)
     source = torch.from_numpy(distances).to(device)
     weights = torch.empty(source.shape, dtype=torch.int64, device=device)
     weigh[(triton.cdiv(len(source), 1024),)](source, weights, SIZE=len(source), BLOCK=1024)
@@ -79,33 +78,13 @@ def weights_on(device: torch.device, distances: np.ndarray) -> np.ndarray:
 
 def by_rule(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
     """Sample by a plain implementation of the rules, with the weights of the logits' device."""
-    values = logits.float().cpu().numpy().copy()
-    return [_by_rule(line, row, logits.device) for line, row in zip(values, rows, strict=True)]
-
-
-def _by_rule(values: np.ndarray, row: SamplingRow, device: torch.device) -> int | None:
-    parameters = row.parameters
-    for banned in row.banned_ids():
-        if banned < len(values) and values[banned] < math.inf:
-            values[banned] = -math.inf
-    peak = values.max()
-    if not math.isfinite(peak):
-        return None
-    if parameters.temperature == 0.0:
-        return int(values.argmax())
-    with np.errstate(over="ignore"):
-        distances = (peak - values) * np.float32(parameters.inverse_temperature)
-    weights = weights_on(device, distances)
-    order = np.arange(len(values))
-    if parameters.is_filtered:
-        order = np.lexsort((order, distances))
-        if 0 < parameters.top_k < len(order):
-            order = order[distances[order] <= distances[order[parameters.top_k - 1]]]
-        if parameters.top_p < 1.0:
-            above = np.cumsum(weights[order]) - weights[order]
-            order = order[above < math.ceil(parameters.top_p * int(weights[order].sum()))]
-        order = order[distances[order] <= np.float32(parameters.min_p_distance)]
-    order.sort()
-    low, high = torch.tensor(noise_key(parameters.seed, row.position), dtype=torch.float64)
-    noise = gumbel_noise(torch.from_numpy(order), low[None, None], high[None, None])[0].numpy()
-    return int(order[(noise - distances[order]).argmax()])
+    size = logits.shape[1]
+    masks = build_masks(rows, size)
+    every = range(len(rows))
+    columns, kinds = kernel_table(rows, every, every, masks.of_rows, size)
+    checked = torch.empty(len(rows), dtype=torch.int64)
+    plain.sample_tokens(
+        logits.cpu(), torch.from_numpy(columns), kinds, torch.from_numpy(masks.bits), checked.clone(), checked,
+        weigh=functools.partial(weights_on, logits.device),
+    )  # fmt: skip
+    return [None if answer < 0 else answer for answer in checked.tolist()]

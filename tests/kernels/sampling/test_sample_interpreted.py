@@ -62,6 +62,7 @@ def sampling_rows(vocab: int):
         top_k=st.sampled_from([0, 0, 1, 2, 5, 20, vocab - 1, vocab, 10**12]),
         top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1 - 2**-53]),
         min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.05, 0.5, 1.0]),
+        typical_p=st.sampled_from([*[1.0] * 12, 1e-9, 0.3, 0.9, 1 - 2**-53]),
         banned=st.sampled_from([(), (), (0,), (1, 31, 32, 63, 64, 100), tuple(range(2, 159, 2))]),
     )
 
@@ -98,6 +99,7 @@ def test_the_capacity_of_the_list_does_not_change_a_token(kind, sizes):
         sampling_row(seed=3, position=k, top_k=k, top_p=0.9, banned=range(0, vocab, 3))
         for k in (0, 9, 90)
     ]
+    rows.append(sampling_row(seed=3, position=1, top_k=20, typical_p=0.7))
     logits = torch.cat([row_of_kind(kind, vocab, 9)] * len(rows))
 
     tokens = by_kernel(logits, rows, sizes)
@@ -133,11 +135,7 @@ def test_a_row_of_minus_infinity_has_no_token():
 
 
 def test_a_rows_token_is_the_same_alone_and_in_a_batch():
-    rows = [
-        row
-        for row in varied_rows(2 * NUM_KINDS)
-        if row.parameters.typical_p == 1 and not row.parameters.changes_logits
-    ]
+    rows = [row for row in varied_rows(2 * NUM_KINDS) if not row.parameters.changes_logits]
     logits = logits_of(8, len(rows))
 
     alone = [by_kernel(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
@@ -154,51 +152,46 @@ def test_rows_may_have_a_stride_and_are_not_changed():
     assert torch.equal(wide, before)
 
 
-@pytest.mark.parametrize("by_kernel", [True, False], ids=["kernels", "torch"])
-def test_the_token_of_every_kind_of_row_is_that_of_the_host(by_kernel):
+def test_the_token_of_every_kind_of_row_is_that_of_the_host():
     logits, rows = logits_of(6, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     before = logits.clone()
 
-    pending = DeviceTokens(logits, rows, by_kernel=by_kernel)
+    pending = DeviceTokens(logits, rows)
 
     assert pending.result() == Sampler().forward(logits, rows)
     assert torch.equal(logits, before)
-    assert not pending.feeds_next
 
 
 @pytest.mark.parametrize(
-    ("changes", "by_torch", "by_kernel"),
+    "changes",
     [
-        ({}, True, True),
-        ({"temperature": 0.0, "top_k": 5}, True, True),
-        ({"banned": (3,)}, True, True),
-        ({"logit_bias": {3: 50.0}}, True, True),
-        ({"bad_words": ((3,),)}, True, True),
-        ({"bad_words": ((3,), (4, 5))}, True, True),
-        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, False, True),
-        ({"top_p": 0.5, "logprobs": True}, False, True),
-        ({"typical_p": 0.5}, False, False),
-        ({"presence_penalty": 0.5}, True, True),
+        {},
+        {"temperature": 0.0, "top_k": 5},
+        {"banned": (3,)},
+        {"logit_bias": {3: 50.0}},
+        {"bad_words": ((3,),)},
+        {"bad_words": ((3,), (4, 5))},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1},
+        {"top_p": 0.5, "logprobs": True},
+        {"typical_p": 0.5},
+        {"presence_penalty": 0.5},
     ],
     ids=str,
 )
-def test_feeds_next_is_set_if_the_next_step_can_be_launched_before_tokens_are_read(
-    changes, by_torch, by_kernel
-):
+def test_the_next_step_can_be_launched_before_tokens_are_read(changes):
     rows = [sampling_row(temperature=0.0), sampling_row(**changes)]
 
-    for kernels, expected in ((False, by_torch), (True, by_kernel)):
-        pending = DeviceTokens(logits_of(7, 2), rows, by_kernel=kernels)
-        assert pending.feeds_next == expected
-        if expected:
-            assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
+    pending = DeviceTokens(logits_of(7, 2), rows)
+
+    assert pending.feeds_next
+    assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
 
 
 def test_a_banned_logit_that_is_nan_makes_its_row_fail():
     logits = logits_of(19, 2)
     logits[0, 9] = math.nan
 
-    broken, sound = DeviceTokens(logits, [sampling_row(banned=(9,))] * 2, by_kernel=True).result()
+    broken, sound = DeviceTokens(logits, [sampling_row(banned=(9,))] * 2).result()
 
     assert broken.error
     assert not sound.error

@@ -32,13 +32,18 @@ class Case:
     )
     model: str = "ForCausalLM"  # the class of the model, after the family
     in_half: bool = False  # whether logits in bfloat16 are compared too
+    others: dict = dataclasses.field(
+        default_factory=dict
+    )  # configurations of other models beside the language model
 
     @property
     def architecture(self):
         return self.family.removesuffix("Text") + self.model
 
     def config(self):
-        return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
+        stated = _SHAPE | self.changes
+        kind = getattr(transformers, f"{self.family}Config")
+        return kind(text_config=stated, **self.others) if self.others else kind(**stated)
 
     def build(self):
         """Return the model in transformers; all parameters are random, including norms and biases."""
@@ -86,6 +91,14 @@ _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -194,6 +207,12 @@ CASES = {
             final_logit_softcapping=5.0,
             rope_parameters={"full_attention": _LINEAR_ROPE, "sliding_attention": _LOCAL_ROPE},
         ),
+    ),
+    "gemma3 multimodal": Case(
+        "Gemma3",
+        _gemma(layer_types=_KINDS),
+        model="ForConditionalGeneration",
+        others={"vision_config": _VISION, "mm_tokens_per_image": 4, "image_token_index": 127},
     ),
     "gemma3 by pattern": Case("Gemma3Text", _gemma(sliding_window_pattern=2)),
     "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),

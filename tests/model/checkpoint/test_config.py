@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ LONGROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [4.0] * 8,
 }
+
+
+OTHER_MODELS = re.compile(r"vision_tower|multi_modal_projector")
 
 
 def mixer(config, layer=0):
@@ -151,6 +155,30 @@ def test_absent_keys_of_gemma_have_the_defaults_of_transformers():
         )
         assert first.mlp.activation == "gelu_tanh"
         assert network.tied
+
+
+def test_the_language_model_of_a_multimodal_gemma_has_the_defaults_of_its_class():
+    stated = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "model_type": "gemma3",
+            "text_config": stated | rope | {"model_type": "gemma3_text"},
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+    assert config.network.num_parameters == 3_880_263_168
+    assert (config.network.vocab, config.max_context) == (262_208, 131_072)
+    assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
+    assert config.network.rotaries[0] == (Rotary("linear", 1e6, 8.0), 256)
 
 
 def test_a_softcap_of_null_is_no_softcap():
@@ -454,7 +482,10 @@ def test_the_parameter_count_equals_that_of_the_checkpoint():
         model = case.build()
         config = ModelConfig.from_dict(model.config.to_dict())
 
-        assert config.network.num_parameters == sum(p.numel() for p in model.parameters())
+        language_model = [
+            it.numel() for name, it in model.named_parameters() if not OTHER_MODELS.search(name)
+        ]
+        assert config.network.num_parameters == sum(language_model)
 
 
 def test_every_family_is_in_the_document_of_models():

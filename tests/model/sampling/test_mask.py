@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from model.sampling.device import apply_masks
 from model.sampling.mask import build_masks
-from tests.model.sampling.sampling_rows import logits_of, sampling_row
+from tests.model.sampling.sampling_rows import sampling_row
 
 
 def test_bit_i_of_the_mask_is_one_if_token_i_may_be_sampled() -> None:
@@ -34,16 +32,3 @@ def test_a_mask_round_trips_and_ignores_ids_outside_the_vocabulary(vocab) -> Non
 
     assert allowed.dtype == np.bool_
     assert set(np.flatnonzero(~allowed).tolist()) == banned
-
-
-def test_masks_are_applied_only_to_rows_that_have_one() -> None:
-    rows = [sampling_row(banned=(1, 40)), sampling_row(), sampling_row(banned=(2,))]
-    masks = build_masks(rows, 70)
-    logits = logits_of(1, 3, 70)
-    logits[2, 2] = torch.nan
-    expected = logits.clone()
-    expected[0, [1, 40]] = -torch.inf
-
-    apply_masks(logits, torch.from_numpy(masks.bits), masks.of_rows)
-
-    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)

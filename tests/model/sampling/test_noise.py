@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.sampling.noise import HostNoise, gumbel_noise, noise_key, noise_keys
+from model.sampling.noise import HostNoise, noise_key, noise_keys
+from tests.model.sampling.torch_noise import gumbel_noise
 
 
 def noise_of(size: int, seed: int, position: int) -> np.ndarray:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampling import device as device_sampling
 from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
 from model.sampling.parameters import SampledToken
-from model.sampling.sampler import Sampler
+from model.sampling.sampler import CopiedTokens, Sampler
+from tests.model.sampling import plain_device
 from tests.model.sampling.sampling_rows import (
     NUM_KINDS,
     VOCAB,
@@ -19,9 +19,6 @@ from tests.model.sampling.sampling_rows import (
     sampling_row,
     varied_rows,
 )
-
-pytestmark = pytest.mark.usefixtures("few_candidates")
-
 
 # --- greedy -----------------------------------------------------------------------------------------------------
 
@@ -83,7 +80,7 @@ def test_a_rows_result_is_bitwise_equal_alone_and_in_a_batch(seed, order, count)
     logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     picked = order[:count]
 
-    for sample in (Sampler().forward, device_sampling.sample):
+    for sample in (Sampler().forward, plain_device.sample):
         alone = [sample(logits[i : i + 1], [rows[i]])[0] for i in picked]
         together = sample(logits[picked].contiguous(), [rows[i] for i in picked])
         assert together == alone
@@ -126,7 +123,7 @@ def test_the_device_sampler_matches_the_host_sampler() -> None:
     for seed in range(40):
         logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
         host = Sampler().forward(logits, rows)
-        device = device_sampling.sample(logits, rows)
+        device = plain_device.sample(logits, rows)
         # exp() may round differently in NumPy and PyTorch: a sample at the boundary between two tokens may differ.
         agreed += sum(
             h.token_id == d.token_id and [i for i, _ in h.top] == [i for i, _ in d.top]
@@ -136,14 +133,16 @@ def test_the_device_sampler_matches_the_host_sampler() -> None:
     assert agreed >= 2 * NUM_KINDS * 40 - 1
 
 
-@pytest.mark.parametrize("candidates", [1, 2, 16, 100, 101, 5000])
-def test_the_initial_number_of_candidates_does_not_change_a_token(monkeypatch, candidates) -> None:
-    logits, rows = logits_of(7, 33), varied_rows(33)
-    expected = device_sampling.sample(logits, rows)
+def test_without_sampling_kernels_the_host_samples_a_copy_of_the_logits() -> None:
+    logits, rows = logits_of(7, NUM_KINDS), varied_rows(NUM_KINDS)
+    expected = Sampler().forward(logits, rows)
 
-    monkeypatch.setattr(device_sampling, "NUM_CANDIDATES", candidates)
+    pending = CopiedTokens(logits, lambda copied: Sampler().forward(copied, rows))
+    logits.zero_()
 
-    assert device_sampling.sample(logits, rows) == expected
+    assert not pending.feeds_next
+    assert pending.tokens.tolist() == [0] * NUM_KINDS
+    assert pending.result() == expected
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------
@@ -281,8 +280,7 @@ def test_a_nan_logit_of_a_banned_token_still_fails_the_row(forward) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [4096, 50257, 151936])
-def test_on_cuda_a_rows_result_is_bitwise_equal_alone_and_in_a_batch(monkeypatch, vocab) -> None:
-    monkeypatch.setattr(device_sampling, "NUM_CANDIDATES", 1024)
+def test_on_cuda_a_rows_result_is_bitwise_equal_alone_and_in_a_batch(vocab) -> None:
     logits, rows = logits_of(20, 33, vocab).cuda(), varied_rows(33, vocab)
 
     together = Sampler().forward(logits, rows)

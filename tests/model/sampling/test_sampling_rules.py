@@ -97,7 +97,7 @@ def each_token_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.where(ids == low, 1e9, 0.0)
 
     monkeypatch.setattr(HostNoise, "argmax", choose)
-    monkeypatch.setattr("model.sampling.device.gumbel_noise", noise)
+    monkeypatch.setattr("tests.kernels.sampling.plain.gumbel_noise", noise)
     monkeypatch.setattr("model.sampling.host.noise_key", lambda _seed, position: (position, 0))
     monkeypatch.setattr(
         "model.sampling.device.noise_keys",

@@ -30,8 +30,8 @@ from kernels.attention.hopper.fp8.tiles import (
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
-from kernels.attention.key_parts import split_sequences
 from kernels.attention.problem import PagedBatch
+from kernels.attention.splits import split_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ import torch
 
 from kernels.attention.hopper.fp8.cached_rows import convert_rows
 from kernels.attention.hopper.prefill import HopperPrefill, attends_nothing
-from kernels.attention.key_parts import split_sequences
 from kernels.attention.problem import PackedBatch, PagedBatch
+from kernels.attention.splits import split_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor

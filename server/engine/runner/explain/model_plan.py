@@ -137,7 +137,7 @@ def _executors(
     counts = (1, *ROW_COUNTS)
     if bucket.deterministic:
         single: tuple[str, ...] = ("deterministic",)
-    elif bucket.rows in counts:
+    elif bucket.queries == 1 and bucket.rows in counts:
         single = model.single_launch_unsupported(arch, bucket.rows)
     else:
         single = (f"steps of {', '.join(map(str, counts))} sequences with a token each only",)

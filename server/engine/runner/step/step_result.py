@@ -45,7 +45,7 @@ class SampledStep:
 
     @torch.inference_mode()
     def result(self) -> StepResult:
-        """Wait for the tokens. If the candidates of a row were too few, the sampler chooses its token again."""
+        """Wait for the tokens."""
         tokens = [] if self.tokens is None else self.tokens.result()
         for row, error in self.errors.items():
             tokens[row] = SampledToken(error=error)

@@ -20,7 +20,9 @@ from kernels.rope import registry as rope
 from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
+from model.network.columns import Bucket
 from model.network.decoder import DecoderLM
+from model.network.layer_kernels import layer_kernels
 from model.sampling.sampler import SAMPLERS, HostTokens, Sampler
 from server.cli.bench.engine.options import SHAPES, shapes
 from server.engine.core.start_checks import StartupError
@@ -34,9 +36,9 @@ PRODUCTS = ("qkv", "output", "gate_up", "down", "head")
 def config(shape):
     """Return a shape with its first layers, among which are those of every kind."""
     found = ModelConfig.from_folder(resolve(shape) if shape == "bundled" else SHAPES / shape)
-    layers = found.layer_types[:6]
-    assert set(layers) == set(found.layer_types)
-    return dataclasses.replace(found, num_layers=len(layers), layer_types=layers)
+    first = found.network.layers[:6]
+    assert set(first) == set(found.network.layers)
+    return dataclasses.replace(found, network=dataclasses.replace(found.network, layers=first))
 
 
 def build(shape, dtype, *, fp8=False, device="meta"):
@@ -150,3 +152,29 @@ def test_a_product_whose_launch_was_timed_is_measured():
     measured = {it.operation for it in plan.steps[1].operations if it.measured}
     assert {f"{name} product" for name in PRODUCTS} <= measured
     assert not measured & {"norms and activations", "rotation and cache write", "sampling"}
+
+
+def test_a_row_with_several_tokens_has_a_decode_kernel_that_supports_them():
+    bucket = Bucket(rows=2, queries=4, columns=64, num_logits=8)
+
+    found = dict(layer_kernels(build("bundled", "bfloat16"), bucket, CATALOGUE["h100"], 16))
+
+    attention = found["decode attention"]
+    assert attention.spec.name == "hopper_decode"
+    assert "decodes 1 query token per sequence, not 4" in attention.refusals[0].reasons
+    assert found["qkv product"].problem.rows == 8
+
+
+def test_layers_of_different_sizes_have_products_of_their_own():
+    made = build("bundled", "bfloat16")
+    first, *others = made.network.layers
+    wide = dataclasses.replace(first, mlp=dataclasses.replace(first.mlp, inner=2 * first.mlp.inner))
+    made.network = dataclasses.replace(made.network, layers=(wide, *others))
+
+    bucket = Bucket(rows=64, columns=64, num_logits=64)
+    found = dict(layer_kernels(made, bucket, CATALOGUE["h100"], 16))
+
+    ends = [f" of {count} layers" for count in (1, len(others))]
+    outputs = [found[f"gate_up product{end}"].problem.outputs for end in ends]
+    assert outputs == [wide.mlp.inner, first.mlp.inner]
+    assert "gate_up product" not in found

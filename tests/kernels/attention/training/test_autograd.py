@@ -59,7 +59,7 @@ def test_values_and_gradients_agree_with_the_definition(case, dtype):
 @pytest.mark.parametrize("case", NAMED)
 def test_the_triton_kernels_agree_with_the_definition(case, monkeypatch):
     from kernels.attention.training.portable import launch as training
-    from kernels.attention.training.portable.grid import TrainingLaunch
+    from kernels.attention.training.portable.launch import TrainingLaunch
 
     launch = TrainingLaunch(32, 16, 4, 1)
     monkeypatch.setattr(
