@@ -120,8 +120,9 @@ class ParameterPart:
     def loaded(self, stored: StoredValues, rank: int) -> list[StoredValues]:
         """Return the rows of each module of a rank's parameter from what the checkpoint holds."""
         if self.transposed:
-            assert isinstance(stored, Weight)
-            stored = Weight.full(stored.dequantize().t())
+            stored = (
+                stored.t() if isinstance(stored, Tensor) else Weight.full(stored.dequantize().t())
+            )
         columns: tuple[int, ...] = tuple(self.values.shape[1:])
         return [
             rows.loaded(shard(module, (rows.count, *columns), rank))
