@@ -87,6 +87,8 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels
+    if quantization is not None and quantization in LIBRARY_FORMATS:
+        model.weight_format = quantization
     return PlannedModel(model, quantization, FP8 if settings.kv_cache_dtype == "fp8" else None)
 
 
