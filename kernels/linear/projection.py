@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from kernels.fp8 import FP8
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.around import (
     activate,
@@ -203,7 +202,7 @@ def linear_problem(
         inputs=inputs,
         dtype=str(dtype).removeprefix("torch."),
         gated=gated,
-        weight_dtype=None if weights.scale is None else FP8,
+        format=weights.weight.format,
         bias=weights.bias is not None,
         residual=operations.residual and operations.post_norm is None,
         layer_weights=layer_weights,
@@ -297,7 +296,7 @@ class _RowProjection:
     ) -> None:
         self._weights, self._problem, self._arch = weights, problem, arch
         self._norm, self._activation, _, self._post_norm = operations
-        self._pdl = may_depend(arch, weights.weight.device)
+        self._pdl = may_depend(arch, weights.weight.numbers.device)
         self._products: dict[str, Callable[..., Tensor]] = {}
         self._chosen: dict[int, tuple[LinearChoice, Callable[..., Tensor]]] = {}
 

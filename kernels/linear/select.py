@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kernels.linear.registry import MOST_VECTOR_ROWS, REGISTRY, VECTOR, VECTOR_COLUMNS
 from kernels.selection import choose
+from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +134,7 @@ def select_linear(
         launch,
         why,
         measured=measured,
-        unpacks=problem.weight_dtype is not None and not arch.has_fp8_conversion,
+        unpacks=problem.format == FP8_ROWS and not arch.has_fp8_conversion,
         refusals=refusals,
     )
 
@@ -163,7 +164,7 @@ def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
         and problem.outputs // (2 * block_n) * warps >= arch.num_sms * _FULL_SM_WARPS // 2
     ):
         block_n *= 2
-    chunk_bytes = problem.matrices * block_n * block_k * problem.item_bytes // (32 * warps)
+    chunk_bytes = problem.matrices * block_n * block_k * problem.format.bits // 8 // (32 * warps)
     ahead = max(1, min(-(-problem.inputs // block_k), _AHEAD_BYTES // chunk_bytes))
     return LinearLaunch(block_n, block_k, warps, ahead=ahead)
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from msgspec import Meta
 
-from model.checkpoint.compression_config import CONFIG_KEYS, check_compression
+from kernels.weight_format import WeightFormat
+from model.checkpoint.formats.table import CONFIG_KEYS, detect
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
@@ -39,6 +40,7 @@ class ModelConfig:
         max_context: maximum number of tokens in a sequence.
         initializer_range: standard deviation of freshly initialized weights.
         dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
+        weight_format: in which it stores the matrices of the layers; None for full numbers.
         eos_token_ids: all ids that end a generation, from config.json and generation_config.json.
         content: of config.json, from which the other attributes follow.
     """
@@ -48,6 +50,7 @@ class ModelConfig:
     max_context: int
     initializer_range: float = 0.02
     dtype: str = "float32"
+    weight_format: WeightFormat | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     content: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -98,7 +101,7 @@ class ModelConfig:
         """
         architecture = find_architecture(config)
         family = FAMILIES[architecture]
-        check_compression(config)
+        weight_format = detect(config)
         keys = family.keys(config)
         outer = Keys(config) if family.part else keys
         network = family.network(keys)
@@ -115,6 +118,7 @@ class ModelConfig:
             max_context=max_context(network, keys.integer("max_position_embeddings", POSITIONS)),
             initializer_range=keys.number("initializer_range", _DEVIATION, cls.initializer_range),
             dtype=_dtype(outer, keys),
+            weight_format=weight_format,
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             content=config,

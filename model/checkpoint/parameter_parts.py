@@ -10,25 +10,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.fp8 import quantize_rows
+from kernels.weights import Weight
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite
 from model.network.layers import stacked_rows
+from model.network.matrix import Matrix
 from model.network.parallel import shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from model.decoder import DecoderLM
     from model.families.tensors import Tensors
-    from model.network.decoder import DecoderLM
     from model.network.layers import DecoderLayer
     from model.network.spec import Attention
 
+StoredValues = TypeVar("StoredValues", Weight, Tensor)
 _STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """The modules whose rows a parameter stacks; without a gate it has those of the last one."""
 _ROTATED: Final = ("q", "k", "q_norm", "k_norm")
@@ -51,26 +53,33 @@ class Rows:
     offset: float = 0.0
     order: tuple[int, ...] | None = None
 
-    def loaded(self, stored: Tensor) -> Tensor:
+    def loaded(self, stored: StoredValues) -> StoredValues:
         """Return the rows of a checkpoint as the model holds them."""
         rows = stored if self.order is None else _reordered(stored, self.order)
-        return rows if self._is_equal else rows.float() * self.factor + self.offset
+        if self.factor == 1 and not self.offset:
+            return rows
+        if isinstance(rows, Tensor):
+            return rows.float() * self.factor + self.offset
+        assert not self.offset, "of norms alone"
+        return rows.scaled(self.factor)
 
     def stored(self, rows: Tensor) -> Tensor:
         """Return rows of the model as the checkpoint holds them."""
-        values = rows if self._is_equal else (rows.float() - self.offset) / self.factor
+        is_equal = self.factor == 1 and not self.offset
+        values = rows if is_equal else (rows.float() - self.offset) / self.factor
         if self.order is None:
             return values
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return _reordered(values, tuple(inverse))
 
-    @property
-    def _is_equal(self) -> bool:
-        return self.factor == 1 and not self.offset
+
+def _reordered(rows: StoredValues, order: tuple[int, ...]) -> StoredValues:
+    heads = torch.arange(0, rows.shape[0], len(order))[:, None]
+    return _indexed(rows, (heads + torch.tensor(order)).flatten())
 
 
-def _reordered(rows: Tensor, order: tuple[int, ...]) -> Tensor:
-    return rows.reshape(-1, len(order), *rows.shape[1:])[:, list(order)].flatten(0, 1)
+def _indexed(rows: StoredValues, index: Tensor) -> StoredValues:
+    return rows[index] if isinstance(rows, Tensor) else rows.permuted(index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +87,17 @@ class ParameterPart:
     """The part of a model's parameter that one tensor of a checkpoint holds.
 
     Attributes:
-        values: a contiguous view of the parameter, without gradients.
+        parameter: its name in the model.
+        values: of the part, views without gradients: a matrix, or a vector.
         rows: those of its modules, in order.
-        scale: the scales of its rows, float32, if the parameter is quantized; else None.
         transposed: whether the checkpoint stores the transpose.
         grouped_by: the head dim, if the checkpoint stores the rows of the queries, the key and the value of each
             key-value head together; else None.
     """
 
-    values: Tensor
+    parameter: str
+    values: Weight | Tensor
     rows: tuple[Rows, ...]
-    scale: Tensor | None = None
     transposed: bool = False
     grouped_by: int | None = None
 
@@ -98,63 +107,60 @@ class ParameterPart:
         shape = tuple(self.values.shape)
         return shape[::-1] if self.transposed else shape
 
-    def load(self, stored: Tensor, rank: int = 0) -> bool:
-        """Copy a tensor of the checkpoint, or a rank's part of it, to the parameter, quantized if the parameter is.
+    def load(self, stored: StoredValues, rank: int = 0) -> None:
+        """Copy what the checkpoint holds, or a rank's part of it, to the parameter, rounded to its format.
 
-        Returns:
-            Whether that was possible: quantized weights must be finite.
+        Raises:
+            ValueError: numbers that would have to be rounded are not finite.
         """
-        whole = stored.t() if self.transposed else stored
-        counts = [rows.count for rows in self.rows]
-        for rows, module, values, scale in zip(
-            self.rows,
-            self._modules(whole),
-            self.values.split_with_sizes(counts),
-            self._scales(counts),
-            strict=True,
-        ):
-            loaded = rows.loaded(shard(module, values.shape, rank))
-            if scale is None:
-                values.copy_(loaded)
-                continue
-            loaded = loaded.to(values.device)
-            if not bool(loaded.isfinite().all()):
-                return False
-            numbers, its_scale = quantize_rows(loaded)
-            values.copy_(numbers)
-            scale.copy_(its_scale)
-        return True
+        values: Any = self.values.split_with_sizes([rows.count for rows in self.rows])
+        for part, loaded in zip(values, self.loaded(stored, rank), strict=True):
+            part.copy_(loaded)
+
+    def loaded(self, stored: StoredValues, rank: int) -> list[StoredValues]:
+        """Return the rows of each module of a rank's parameter from what the checkpoint holds."""
+        if self.transposed:
+            stored = (
+                stored.t() if isinstance(stored, Tensor) else Weight.full(stored.dequantize().t())
+            )
+        columns: tuple[int, ...] = tuple(self.values.shape[1:])
+        return [
+            rows.loaded(shard(module, (rows.count, *columns), rank))
+            for rows, module in zip(self.rows, self._modules(stored), strict=True)
+        ]
 
     def to_stored(self, dtype: torch.dtype) -> Tensor:
         """Return a copy as the checkpoint stores it, on the CPU."""
-        parts = self.values.cpu().split_with_sizes([rows.count for rows in self.rows])
+        held = self.values.dequantize() if isinstance(self.values, Weight) else self.values
+        parts = held.cpu().split_with_sizes([rows.count for rows in self.rows])
         modules = [rows.stored(part) for rows, part in zip(self.rows, parts, strict=True)]
         whole = modules[0] if len(modules) == 1 else self._joined(modules)
         # A copy, because safetensors rejects tensors that share memory, as parts of a stacked tensor do.
         return (whole.t() if self.transposed else whole).to(dtype, copy=True).contiguous()
 
-    def _modules(self, whole: Tensor) -> list[Tensor]:
-        """Split the rows of the checkpoint by modules; their ratios are those of the part."""
+    def _modules(self, whole: StoredValues) -> list[StoredValues]:
+        """Split the rows of the checkpoint by modules."""
         if len(self.rows) == 1:
             return [whole]
-        counts = [rows.count for rows in self.rows]
-        if self.grouped_by is None:
-            ranks = len(whole) // sum(counts)
-            return list(whole.split_with_sizes([count * ranks for count in counts]))
-        heads = [count // counts[-1] for count in counts]
-        groups = whole.reshape(-1, sum(heads), self.grouped_by, *whole.shape[1:])
-        return [module.flatten(0, 2) for module in groups.split_with_sizes(heads, 1)]
+        return [_indexed(whole, index) for index in self._indices(whole.shape[0])]
 
     def _joined(self, modules: list[Tensor]) -> Tensor:
         """Stack modules as the checkpoint does, the reverse of `_modules`."""
-        if self.grouped_by is None:
-            return torch.cat(modules)
-        num_groups, columns = self.rows[-1].count // self.grouped_by, modules[0].shape[1:]
-        groups = [it.reshape(num_groups, -1, self.grouped_by, *columns) for it in modules]
-        return torch.cat(groups, 1).flatten(0, 2)
+        stacked = torch.cat(modules)
+        whole = torch.empty_like(stacked)
+        whole[torch.cat(self._indices(len(stacked)))] = stacked
+        return whole
 
-    def _scales(self, counts: list[int]) -> tuple[Tensor | None, ...]:
-        return (None,) * len(counts) if self.scale is None else self.scale.split_with_sizes(counts)
+    def _indices(self, count: int) -> list[Tensor]:
+        """Return the rows of each module in `count` rows of the checkpoint; their ratios are those of the part."""
+        counts = [rows.count for rows in self.rows]
+        index = torch.arange(count)
+        if self.grouped_by is None:
+            ranks = count // sum(counts)
+            return list(index.split_with_sizes([it * ranks for it in counts]))
+        heads = [it // counts[-1] for it in counts]
+        groups = index.view(-1, sum(heads), self.grouped_by)
+        return [it.flatten() for it in groups.split_with_sizes(heads, 1)]
 
 
 def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
@@ -168,14 +174,16 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
         for parameter in filter(outside.__contains__, parameters):
             module, suffix = _module(parameter)
             prefix = "" if module == HEAD else tensors.prefix
-            values = outside[parameter].detach()
-            rows = _rows(len(values), rewrites.get(module), suffix)
-            parts[f"{prefix}{tensors.modules[module]}{suffix}"] = ParameterPart(values, (rows,))
+            held = outside[parameter].detach()
+            rows = _rows(len(held), rewrites.get(module), suffix)
+            values = held if held.ndim == 1 else Weight.full(held)
+            name = f"{prefix}{tensors.modules[module]}{suffix}"
+            parts[name] = ParameterPart(parameter, values, (rows,))
 
     add("embed_tokens", "embed_positions")
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
-        for name, part in _layer_parts(layer, tensors, rewrites):
+        for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
             parts[prefix + name] = part
     add("norm", "norm_bias", HEAD)
     return parts
@@ -211,34 +219,38 @@ def _rows(
 
 
 def _layer_parts(
-    layer: DecoderLayer, tensors: Tensors, rewrites: Mapping[str, Rewrite]
+    layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
-    """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
+    """Yield the name of each tensor of a layer, after the layer's index, and what holds it.
+
+    Args:
+        layer: the layer.
+        prefix: of the names of its parameters in the model.
+        tensors: of the family.
+        rewrites: of its modules.
+    """
     orders = dict.fromkeys(_ROTATED, head_order(layer.spec.mixer, tensors))
-    buffers = dict(layer.named_buffers())
-    for parameter, tensor in layer.named_parameters():
+    for key, tensor in layer.named_parameters():
+        parameter = key.removesuffix(".numbers")
+        matrix = getattr(layer, parameter)
+        values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
         base, suffix = _module(parameter)
-        counts = stacked_rows(layer.spec, parameter) or [len(tensor)]
+        counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
         modules = dict(zip(_STACKED.get(base, (base,))[-len(counts) :], counts, strict=True))
-        scale, start = buffers.get(f"{parameter}_scale"), 0
+        grouped_by = layer.spec.mixer.head_dim if tensors.grouped_qkv and base == "qkv" else None
+        start = 0
         for name, same in itertools.groupby(modules, tensors.layer_modules.__getitem__):
             rows = tuple(
                 _rows(modules[it], rewrites.get(it), suffix, orders.get(it)) for it in same
             )
-            stop = start + sum(it.count for it in rows)
+            count = sum(it.count for it in rows)
+            part = values.narrow(0, start, count)
+            transposed = tensors.transposed and isinstance(part, Weight)
             yield (
                 name + suffix,
-                ParameterPart(
-                    tensor.detach()[start:stop],
-                    rows,
-                    None if scale is None else scale[start:stop],
-                    transposed=tensors.transposed and tensor.ndim > 1,
-                    grouped_by=layer.spec.mixer.head_dim
-                    if tensors.grouped_qkv and base == "qkv"
-                    else None,
-                ),
+                ParameterPart(prefix + parameter, part, rows, transposed, grouped_by),
             )
-            start = stop
+            start += count
 
 
 def head_order(mixer: Attention, tensors: Tensors) -> tuple[int, ...] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -19,11 +21,16 @@ from kernels.linear.projection import (
     ResidualWriter,
     bind_projection,
 )
+from kernels.weight_format import WeightFormat, unquantized
+from model.network.matrix import Matrix
 from model.network.parallel import ReducedProjection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
+    from kernels.weights import Weight
     from model.network.spec import Attention, Layer
     from model.network.spec import Norm as NormSpec
 
@@ -99,12 +106,33 @@ def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     return None
 
 
+def layer_formats(
+    weight_format: WeightFormat | Mapping[str, WeightFormat] | None, index: int
+) -> WeightFormat | Mapping[str, WeightFormat] | None:
+    """Return the argument of a `DecoderLayer` from that of `DecoderLM`."""
+    if weight_format is None or isinstance(weight_format, WeightFormat):
+        return weight_format
+    prefix = f"layers.{index}."
+    return {
+        name.removeprefix(prefix): form
+        for name, form in weight_format.items()
+        if name.startswith(prefix)
+    }
+
+
 class DecoderLayer(nn.Module):
     """The parameters of one layer; `layer_forward` computes with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. Biases and norms that a family lacks are None. With a
-    `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as `qkv_scale`, float32 [rows].
+    those of up. Biases and norms that a family lacks are None.
+
+    Args:
+        layer: what the layer computes.
+        hidden: C.
+        dtype: of the parameters.
+        device: of the parameters.
+        weight_format: of the matrices; a mapping has those of matrices by their names, of which others have full
+            numbers; None for full numbers.
 
     Attributes:
         spec: what the layer computes.
@@ -116,7 +144,7 @@ class DecoderLayer(nn.Module):
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
-        weight_dtype: torch.dtype | None = None,
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None = None,
     ) -> None:
         super().__init__()
         mixer, mlp = layer.mixer, layer.mlp
@@ -127,12 +155,13 @@ class DecoderLayer(nn.Module):
         def norm(size: int, of: NormSpec = layer.norm) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=norm_dtype(of, dtype), device=device))
 
-        def matrix(rows: int, columns: int) -> nn.Parameter:
-            weight = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
-            return nn.Parameter(weight, requires_grad=weight_dtype is None)
-
-        def scale(rows: int) -> Tensor | None:
-            return None if weight_dtype is None else nn.Buffer(torch.empty(rows, device=device))
+        def matrix(name: str, rows: int, columns: int) -> Matrix:
+            if isinstance(weight_format, WeightFormat):
+                stacked = stacked_rows(layer, name) or [rows]
+                form = weight_format.divided(0, *itertools.accumulate(stacked[:-1]))
+            else:
+                form = (weight_format or {}).get(name) or unquantized(dtype)
+            return Matrix(form, (rows, columns), device)
 
         inner, heads = mlp.inner, mixer.num_heads * mixer.head_dim
         stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
@@ -141,22 +170,18 @@ class DecoderLayer(nn.Module):
         self.spec = layer
         self.input_norm = norm(hidden)
         self.input_norm_bias = empty(hidden) if layer_norms else None
-        self.qkv = matrix(stacked, hidden)
-        self.qkv_scale = scale(stacked)
+        self.qkv = matrix("qkv", stacked, hidden)
         self.qkv_bias = empty(stacked) if mixer.bias else None
         self.q_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
         self.k_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
-        self.output = matrix(hidden, heads)
-        self.output_scale = scale(hidden)
+        self.output = matrix("output", hidden, heads)
         self.output_bias = empty(hidden) if mixer.output_bias else None
         self.output_norm = norm(hidden) if layer.post_norms else None
         self.mlp_norm = norm(hidden)
         self.mlp_norm_bias = empty(hidden) if layer_norms else None
-        self.gate_up = matrix(widened, hidden)
-        self.gate_up_scale = scale(widened)
+        self.gate_up = matrix("gate_up", widened, hidden)
         self.gate_up_bias = empty(widened) if mlp.bias else None
-        self.down = matrix(hidden, inner)
-        self.down_scale = scale(hidden)
+        self.down = matrix("down", hidden, inner)
         self.down_bias = empty(hidden) if mlp.bias else None
         self.down_norm = norm(hidden) if layer.post_norms else None
 
@@ -180,8 +205,7 @@ class DecoderLayer(nn.Module):
             rotary: see `BoundLayer`.
         """
         mixer = self.spec.mixer
-        matrices = (self.qkv, self.output, self.gate_up, self.down)
-        layer_weights = sum(matrix.numel() for matrix in matrices)
+        layer_weights = sum(math.prod(matrix.shape) for matrix in self.matrices.values())
         projections = self.projections(communicator)
 
         def bind(name: str) -> Projection:
@@ -209,7 +233,7 @@ class DecoderLayer(nn.Module):
             output=adding("output"),
             gate_up=bind("gate_up"),
             down=adding("down"),
-            next_weights=(self.output, self.gate_up),
+            next_weights=(self.output.numbers, self.gate_up.numbers),
             problem=problem,
             rotary=rotary,
         )
@@ -221,7 +245,7 @@ class DecoderLayer(nn.Module):
         mlp = self.spec.mlp
 
         def weights(name: str) -> LinearWeights:
-            return LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
+            return LinearWeights(self.matrices[name], getattr(self, f"{name}_bias"))
 
         def reading(norm: str, activation: Activation | None = None) -> Operations:
             weight, bias = getattr(self, norm), getattr(self, f"{norm}_bias")
@@ -245,11 +269,11 @@ class DecoderLayer(nn.Module):
         weight = getattr(self, f"{name}_norm")
         return None if weight is None else Norm(weight, self.spec.norm.eps)
 
-    def drop_matrices(self) -> None:
-        """Delete the matrices, once the bound projections have copies of them."""
-        for name in ("qkv", "output", "gate_up", "down"):
-            self.drop_matrix(name)
+    @property
+    def matrices(self) -> dict[str, Weight]:
+        """The matrices by their names."""
+        return {name: it.weight for name, it in self.named_children() if isinstance(it, Matrix)}
 
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""
-        self.register_parameter(name, None)
+        setattr(self, name, None)

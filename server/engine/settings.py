@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from model.device.quantizations import QuantizationSetting
 from server.log import LogFormat
 from server.setting import Setting
 
@@ -20,7 +21,7 @@ class EngineSettings:
         quantization: of the weights when they are loaded. On a CPU int8 and int4: all matrices in 8 or 4 bits; auto is
             int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the layers' weights in
             float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on, not below sm_80;
-            auto is none there.
+            auto is none there. auto and none keep the format of a checkpoint that is quantized already.
         load_format: dummy generates random weights from config.json, to measure speed without a checkpoint.
         compiled_kernels: folder of kernels that `tessera warmup --arch` compiled; only read, those that it lacks are
             compiled into Triton's own cache.
@@ -58,9 +59,7 @@ class EngineSettings:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Setting("model")] = "auto"
-    quantization: Annotated[Literal["auto", "none", "fp8", "int8", "int4"], Setting("model")] = (
-        "auto"
-    )
+    quantization: Annotated[QuantizationSetting, Setting("model")] = "auto"
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], Setting("model")] = "auto"
     compiled_kernels: str | None = None
     max_model_len: Annotated[int | None, Setting("model", ge=2)] = None

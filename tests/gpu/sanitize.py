@@ -49,7 +49,7 @@ from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SAMPLE_SIZES, SampleSizes
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from model.network import single_launch
+from model.executors import single_launch
 from tests.gpu.attention_cases import DEVICE, judge, make, make_problem, rows, run
 from tests.gpu.test_fp8_weights_gpu import Layer
 from tests.gpu.test_layer_kernels_gpu import EPS, random
@@ -247,11 +247,11 @@ STEP_ROWS = 4
 def step_all() -> int:
     """Compute single-launch steps twice each; return the number of runs."""
     runs = 0
-    for name, weight_dtype in STEP_MODELS:
-        model = build(name, torch.bfloat16, weight_dtype)
+    for name, weight_format in STEP_MODELS:
+        model = build(name, torch.bfloat16, weight_format)
         arch = kernels.detect(DEVICE)
         if single_launch.unsupported(
-            model.network, torch.bfloat16, weight_dtype, arch, unmeasured=True
+            model.network, torch.bfloat16, weight_format, arch, unmeasured=True
         ):
             continue
         for kv_dtype in (None, kernels.FP8):
@@ -267,7 +267,7 @@ def step_all() -> int:
                 fill(cache)
                 runs += 2
             if single_launch.unsupported(
-                model.network, torch.bfloat16, weight_dtype, arch, STEP_ROWS, unmeasured=True
+                model.network, torch.bfloat16, weight_format, arch, STEP_ROWS, unmeasured=True
             ):
                 continue
             bound = bind(model, cache, STEP_ROWS)

@@ -7,18 +7,20 @@ import torch
 
 import kernels
 from kernels import PagedBatch
-from kernels.fp8 import FP8, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear import registry
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
-from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.linear.weights import LinearArguments
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from model.network.decoder import DecoderLM
+from kernels.weight_format import FP8_ROWS
+from model.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import QWEN
+from tests.kernels.linear.weights import linear_weights
 from tests.model.configs import changed
-from tests.model.network import paged
+from tests.model.executors import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -48,9 +50,9 @@ class Product:
         problem = LinearProblem(
             1, outputs // (1 + gated), inputs, gated=gated, residual=in_parts, layer_weights=1,
             dtype=str(dtype or weight.dtype).removeprefix("torch."),
-            weight_dtype=None if scale is None else FP8,
+            **({} if scale is None else {"format": FP8_ROWS}),
         )  # fmt: skip
-        self.linear = kernel(LinearWeights(weight, bias, scale), problem)
+        self.linear = kernel(linear_weights(weight, bias, scale), problem)
 
     def __call__(self, x, *, pdl):
         return self.linear(x, None, None, LinearArguments(pdl=pdl))

@@ -14,16 +14,17 @@ from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.hub import BUNDLED, resolve
-from model.network import single_launch
-from model.network.decoder import DecoderLM
-from model.network.single_launch import bind_single_launch
+from model.decoder import DecoderLM
+from model.executors import single_launch
+from model.executors.single_launch import bind_single_launch
 from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.model.configs import changed, model_config
-from tests.model.network import paged
+from tests.model.executors import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -146,7 +147,7 @@ GEMMAS = {
 """Models that are a single launch for one sequence only."""
 SHAPES |= GEMMAS
 MODELS |= SHAPES
-FP8_WEIGHTS = torch.float8_e4m3fn
+FP8_WEIGHTS = FP8_ROWS
 FP8_MODELS = MODELS | {"Llama-3.1-8B": llama(4096, 14336, 32, 8, 128, num_layers=2)}
 """Models of the tests with weights in FP8 and of those on tensor cores; the last one needs them."""
 MOST = [name for name in FP8_MODELS if not name.startswith("only")]
@@ -160,8 +161,8 @@ def on_hopper():
         pytest.skip("the single-launch step needs sm_90")
 
 
-def build(name, dtype, weight_dtype=None):
-    model = DecoderLM(FP8_MODELS[name], dtype, "cuda", weight_dtype)
+def build(name, dtype, weight_format=None):
+    model = DecoderLM(FP8_MODELS[name], dtype, "cuda", weight_format)
     model.init_weights(std=0.02, seed=0)
     model.requires_grad_(requires_grad=False)
     for layer in model.decoder_layers:
@@ -169,7 +170,7 @@ def build(name, dtype, weight_dtype=None):
         for vector in (layer.qkv_bias, *norms):
             if vector is not None:
                 vector.add_(torch.linspace(-0.5, 0.5, len(vector), device="cuda").to(dtype))
-    if weight_dtype is not None:
+    if weight_format is not None:
         # PyTorch would round the weights again, to `dtype`.
         model.optimize()
     model.reserve_positions(8192)
@@ -180,8 +181,8 @@ def in_float32(model):
     """Return a model with the weights of another one in float32."""
     wide = DecoderLM(model.config, torch.float32, "cuda")
     state = model.state_dict()
-    for name in [name for name in state if name.endswith("_scale")]:
-        matrix = name.removesuffix("_scale")
+    for name in [name for name in state if name.endswith(".scale")]:
+        matrix = name.removesuffix("scale") + "numbers"
         state[matrix] = dequantize_rows(state[matrix], state.pop(name), torch.float32)
     wide.load_state_dict(state)
     wide.requires_grad_(requires_grad=False)
@@ -371,7 +372,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
 )  # fmt: skip
 def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     model = build(name, torch.bfloat16)
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
@@ -521,7 +522,7 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -529,8 +530,8 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
         *itertools.product(("qwen", "groups of 3"), (2, 4)),
     ],
 )
-def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight_dtype, kv_dtype):
-    model = build(name, torch.bfloat16, weight_dtype)
+def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight_format, kv_dtype):
+    model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
     own_cache = new_cache(model, kv_dtype)
     bound = bind(model, own_cache, rows)
@@ -558,7 +559,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
 @pytest.mark.parametrize("name", ["qwen", "groups of 7"])
 def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     model, wide = build(name, torch.bfloat16), build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     step = RowsStep(model, SEVERAL)
@@ -571,12 +572,12 @@ def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "heads of 80"])
 def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(
-    name, weight_dtype, kv_dtype
+    name, weight_format, kv_dtype
 ):
-    model = build(name, torch.bfloat16, weight_dtype)
+    model = build(name, torch.bfloat16, weight_format)
     bound = bind(model, new_cache(model, kv_dtype), 8)
     steps = [RowsStep(model, contexts, write=False) for contexts in (SEVERAL, SEVERAL[::-1])]
     expected = [step.single_launch(bound) for step in steps]
@@ -647,7 +648,7 @@ def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cach
     require_accuracy(build(name, dtype), kv_dtype, tensor_cores=True)
 
 
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize(
     ("name", "num_sms"),
     [
@@ -655,11 +656,13 @@ def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cach
         *itertools.product(("Llama-3.1-8B",), (78, 114)),
     ],
 )
-def test_tensor_cores_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms, weight_dtype):
+def test_tensor_cores_are_as_accurate_with_fewer_programs(
+    monkeypatch, name, num_sms, weight_format
+):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    model = build(name, torch.bfloat16, weight_dtype)
+    model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     cache = new_cache(model)
     one = bind(model, cache, tensor_cores=True)
     for context in (1, 65, 511, 4000):
@@ -672,10 +675,12 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(monkeypatch, name, num
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "Llama-3.1-8B"])
-def test_tensor_cores_give_the_same_bits_in_repeats_and_graph_replays(name, weight_dtype, kv_dtype):
-    model = build(name, torch.bfloat16, weight_dtype)
+def test_tensor_cores_give_the_same_bits_in_repeats_and_graph_replays(
+    name, weight_format, kv_dtype
+):
+    model = build(name, torch.bfloat16, weight_format)
     one = bind(model, new_cache(model, kv_dtype), tensor_cores=True)
     steps = [Step(model, context, write=False) for context in (700, 40)]
     expected = [step.single_launch(one) for step in steps]
@@ -695,9 +700,9 @@ def test_vectors_of_fp8_weights_on_tensor_cores_may_be_small_or_large(exponent):
     for layer in model.decoder_layers:
         # The attended values and the gated product are smaller or larger by as much, their projections the reverse.
         layer.mlp_norm.mul_(2.0 ** (exponent / 2))
-        layer.down_scale.mul_(2.0**-exponent)
-        layer.qkv_scale[-1024:] *= 2.0**exponent
-        layer.output_scale.mul_(2.0**-exponent)
+        layer.down.scale.mul_(2.0**-exponent)
+        layer.qkv.scale[-1024:] *= 2.0**exponent
+        layer.output.scale.mul_(2.0**-exponent)
     require_accuracy(model, None)
 
 
@@ -743,8 +748,8 @@ def test_the_shapes_of_these_models_are_supported():
         model = build(name, torch.bfloat16)
         model.unmeasured_kernels = True
         assert model.single_launch_unsupported(detect("cuda")) == ()
-    for config, weight_dtype in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
+    for config, weight_format in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
         arch = detect("cuda")
         assert not single_launch.unsupported(
-            config.network, torch.bfloat16, weight_dtype, arch, unmeasured=True
+            config.network, torch.bfloat16, weight_format, arch, unmeasured=True
         )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernels import KernelError
+from kernels.weight_format import LIBRARY_FORMATS
 from model.errors import ModelError
-from model.network import cpu_steps
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
 from server.engine.core.memory.kv_demand import GIB
@@ -80,7 +80,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
         settings.block_size,
         arch,
         kv_dtype,
-        quantization if quantization in cpu_steps.BITS else None,
+        quantization if quantization in LIBRARY_FORMATS else None,
         deterministic=settings.deterministic,
     )
 

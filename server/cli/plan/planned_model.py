@@ -10,9 +10,11 @@ from kernels import FP8, detect
 from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import gpu_dtype, resolve_dtype, weight_dtype
+from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
+from model.checkpoint.formats.table import kept
+from model.decoder import DecoderLM
+from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
-from model.network.decoder import DecoderLM
 from server.cli.command_settings import engine_config
 from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.start.startup import resolved_quantization
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kernels import GPUArch
+    from kernels.weight_format import WeightFormat
     from server.cli.settings import Settings
 
 
@@ -33,12 +36,12 @@ class PlannedModel(NamedTuple):
 
     Attributes:
         model: without weights, on the device "meta"; that of one rank.
-        quantization: of the weights, resolved.
+        quantization: of the weights, resolved; None for full numbers.
         kv_dtype: of a quantized KV cache; None if the cache has the model's dtype.
     """
 
     model: DecoderLM
-    quantization: str
+    quantization: WeightFormat | None
     kv_dtype: str | None
 
 
@@ -80,7 +83,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         config,
         _dtype(settings.dtype, config, arch),
         "meta",
-        weight_dtype(quantization),
+        loaded_format(quantization, kept(config.weight_format)),
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels

@@ -390,6 +390,23 @@ def test_float8_weights_are_in_the_plan_or_refused_if_the_gpu_does_not_support_t
     assert "needs a GPU" in error
 
 
+def test_a_checkpoint_in_fp8_blocks_is_planned_in_its_format(tessera, checkpoint):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = checkpoint(quantization_config=blocks, torch_dtype="bfloat16")
+    asked = ("plan", "--arch=h100", "--model", folder)
+
+    plan = json.loads(tessera(*asked, "--json")[1])
+    full = json.loads(tessera("plan", "--arch=h100", "--json", "--model=bundled")[1])
+    size = json.loads(tessera("size", "--gpu=h100", "--json", "--model", folder)[1])
+
+    assert plan["weight_dtype"] == size["weight_dtype"] == "fp8-blocks"
+    assert "no weights in fp8-blocks" in plan["one_sequence"]
+    assert plan["memory"]["weight_bytes"] < 0.65 * full["memory"]["weight_bytes"]
+    status, _, error = tessera(*asked, "--quantization=fp8")
+    assert status == 1
+    assert "the checkpoint's weights are quantized already, as fp8-blocks" in error
+
+
 def test_a_float16_checkpoint_stays_float16(tessera, checkpoint):
     _, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(torch_dtype="float16"))
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE, detect
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
+from model.decoder import DecoderLM
 from model.families.parts import with_windows
-from model.network.decoder import DecoderLM
 from server.engine.core.plan_report import PlanReport
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.model_runner import ModelRunner
 from tests.model.configs import read_again
-from tests.model.network.paged import new_cache
+from tests.model.executors.paged import new_cache
 from tests.plans import PLAN
 
 
@@ -111,9 +112,7 @@ def test_the_plan_says_that_steps_with_weights_in_fp8_are_one_launch_up_to_a_siz
     small = read_again(config, **changes)
     large = read_again(small, hidden_size=4160)
     found = [
-        explain_model(
-            DecoderLM(it, torch.bfloat16, "meta", torch.float8_e4m3fn), 16, CATALOGUE["h100"]
-        )
+        explain_model(DecoderLM(it, torch.bfloat16, "meta", FP8_ROWS), 16, CATALOGUE["h100"])
         for it in (small, large)
     ]
 

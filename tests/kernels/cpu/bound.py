@@ -9,6 +9,8 @@ from kernels.cpu.decoder import CPUDecoder, LayerMatrices, StepTensors
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
 from kernels.rope.pytorch import rope_tables
+from kernels.weights import Weight
+from tests.kernels.cpu.reference import FORMATS
 
 POSITIONS = 1024
 
@@ -18,10 +20,11 @@ def bind(decoder, threads=2):
     library = load()
     assert not isinstance(library, str), library
 
+    form = FORMATS[decoder.bits]
+
     def pack(layer, name, *, gated=False):
-        return PackedMatrix(
-            library, layer[name], decoder.bits, layer.get(f"{name}_bias"), gated=gated
-        )
+        weight = Weight.full(layer[name])
+        return PackedMatrix(library, weight, form, layer.get(f"{name}_bias"), gated=gated)
 
     layers = [
         LayerMatrices(
@@ -36,10 +39,10 @@ def bind(decoder, threads=2):
         )
         for layer in decoder.layers
     ]
-    head = PackedMatrix(library, decoder.head, decoder.bits)
+    head = PackedMatrix(library, Weight.full(decoder.head), form)
     embedding = head
     if decoder.embedding is not decoder.head:
-        embedding = PackedMatrix(library, decoder.embedding, decoder.bits)
+        embedding = PackedMatrix(library, Weight.full(decoder.embedding), form)
     return CPUDecoder(decoder.shape, layers, decoder.norm, head, embedding, threads)
 
 

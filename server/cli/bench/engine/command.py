@@ -18,8 +18,9 @@ import torch
 from kernels import FP8, KernelError, detect
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import weight_dtype
-from model.network.decoder import DecoderLM
+from model.checkpoint.formats.table import kept
+from model.decoder import DecoderLM
+from model.device.quantizations import QUANTIZATIONS, loaded_format
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -69,13 +70,14 @@ def main(
         freeze_startup_objects()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
+        quantization = QUANTIZATIONS.get(engine.info.quantization, kept(model.weight_format))
         # The C library's cache in float16 and its weights count as the model's dtype: a CPU's peaks are not known.
         work = ModelWork(
             DecoderLM(
                 model,
                 getattr(torch, engine.info.dtype),
                 "meta",
-                weight_dtype(engine.info.quantization),
+                loaded_format(quantization, None),
                 AbsentRanks(config.tensor_parallel) if config.tensor_parallel > 1 else None,
             ),
             config.block_size,

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from kernels import select
-from kernels.attention.select import Selection
+from kernels import Selection, select
 from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, choose, select_vector
 from model.device.kv_cache import bytes_per_token
-from model.network.columns import Bucket
-from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
-from model.network.layer_kernels import layer_kernels
-from model.network.single_launch import ROW_COUNTS, has_run
+from model.executors.columns import Bucket
+from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
+from model.executors.layer_kernels import layer_kernels
+from model.executors.single_launch import ROW_COUNTS, has_run
 from model.sampling.sampler import SAMPLERS
 from server.engine.core.plan_report import (
     DeterminismPlan,
@@ -34,8 +33,9 @@ if TYPE_CHECKING:
 
     from kernels import AttentionProblem, GPUArch
     from kernels.selection import Refusal
-    from model.network.decoder import DecoderLM
-    from model.network.layer_kernels import AnyChoice
+    from kernels.weight_format import WeightFormat
+    from model.decoder import DecoderLM
+    from model.executors.layer_kernels import AnyChoice
 
 _SINGLE_LAUNCH: Final = "single_launch"
 _CPU_LIBRARY: Final = "cpu_library"
@@ -50,7 +50,7 @@ def explain_model(
     block_size: int,
     arch: GPUArch,
     kv_dtype: str | None = None,
-    cpu_quantization: str | None = None,
+    cpu_quantization: WeightFormat | None = None,
     *,
     deterministic: bool = False,
 ) -> PlanReport:
@@ -61,7 +61,7 @@ def explain_model(
         block_size: tokens in a block of the KV cache.
         arch: the processor; it need not be present.
         kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
-        cpu_quantization: "int8" or "int4" if the C library computes the steps; None otherwise.
+        cpu_quantization: of the matrices if the C library computes the steps; None otherwise.
         deterministic: whether all requests are deterministic.
 
     Raises:
@@ -73,7 +73,7 @@ def explain_model(
     if invariant:
         check_deterministic(model, block_size, arch, kv_dtype)
     problems = model.attention.problems(block_size, kv_dtype, deterministic=invariant)
-    shape, weight_dtype = problems[0], model.weight_dtype
+    shape = problems[0]
     steps = [
         _plan_step(model, bucket, arch, block_size, kv_dtype, in_c=in_c)
         for bucket in _buckets(block_size, deterministic=invariant)
@@ -87,11 +87,7 @@ def explain_model(
         memory_bandwidth_gbs=arch.memory_bandwidth_gbs,
         peak_tflops=arch.peak_tflops(shape.dtype),
         dtype=shape.dtype,
-        weight_dtype=(
-            str(weight_dtype or shape.dtype).removeprefix("torch.")
-            if cpu_quantization is None
-            else cpu_quantization
-        ),
+        weight_dtype=(cpu_quantization or model.weight_format).name,
         kv_dtype=CPU_CACHE_DTYPE if in_c else shape.cache_dtype,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,

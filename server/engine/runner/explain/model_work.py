@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels import Phase
-from model.network.attention_plans import same_problem
+from kernels.weight_format import unquantized
+from model.executors.attention_plans import same_problem
 from model.network.parallel import head_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels import AttentionProblem, GPUArch
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ class ModelWork:
     ) -> None:
         network, dtype = model.network, model.embed_tokens.dtype
         self._arch = arch
-        self._dtype = str(model.weight_dtype or dtype).removeprefix("torch.")
+        form = model.weight_format
+        self._dtype = (form if form.float else unquantized(dtype)).dtype
         self._head = head_rows(network.vocab, model.num_ranks) * network.hidden
         layers = sum(layer.num_parameters(network.hidden) for layer in network.layers)
         norms = [it for it in (model.norm, model.norm_bias) if it is not None]

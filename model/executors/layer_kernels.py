@@ -6,6 +6,7 @@ Nothing is bound and no device accessed, so that a plan can show them for an abs
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -19,6 +20,8 @@ from kernels.linear.weights import PRODUCT_ONLY
 from kernels.norms import registry as norms
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, select_vector
+from kernels.weight_format import unquantized
+from kernels.weights import Weight
 from model.network.layers import DecoderLayer
 from model.network.parallel import head_rows
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from kernels import GPUArch, Selection
     from kernels.linear.select import LinearChoice
     from kernels.selection import Choice, VectorSpec
-    from model.network.columns import Bucket
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
+    from model.executors.columns import Bucket
 
 _META: Final = torch.device("meta")
 AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"
@@ -73,14 +76,14 @@ def layer_kernels(
 
     kinds: Counter[tuple[tuple[str, LinearChoice], ...]] = Counter()
     for layer, count in Counter(network.layers).items():
-        parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_dtype)
+        parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_format)
         products = parameters.projections(model.communicator)
-        size = sum(weights.weight.numel() for weights, _ in products.values())
+        size = sum(math.prod(weights.weight.shape) for weights, _ in products.values())
         choices = ((name, choose(*it, bucket.tokens, size)) for name, it in products.items())
         kinds[tuple(choices)] += count
     for kind, count in kinds.items():
         where = f" of {count} layers" if len(kinds) > 1 else ""
         yield from ((f"{name} product{where}", choice) for name, choice in kind)
     shape = (head_rows(network.vocab, model.num_ranks), network.hidden)
-    head = LinearWeights(torch.empty(shape, dtype=dtype, device=_META))
+    head = LinearWeights(Weight.empty(unquantized(dtype), shape, _META))
     yield "head product", choose(head, PRODUCT_ONLY, bucket.num_logits, 0)

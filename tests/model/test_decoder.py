@@ -3,11 +3,11 @@ import torch
 
 from kernels import Phase
 from kernels.linear.cpu import unsupported as packing_unsupported
+from model.decoder import DecoderLM
 from model.device.kv_cache import KVCache, bytes_per_token
-from model.network.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.model.configs import changed, model_config
-from tests.model.network.paged import PagedDriver, logits_in_chunks
+from tests.model.executors.paged import PagedDriver, logits_in_chunks
 
 CONFIG = model_config(
     architecture="Qwen3ForCausalLM",
@@ -153,8 +153,8 @@ def test_a_model_with_only_sliding_layers_has_one_attention_problem_per_phase():
 def test_initial_weights_are_determined_by_the_seed():
     first, second = build(), build()
 
-    assert torch.equal(first.layers[0].qkv, second.layers[0].qkv)
-    assert first.layers[0].qkv.std().item() == pytest.approx(0.2, rel=0.1)
+    assert torch.equal(first.layers[0].qkv.numbers, second.layers[0].qkv.numbers)
+    assert first.layers[0].qkv.numbers.std().item() == pytest.approx(0.2, rel=0.1)
     assert torch.equal(first.norm, torch.ones(32))
 
 

@@ -8,8 +8,9 @@ import torch
 from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
-from model.network.decoder import DecoderLM
-from model.network.single_launch import step_shape
+from kernels.weight_format import FP8_ROWS, INT8_ROWS
+from model.decoder import DecoderLM
+from model.executors.single_launch import step_shape
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.model.configs import changed, model_config
@@ -130,7 +131,7 @@ def test_a_reason_names_the_value_and_the_limit(change, message):
     assert message in "; ".join(reasons)
 
 
-WEIGHTS_IN_FP8 = torch.float8_e4m3fn
+WEIGHTS_IN_FP8 = FP8_ROWS
 
 
 @pytest.mark.parametrize("name", [*KNOWN, "Llama-3.1-8B"])
@@ -162,17 +163,17 @@ def test_several_sequences_are_for_smaller_models_than_one():
     assert unsupported(
         QWEN._replace(hidden_size=2048), torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8
     ) == ("a hidden size of 2048, at most 1536",)
-    for weight_dtype in (None, WEIGHTS_IN_FP8):
-        assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, weight_dtype) == ()
-        most = 3072 if weight_dtype is None else 2048
+    for weight_format in (None, WEIGHTS_IN_FP8):
+        assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, weight_format) == ()
+        most = 3072 if weight_format is None else 2048
         assert f"a hidden size of 4096, at most {most}" in unsupported(
-            wide, torch.bfloat16, HOPPER, 2, weight_dtype
+            wide, torch.bfloat16, HOPPER, 2, weight_format
         )
-        assert unsupported(wide, torch.bfloat16, HOPPER, 1, weight_dtype) == ()
-        assert unsupported(wider, torch.bfloat16, HOPPER, 1, weight_dtype) == (
+        assert unsupported(wide, torch.bfloat16, HOPPER, 1, weight_format) == ()
+        assert unsupported(wider, torch.bfloat16, HOPPER, 1, weight_format) == (
             "a hidden size of 5120, at most 4096",
         )
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, torch.int8) == ("no weights in int8",)
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, INT8_ROWS) == ("no weights in int8",)
 
 
 def test_all_reasons_are_listed():
@@ -241,7 +242,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
     ],
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
-    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
+    monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
@@ -270,7 +271,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     ],
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
-    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
+    monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ()

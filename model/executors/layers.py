@@ -9,8 +9,9 @@ from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, select_vector
-from model.network.attention_plans import attention_problems, same_problem
-from model.network.head import Head, SoftcappedHead
+from kernels.weights import Weight
+from model.executors.attention_plans import attention_problems, same_problem
+from model.executors.head import Head, SoftcappedHead
 from model.network.parallel import GatheredHead
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def bind_network(
     if refusals and not (trainable or arch.is_cpu):
         reason = refusals[0].reasons[0]
         _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
-    bound_head: Head = bind_projection(LinearWeights(head), dtype, arch, purpose=purpose)
+    bound_head: Head = bind_projection(
+        LinearWeights(Weight.full(head)), dtype, arch, purpose=purpose
+    )
     if communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, communicator)
     if network.logit_softcap is not None:
