@@ -63,7 +63,7 @@ def attention(
             `lines` rows may hold queries. `partial_lse` is the same without D, in units of log2.
         table: [B, columns], the block table.
         num_seqs: B, as are `num_keys`, `num_parts`, `row_tiles` and `lines` (L) of "prefix".
-        kv_stride: elements between two keys, as is `kv_head_stride` between two heads; None if PAGED.
+        kv_stride: elements between two keys, as is `kv_head_stride` between two heads; of "tiles" only.
         window: 0 for none.
     """
     D: tl.constexpr = D1 + D2
@@ -132,17 +132,17 @@ def attention(
     lowest = history + first_row // GROUP
     highest = history + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
     # Rows past the sequence's end use the causal limit of its last token, so that they need no extra mask.
-    last_seen = tl.minimum(history + token, highest)
+    last_seen = history + tl.minimum(token, q_len - 1)
     if KIND == "tiles":
         # If there are more queries than keys, the first queries see no key.
         end = tl.maximum(tl.minimum(highest + 1, num_keys), 0) if CAUSAL else num_keys
         if WINDOW:
             begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
 
+    stride = KV_HEADS * D
     offset = kv_head * D
     value_offset = offset // 2 if PAIRS else offset
-    stride = KV_HEADS * D
-    if not PAGED:
+    if KIND == "tiles":
         stride = kv_stride
         offset = k_start.to(tl.int64) * kv_stride + kv_head.to(tl.int64) * kv_head_stride  # type: ignore[attr-defined]
         value_offset = offset
@@ -191,12 +191,11 @@ def attention(
             )
             store_rows(partial_out, at * D, exists, acc1, acc2, D1, D2)
             tl.store(partial_lse + at, m, mask=exists)
-            line = first * KV_HEADS + kv_head
-            if not is_last(arrivals + line, count):
+            if not is_last(arrivals + first * KV_HEADS + kv_head, count):
                 return
             acc1, acc2, m, total = merge_parts(
-                partial_out, partial_lse, line, count, lines, exists, KV_HEADS, BLOCK_M, D1, D2
-            )
+                partial_out, partial_lse, first, count, kv_head, lines, exists, KV_HEADS, BLOCK_M, D1, D2
+            )  # fmt: skip
         inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
         write_rows(out, out_row, exists, acc1 * inverse[:, None], acc2 * inverse[:, None], D1, D2)
     else:
@@ -213,12 +212,34 @@ def attention(
                 if not is_last(arrivals + seq * tiles + program % tiles, count):
                     return
                 merged = first_row + tl.arange(0, MERGE_ROWS)
-                mine = merged // GROUP
-                target = (q_start + mine).to(tl.int64) * HEADS + kv_head * GROUP + merged % GROUP
-                merge_splits(
-                    partial_out, partial_lse, program - part * tiles, count, tiles, out, lse, target, mine < q_len,
-                    MERGE_ROWS, MERGE_PARTS, D1, D2, LSE,
-                )  # fmt: skip
+                of_token = merged // GROUP
+                mine = of_token < q_len
+                target = (
+                    (q_start + of_token).to(tl.int64) * HEADS + kv_head * GROUP + merged % GROUP
+                )
+                first = program - part * tiles
+                merged_lse = merge_splits(
+                    partial_out,
+                    partial_lse,
+                    first,
+                    count,
+                    tiles,
+                    out,
+                    target,
+                    mine,
+                    MERGE_ROWS,
+                    MERGE_PARTS,
+                    0,
+                    D1,
+                    D,
+                )
+                if LSE:
+                    tl.store(lse + target, merged_lse * LN_2, mask=mine)
+                if D2 > 0:
+                    merge_splits(
+                        partial_out, partial_lse, first, count, tiles, out, target, mine, MERGE_ROWS, MERGE_PARTS, D1,
+                        D2, D,
+                    )  # fmt: skip
                 return
         write_rows(out, out_row, exists, acc1, acc2, D1, D2)
         if LSE:
@@ -245,21 +266,20 @@ def is_last(counter, count):
 
 @triton.jit
 def merge_splits(
-    partial_out, partial_lse, first, count, step, out, lse, rows, mask, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, LSE: tl.constexpr,
+    partial_out, partial_lse, first, count, step, out, rows, mask, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results `first`, `first` + `step` and so on of ROWS rows, and store them to `out` and `lse`."""
-    D: tl.constexpr = D1 + D2
-    for i in tl.static_range(2 if D2 > 0 else 1):
-        COLUMNS: tl.constexpr = D1 if i == 0 else D2
-        result, log_sum = combine_columns(
-            partial_out, partial_lse, first, count, step, i * D1, ROWS, COLUMNS, D, PARTS
-        )
-        columns = i * D1 + tl.arange(0, COLUMNS)
-        target = out + rows[:, None] * D + columns[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=mask[:, None])
-        if LSE and i == 0:
-            tl.store(lse + rows, log_sum * LN_2, mask=mask)
+    """Merge COLUMNS columns of the partial results `first`, `first` + `step` and so on of ROWS rows into `out`.
+
+    Returns the rows' log-sum-exps in units of log2.
+    """
+    result, log_sum = combine_columns(
+        partial_out, partial_lse, first, count, step, COLUMN, ROWS, COLUMNS, D, PARTS
+    )
+    columns = COLUMN + tl.arange(0, COLUMNS)
+    target = out + rows[:, None] * D + columns[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask[:, None])
+    return log_sum
 
 
 @triton.jit
@@ -288,16 +308,16 @@ def merge_part(acc1, acc2, m, total, part1, part2, lse):
 
 @triton.jit
 def merge_parts(
-    partial_out, partial_lse, line, count, lines, exists, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    partial_out, partial_lse, first, count, kv_head, lines, exists, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a tile from memory; the first one's number, for its head, is `line`."""
+    """Merge `count` parts of a tile from memory, from number `first` on."""
     D: tl.constexpr = D1 + D2
     acc1, acc2, m, total = no_parts(BLOCK_M, D1, D2)
     for start in range(0, count, _UNROLLED):
         for i in tl.static_range(_UNROLLED):
             is_part = exists & (start + i < count)
-            at = (line + (start + i) * KV_HEADS) * lines + tl.arange(0, BLOCK_M)
+            at = ((first + start + i) * KV_HEADS + kv_head) * lines + tl.arange(0, BLOCK_M)
             # Other programs wrote these, so the loads must bypass the L1 cache.
             lse = tl.load(partial_lse + at, mask=is_part, other=-float("inf"), cache_modifier=".cg")
             part1 = load_columns(partial_out, at * D, is_part, 0, D1)

@@ -102,8 +102,13 @@ class _Launch:
         keys, values = kv.unbind(0)
         if arguments.get("PAIRS"):
             values = values.view(torch.int16)
-        if not arguments["PAGED"]:
-            arguments |= {"kv_stride": kv.stride(-3), "kv_head_stride": kv.stride(-2)}
+        if arguments["KIND"] == "tiles":
+            token_stride, head_stride = kv.stride()[-3:-1]
+            if arguments["PAGED"]:
+                # A dimension of size 1, as for blocks of one token, may have any stride.
+                head_stride = kv.shape[-1]
+                token_stride = kv.shape[-2] * head_stride
+            arguments |= {"kv_stride": token_stride, "kv_head_stride": head_stride}
         attention[self._grid](
             q, keys, values, *scale_arguments(kv, kv_scale), out, lse, q_stride=q.stride(0),
             q_head_stride=q.stride(1), **arguments,
