@@ -33,7 +33,7 @@ NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
     peak_tflops=0.0, dtype="none", weight_dtype="none", kv_dtype="none",
     num_heads=1, num_kv_heads=1, head_dim=1, one_sequence="",
-    block_size=1, phases=[], memory=MemoryPlan(weight_bytes=0, kv_bytes_per_token=0, max_context=0),
+    block_size=1, phases=[], steps=[], memory=MemoryPlan(weight_bytes=0, kv_bytes_per_token=0, max_context=0),
     deterministic=DeterminismPlan(requests="none", why="no model"),
 )  # fmt: skip
 _LIMIT = 1 << 20

@@ -32,8 +32,10 @@ from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.device.dtypes import stored_dtype
 from model.device.kv_cache import KVCache
+from model.device.quantizations import QUANTIZATIONS
 from model.network import cpu_steps
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket
+from model.network.step import StepInput
 from model.training.corpus import SourceFile, read_files
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH
@@ -72,7 +74,7 @@ class ServedModel:
 
     def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
         self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
-        self._model.optimize(quantization, torch.get_num_threads())
+        self._model.optimize(QUANTIZATIONS[quantization], torch.get_num_threads())
         mixer = config.network.layers[0].mixer
         self._cache = KVCache(
             len(config.network.layers),
@@ -88,7 +90,10 @@ class ServedModel:
         """See `Predictor.__call__`."""
         tokens = len(positions)
         columns = -(-tokens // _BLOCK_SIZE)
-        step = StepInput(Bucket(0, tokens, 1, columns, tokens), _BLOCK_SIZE, torch.device("cpu"))
+        bucket = Bucket(
+            rows=0, prompt_tokens=tokens, prompt_seqs=1, columns=columns, num_logits=tokens
+        )
+        step = StepInput(bucket, _BLOCK_SIZE, torch.device("cpu"))
         host = step.host
         host.token_ids[:] = input_ids[0].numpy()
         host.positions[:] = host.slot_mapping[:] = positions.numpy()

@@ -46,6 +46,7 @@ from kernels.linear.weights import LinearArguments, LinearWeights, Norm
 from kernels.norms.gpu.norm_and_gate import silu_and_mul
 from kernels.norms.pytorch import sum_in_order
 from kernels.testing import reference
+from kernels.weights import Weight
 from model.checkpoint.config import ModelConfig
 from server.cli.bench.engine.options import SHAPES, shapes
 
@@ -148,7 +149,9 @@ class Layers:
         step = (len(pool) - size) // (count - 1) // 64 * 64
         bias = pool[: case.stacked] / _SCALE if problem.bias else None
         self.weights = [
-            LinearWeights(pool[i * step :][:size].view(case.stacked, problem.inputs), bias)
+            LinearWeights(
+                Weight.full(pool[i * step :][:size].view(case.stacked, problem.inputs)), bias
+            )
             for i in range(count)
         ]
         self._x = pool[-problem.rows * problem.inputs :].view(problem.rows, -1) / _SCALE
@@ -159,8 +162,8 @@ class Layers:
 
     def expected(self, picked: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the results of some rows with the first weights, computed in a dtype."""
-        weight, bias, _ = self.weights[0]
-        y = self._x[picked].to(dtype) @ weight.to(dtype).T
+        weight, bias = self.weights[0]
+        y = self._x[picked].to(dtype) @ weight.dequantize(dtype).T
         if bias is not None:
             y += bias.to(dtype)
         return reference.silu_and_mul(y, dtype) if self.case.problem.gated else y

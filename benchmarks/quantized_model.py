@@ -13,7 +13,6 @@ from torch.nn import functional
 from kernels.linear.projection import SWIGLU, Activation, FixedProjection, Norm, Operations
 from kernels.testing.quantized_reference import (
     ACTIVATION_GROUP,
-    dequantize_int4,
     dequantize_int8,
     quantize_int4,
     quantize_int8,
@@ -47,7 +46,7 @@ class Scheme:
         """Quantize and dequantize a matrix [N, C]; returns float32."""
         if self.bits == 8:
             return dequantize_int8(*quantize_int8(weight))
-        return dequantize_int4(*quantize_int4(weight, self.group, refined=self.refined))
+        return quantize_int4(weight, self.group, refined=self.refined).dequantize()
 
     def round_input(self, x: Tensor) -> Tensor:
         """Quantize and dequantize the inputs [..., C] of a product."""
@@ -70,8 +69,8 @@ class QuantizedLM(DecoderLM):
         self.load_state_dict(model.state_dict())
         self.requires_grad_(requires_grad=False).eval()
         for layer in self.decoder_layers:
-            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                matrix.copy_(layers.round_weight(matrix))
+            for matrix in layer.matrices.values():
+                matrix.numbers.copy_(layers.round_weight(matrix.numbers))
         for table in (self.embed_tokens, self.lm_head):
             if table is not None:
                 table.copy_(head.round_weight(table))
@@ -86,13 +85,12 @@ class QuantizedLM(DecoderLM):
 
 
 def _bind_layer(layer: DecoderLayer, bound: BoundLayer, scheme: Scheme, eps: float) -> BoundLayer:
+    qkv, output, gate_up, down = (it.numbers for it in layer.matrices.values())
     return bound._replace(
-        qkv=_project(layer.qkv, scheme, layer.qkv_bias, Norm(layer.input_norm, eps)),
-        output=_project(layer.output, scheme, layer.output_bias),
-        gate_up=_project(
-            layer.gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), SWIGLU
-        ),
-        down=_project(layer.down, scheme, layer.down_bias),
+        qkv=_project(qkv, scheme, layer.qkv_bias, Norm(layer.input_norm, eps)),
+        output=_project(output, scheme, layer.output_bias),
+        gate_up=_project(gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), SWIGLU),
+        down=_project(down, scheme, layer.down_bias),
     )
 
 

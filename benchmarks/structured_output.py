@@ -230,7 +230,7 @@ def main() -> None:
     path = resolve(options.model)
     config = ModelConfig.from_folder(path)
     tokenizer = Tokenizer.from_folder(path)
-    vocabulary = GrammarTokenizer(tokenizer, config.vocab_size, config.eos_token_ids)
+    vocabulary = GrammarTokenizer(tokenizer, config.network.vocab, config.eos_token_ids)
     rows: list[dict[str, Any]] = []
     if options.schemas:
         rows.append(validity(tokenizer, vocabulary, options.schemas, options.seed))
@@ -253,6 +253,7 @@ def compare(options: argparse.Namespace, path: str, tokenizer: Tokenizer) -> dic
             model_path=path,
             model_id=options.model,
             device=options.device,
+            quantization="none",
             max_num_seqs=options.batch,
             max_num_batched_tokens=max(512, options.batch),
         )

@@ -17,7 +17,7 @@ from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from server.cli.parsing.setting_flags import allowed_values
-from server.cli.settings import Settings, environment_variable, flag
+from server.cli.settings import environment_variable, flag, listed_settings, meanings
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,9 +33,9 @@ def settings_page() -> str:
         "| flag | environment | values | default | meaning |",
         "|---|---|---|---|---|",
     ]
-    for name, field in Settings.model_fields.items():
+    for name, field in listed_settings().items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"
-        meaning = (field.description or "").replace("|", "\\|")
+        meaning = meanings()[name].replace("|", "\\|")
         cells = (
             f"`{flag(name)}`",
             f"`{environment_variable(name)}`",

@@ -15,11 +15,13 @@ import msgspec
 
 from docs.request_parameters import CHAT, COMPLETIONS, GENERATE, RESPONSES, Parameter
 from model.checkpoint.hub import BUNDLED, resolve
+from model.sampling.parameters import NUMBERS
 from model.text.tokenizer import Tokenizer
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from server.http.context import AppContext
 from server.http.dialects.tgi.legacy import BODY, PARAMETERS, Fixed, Ignored, Legacy, Renamed
+from server.http.dialects.tgi.schema import GenerateParameters
 from tests.http.fakes import INFO, FakeEngine
 
 _SUPPORTED = "yes"
@@ -34,7 +36,7 @@ _OPENAI_ROUTES: tuple[tuple[str, Mapping[str, object], Mapping[str, Parameter]],
 
 
 def parameter_tables() -> dict[str, str]:
-    """Return tables by their marker: of TGI's parameters, of other names there, and of the OpenAI routes'."""
+    """Return tables by their marker: of sampling, of TGI's parameters, of other names there, and of OpenAI's routes."""
     return asyncio.run(_tables())
 
 
@@ -51,6 +53,7 @@ async def _tables() -> dict[str, str]:
     with mock.patch.object(AppContext, "encode_chat", encode_chat):  # the template is not examined
         async with httpx.AsyncClient(transport=transport, base_url="http://docs") as client:
             rows = {
+                "sampling-parameters": _sampling_rows(),
                 "tgi-parameters": await _generate_rows(client),
                 "tgi-other-names": _legacy_rows(),
                 "openai-parameters": await _openai_rows(client),
@@ -64,6 +67,29 @@ async def _generate_rows(client: httpx.AsyncClient) -> list[str]:
         fields = {**parameter.beside, name: parameter.value}
         cell = await _outcome(client, "/", name, {"inputs": _TEXT, "parameters": fields})
         rows.append(f"| `{name}` | {cell} |")
+    return rows
+
+
+def _sampling_rows() -> list[str]:
+    properties = GenerateParameters.model_json_schema()["properties"]
+    rows = ["| parameter | type and range | default | meaning |", "|---|---|---|---|"]
+    for name, number in NUMBERS.items():
+        field = properties[name]
+        schema = field["anyOf"][0]
+        limits = [
+            f"{sign} {schema[key]:,}"
+            for key, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("maximum", "<="))
+            if key in schema
+        ]
+        default = f"{number.neutral:g}" if number.neutral >= schema.get("minimum", 0) else "off"
+        meaning = field["description"].removesuffix(".")
+        cells = (
+            f"`{name}`",
+            f"{schema['type']}, {', '.join(limits)}",
+            default,
+            meaning[0].lower() + meaning[1:],
+        )
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP8 = "float8_e4m3fn"
+from kernels.weight_format import FP8_ROWS
+
+FP8 = FP8_ROWS.dtype
 """Name of the dtype. A KV cache has a scale for each key and each value of a head
 (docs/decisions/0016-fp8-kv-cache.md); weights have a scale for each output
 (docs/decisions/0021-fp8-weights.md)."""

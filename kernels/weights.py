@@ -1,97 +1,30 @@
-"""How the matrix of a linear layer is stored, apart from its values: full numbers, or quantized ones with scales.
+"""The matrices of linear layers, in any `kernels.weight_format.WeightFormat`.
 
-A `WeightFormat` is hashable: registries select kernels by it. A `Weight` is a matrix in a format. `Weight.dequantize`
-defines what each format means: it is the reference of every kernel, and what a kernel falls back to that does not read
-a format itself.
-
-    w[n, c] = (number[n, c] - zero[n, c]) * scale[n, c]
-
-    scales      scale and zero of an element                       their shape
-    "none"      1 and 0
-    "row"       one for each output                                [N]
-    "group"     one for each output and `group` inputs             [N, C / group]
-    "block"     one for each `group` outputs and `group` inputs    [N / group, C / group], rounded up
-
-Numbers of 4 bits lie two in a byte, the one of the lower column in the lower half.
+`Weight.dequantize` defines what a format means: it is the reference of every kernel, and what a kernel falls back to
+that does not read a format itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final, Literal
+import functools
+import itertools
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.fp8 import FP8, quantize_rows
+from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
+from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """How a matrix is stored.
-
-    Attributes:
-        name: of the format; of a format without scales, that of its dtype.
-        bits: of a number.
-        group: inputs that share a scale (and outputs, of blocks); 0 where `scales` is "none" or "row".
-        scales: which elements share a scale.
-        zeros: whether numbers have a zero of their own, in the same shape as the scales.
-        float: whether numbers are floating-point numbers; else integers.
-        offset: subtracted from every number, for unsigned numbers without zeros.
-    """
-
-    name: str
-    bits: int
-    group: int = 0
-    scales: Literal["none", "row", "group", "block"] = "none"
-    zeros: bool = False
-    float: bool = True
-    offset: int = 0
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the numbers have scales."""
-        return self.scales != "none"
-
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of a matrix of a shape [N, C]."""
-        outputs, inputs = shape
-        groups = -(-inputs // self.group) if self.group else 0
-        return {
-            "none": (),
-            "row": (outputs,),
-            "group": (outputs, groups),
-            "block": (-(-outputs // self.group) if self.group else 0, groups),
-        }[self.scales]
-
-    def num_bytes(self, shape: Sequence[int], scale_bytes: int = 4) -> int:
-        """Return the bytes of a matrix of a shape [N, C] whose scales have `scale_bytes` each."""
-        outputs, inputs = shape
-        scales = 1 if self.is_quantized else 0
-        for size in self.scale_shape(shape):
-            scales *= size
-        return outputs * inputs * self.bits // 8 + scales * scale_bytes * (2 if self.zeros else 1)
+_CANDIDATES: Final = 8
 
 
-def unquantized(dtype: torch.dtype | str) -> WeightFormat:
-    """Return the format of full numbers of a dtype, or of the dtype of that name."""
-    name = str(dtype).removeprefix("torch.")
-    found: torch.dtype = getattr(torch, name)
-    return WeightFormat(name, 8 * found.itemsize)
-
-
-FP8_ROWS: Final = WeightFormat(FP8, 8, scales="row")
-"""float8_e4m3fn with a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
-INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
-"""Numbers 1 to 255 in uint8, with a float32 scale for each output."""
-INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
-"""Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A matrix [N, C] in a format. Its tensors may be views of those of a larger one.
 
@@ -99,7 +32,7 @@ class Weight:
         format: how it is stored.
         shape: (N, C).
         numbers: [N, C] of the format's dtype, or [N, C / 2] uint8 for 4 bits; contiguous.
-        scale: as `WeightFormat.scale_shape`; None where the format has none.
+        scale: float32, as `WeightFormat.scale_shape`; None where the format has none.
         zero: as `scale`; None where the format has none.
     """
 
@@ -117,51 +50,158 @@ class Weight:
 
     @classmethod
     def empty(
-        cls,
-        format: WeightFormat,
-        shape: tuple[int, int],
-        device: torch.device | str,
-        scale_dtype: torch.dtype = torch.float32,
+        cls, form: WeightFormat, shape: tuple[int, int], device: torch.device | str
     ) -> Weight:
         """Allocate a matrix without values."""
         outputs, inputs = shape
-        columns = inputs * format.bits // 8 if format.bits < 8 else inputs
-        numbers = torch.empty((outputs, columns), dtype=numbers_dtype(format), device=device)
+        columns = inputs * form.bits // 8 if form.bits < 8 else inputs
+        numbers = torch.empty((outputs, columns), dtype=getattr(torch, form.dtype), device=device)
         scales = [
-            torch.empty(format.scale_shape(shape), dtype=scale_dtype, device=device)
-            for has in (format.is_quantized, format.zeros)
+            torch.empty(form.scale_shape(shape), dtype=torch.float32, device=device)
+            for has in (form.is_quantized, form.zeros)
             if has
         ]
-        return cls(format, shape, numbers, *scales)
+        return cls(form, shape, numbers, *scales)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it consists of, by the names of the attributes."""
-        parts = {"numbers": self.numbers, "scale": self.scale, "zero": self.zero}
-        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+        return {"numbers": self.numbers, **self.scales}
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    def scales(self) -> dict[str, Tensor]:
+        """Its tensors but the numbers."""
+        parts = {"scale": self.scale, "zero": self.zero}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def rows(self, start: int, stop: int) -> Weight:
-        """Return the outputs from `start` to `stop`, as views.
-
-        Raises:
-            ValueError: blocks of scales would be divided.
-        """
-        step = self.format.group if self.format.scales == "block" else 1
-        return self._part(0, start, stop, step, 1)
+        """Return the outputs from `start` to `stop`; see `narrow`."""
+        return self.narrow(0, start, stop - start)
 
     def columns(self, start: int, stop: int) -> Weight:
-        """Return the inputs from `start` to `stop`, as views.
+        """Return the inputs from `start` to `stop`; see `narrow`."""
+        return self.narrow(1, start, stop - start)
+
+    def narrow(self, dim: int, start: int, length: int) -> Weight:
+        """Return some outputs (0) or inputs (1), as `Tensor.narrow`: numbers are views, and scales if none is divided.
+
+        Scales that would be divided are repeated; the format of the result, `WeightFormat.divided`, has more of them.
 
         Raises:
-            ValueError: groups of scales, or bytes, would be divided.
+            ValueError: a byte with two numbers would be divided.
         """
-        packed = 8 // self.format.bits if self.format.bits < 8 else 1
-        return self._part(1, start, stop, self.format.group or 1, packed)
+        stop, size = start + length, self.shape[dim]
+        whole = self.refined(
+            self.format.divided(dim, *(end for end in (start, stop) if end < size))
+        )
+        form, packed = (
+            whole.format,
+            8 // self.format.bits if dim == 1 and self.format.bits < 8 else 1,
+        )
+        if start % packed or (stop % packed and stop < size):
+            raise ValueError(f"{start} to {stop} of {size} inputs divides a byte of {form.name}")
+        parts = {"numbers": whole.numbers.narrow(dim, start // packed, length // packed)}
+        step = form.group if dim == 1 or form.scales == "block" else 1
+        for name, scale in whole.scales.items():
+            first = start // step if dim < scale.ndim else 0
+            count = -(-stop // step) - first if dim < scale.ndim else len(scale)
+            parts[name] = scale.narrow(min(dim, scale.ndim - 1), first, count)
+        shape = (length, self.shape[1]) if dim == 0 else (self.shape[0], length)
+        return Weight(form, shape, **parts)
+
+    def split_with_sizes(self, sizes: Sequence[int]) -> list[Weight]:
+        """Return stacked matrices of these numbers of outputs, as views.
+
+        Raises:
+            ValueError: they share scales.
+        """
+        ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+        if self.format.divided(0, *ends[:-1]) != self.format:
+            raise ValueError(f"outputs {list(sizes)} divide blocks of {self.format.group}")
+        return [self.rows(start, stop) for start, stop in itertools.pairwise(ends)]
+
+    def refined(self, form: WeightFormat) -> Weight:
+        """Return the same values with more scales; `form` is a result of `WeightFormat.divided`, maybe of several."""
+        if form == self.format:
+            return self
+        parts = {"numbers": self.numbers}
+        for name, scale in self.scales.items():
+            wide = scale
+            if self.format.scales == "block":
+                wide = wide.repeat_interleave(self.format.group, 0)[: self.shape[0]]
+            wide = wide.repeat_interleave(self.format.group // form.group, 1)
+            parts[name] = wide[:, : form.scale_shape(self.shape)[1]].contiguous()
+        return Weight(form, self.shape, **parts)
+
+    def scaled(self, factor: float | Tensor) -> Weight:
+        """Return the values times a factor, or a factor of each output [N]; of full numbers in float32.
+
+        Quantized numbers stay what they are, and their scales are multiplied.
+        """
+        factor = torch.as_tensor(factor, dtype=torch.float32, device=self.numbers.device)
+        if not self.format.is_quantized:
+            return Weight.full(
+                self.numbers.float() * (factor if factor.ndim == 0 else factor[:, None])
+            )
+        whole = self
+        if factor.ndim and self.format.scales == "block":
+            whole = self.refined(self.format.divided(0, 1))
+        assert whole.scale is not None
+        if factor.ndim and whole.scale.ndim == 2:
+            factor = factor[:, None]
+        return dataclasses.replace(whole, scale=whole.scale * factor)
+
+    def permuted(self, order: Tensor) -> Weight:
+        """Return the outputs with the indices `order`, [M] int64, as a copy.
+
+        Blocks whose outputs stay together keep their scales; else each output gets scales of its own.
+        """
+        whole, place = self, order
+        if self.format.scales == "block":
+            blocks = order // self.format.group
+            place = blocks[:: self.format.group]
+            if not torch.equal(place.repeat_interleave(self.format.group)[: len(order)], blocks):
+                whole, place = self.refined(self.format.divided(0, 1)), order
+        parts = {
+            name: tensor[(order if name == "numbers" else place).to(tensor.device)]
+            for name, tensor in whole.tensors.items()
+        }
+        return Weight(whole.format, (len(order), self.shape[1]), **parts)
+
+    def detach(self) -> Weight:
+        """Return it without gradients."""
+        return dataclasses.replace(self, numbers=self.numbers.detach())
+
+    def to(self, device: torch.device) -> Weight:
+        """Return it on a device."""
+        parts = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return Weight(self.format, self.shape, **parts)
+
+    def copy_(self, source: Weight) -> None:
+        """Write the values of a matrix of the same shape, rounded if this format is another and quantized.
+
+        Raises:
+            ValueError: numbers that would have to be rounded are not finite; the text is the end of a sentence.
+        """
+        if not self.format.is_quantized:
+            self.numbers.copy_(source.dequantize())
+            return
+        if source.format.name == self.format.name:
+            source = source.refined(self.format)
+        else:
+            values = source.to(self.numbers.device).dequantize()
+            if not bool(values.isfinite().all()):
+                name = self.format.name
+                raise ValueError(f"has weights that are not finite, which {name} cannot hold")
+            source = quantize(values, self.format)
+        for name, tensor in self.tensors.items():
+            tensor.copy_(source.tensors[name])
+
+    def unpacked(self) -> Tensor:
+        """Return the numbers, [N, C]; those of 4 bits one in a byte."""
+        if self.format.bits >= 8:
+            return self.numbers
+        return torch.stack((self.numbers & 15, self.numbers >> 4), -1).flatten(-2)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, [N, C], computed in float32 and then rounded to `dtype`.
@@ -169,104 +209,99 @@ class Weight:
         Args:
             dtype: of the result; None for that of full numbers, or float32.
         """
-        form, scale, zero = self.format, self.scale, self.zero
+        form = self.format
         if not form.is_quantized:
             return self.numbers if dtype is None else self.numbers.to(dtype)
-        assert scale is not None
-        numbers = self.numbers
-        if form.bits == 4:
-            numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
-        values = numbers.float()
+        assert self.scale is not None
+        values = self.unpacked().float()
+        is_even = form.group > 0 and self.shape[1] % form.group == 0
+        if is_even:
+            values = values.view(self.shape[0], -1, form.group)
         if form.offset:
             values -= form.offset
-        if zero is not None:
-            values -= self._spread(zero)
-        return (values * self._spread(scale)).to(dtype or torch.float32)
+        if self.zero is not None:
+            values -= self._spread(self.zero, is_even=is_even)
+        values *= self._spread(self.scale, is_even=is_even)
+        return values.view(self.shape).to(dtype or torch.float32)
 
-    def _spread(self, scale: Tensor) -> Tensor:
-        """Return the scale of every element, broadcastable to [N, C]."""
-        outputs, inputs = self.shape
-        scale, group = scale.float(), self.format.group
+    def _spread(self, scale: Tensor, *, is_even: bool) -> Tensor:
+        """Return scales that are broadcast to [N, C], or to [N, groups, group] if all groups are whole."""
         if self.format.scales == "row":
             return scale[:, None]
         if self.format.scales == "block":
-            scale = scale.repeat_interleave(group, 0)[:outputs]
-        return scale.repeat_interleave(group, 1)[:, :inputs]
-
-    def _part(self, dim: int, start: int, stop: int, step: int, packed: int) -> Weight:
-        size = self.shape[dim]
-        ends = tuple(end for end in (start, stop) if end != size)
-        if any(end % step or end % packed for end in ends):
-            raise ValueError(
-                f"{start} to {stop} of {size} divides groups of {max(step, packed)} in {self.format.name}"
-            )
-        shape = (stop - start, self.shape[1]) if dim == 0 else (self.shape[0], stop - start)
-        numbers = self.numbers.narrow(dim, start // packed, (stop - start) // packed)
-
-        def part(scale: Tensor | None) -> Tensor | None:
-            if scale is None or dim >= scale.ndim:
-                return scale
-            first = start // step
-            return scale.narrow(dim, first, -(-stop // step) - first)
-
-        return Weight(self.format, shape, numbers, part(self.scale), part(self.zero))
+            scale = scale.repeat_interleave(self.format.group, 0)[: self.shape[0]]
+        if is_even:
+            return scale[..., None]
+        return scale.repeat_interleave(self.format.group, 1)[:, : self.shape[1]]
 
 
-def numbers_dtype(form: WeightFormat) -> torch.dtype:
-    """Return the dtype of `Weight.numbers`."""
-    if form.is_quantized and not form.float:
-        return torch.uint8
-    dtype: torch.dtype = getattr(torch, FP8 if form.is_quantized else form.name)
-    return dtype
+def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
+    """Return the format that holds matrices above each other without loss; None if only full numbers do."""
+    first = weights[0].format
+    ends = [sum(it.shape[0] for it in weights[:count]) for count in range(1, len(weights))]
+    found = {it.format.divided(0, *ends) for it in weights}
+    names = {it.name for it in found}
+    if not first.is_quantized or len(names) > 1:
+        return None
+    if len(found) > 1:  # some have more scales than others
+        inputs = [it.group for it in found]
+        found = {it.divided(0, 1).divided(1, *inputs) for it in found}
+    return found.pop()
 
 
-def stacked(weights: Sequence[Weight]) -> Weight:
-    """Stack the outputs of matrices of one format and number of inputs; copies.
+def quantize(values: Tensor, form: WeightFormat) -> Weight:
+    """Round a matrix to a format: one of `LIBRARY_FORMATS`, or any of floating-point numbers.
 
-    Raises:
-        ValueError: blocks of scales would be divided.
+    Args:
+        values: [N, C], any float dtype; for integers C is a multiple of the format's group.
+        form: the format.
     """
-    first = weights[0]
-    step = first.format.group if first.format.scales == "block" else 1
-    if any(weight.shape[0] % step for weight in weights[:-1]):
-        sizes = ", ".join(str(weight.shape[0]) for weight in weights)
-        raise ValueError(f"outputs {sizes} divide blocks of {step} in {first.format.name}")
-    tensors = {
-        name: torch.cat([weight.tensors[name] for weight in weights]) for name in first.tensors
-    }
-    return Weight(first.format, (sum(it.shape[0] for it in weights), first.shape[1]), **tensors)
+    outputs, inputs = values.shape
+    quantizer = _QUANTIZERS.get(form, functools.partial(_float8_groups, form=form))
+    return Weight(form, (outputs, inputs), *quantizer(values))
+
+
+def _float8_groups(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Round to 8 bits, the largest magnitude of each group or block to 448."""
+    assert form.float, form
+    outputs, inputs = values.shape
+    height, width = form.group if form.scales == "block" else 1, form.group
+    wide = values.float()
+    padded = functional.pad(wide, (0, -inputs % width, 0, -outputs % height))
+    blocks = padded.unfold(0, height, height).unfold(1, width, width)
+    largest = blocks.abs().amax((2, 3))
+    scale = torch.where(largest < SMALLEST_AMAX, 1.0, largest / LARGEST_E4M3)
+    spread = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return (wide / spread[:outputs, :inputs]).to(torch.float8_e4m3fn), scale
 
 
 def _int8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    wide = values.float()
-    scale = wide.abs().amax(1) / 127
+    values = values.float()
+    scale = values.abs().amax(1) / 127
     inverse = torch.where(scale > 0, 1 / scale, 0)
-    return (torch.round(wide * inverse[:, None]).clamp_(-127, 127) + 128).to(torch.uint8), scale
-
-
-_CANDIDATES: Final = 8
+    numbers = torch.round(values * inverse[:, None]).clamp_(-127, 127) + INT8_ROWS.offset
+    return numbers.to(torch.uint8), scale
 
 
 def _int4_groups(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to 4 bits; of several scales for a group the one with the least squared error is used."""
+    """Of several scales for a group use the one with the least squared error."""
     groups = values.float().view(len(values), -1, INT4_GROUPS.group)
     index = groups.abs().argmax(-1, keepdim=True)
     extreme = groups.gather(-1, index)
-    best: tuple[Tensor, Tensor, Tensor] | None = None
+    best_scale, best_numbers = extreme, groups
+    best_error = torch.full_like(extreme, torch.inf)
     for i in range(_CANDIDATES):
         # -8 has no positive counterpart, so the largest number becomes -8 or less.
         scale = (extreme / -(8.0 + 0.25 * (i - 2))).half().float()
         inverse = torch.where(scale != 0, 1 / scale, 0)
         numbers = torch.round(groups * inverse).clamp_(-8, 7)
         error = (numbers * scale - groups).square().sum(-1, keepdim=True)
-        found = (error, scale, numbers)
-        if best is not None:
-            better = error < best[0]
-            found = tuple(torch.where(better, a, b) for a, b in zip(found, best, strict=True))  # type: ignore[assignment]
-        best = found
-    assert best is not None
-    numbers = (best[2] + INT4_GROUPS.offset).to(torch.uint8).flatten(1)
-    return numbers[:, ::2] | numbers[:, 1::2] << 4, best[1][..., 0]
+        better = error < best_error if i else torch.ones_like(error, dtype=torch.bool)
+        best_scale = torch.where(better, scale, best_scale)
+        best_numbers = torch.where(better, numbers, best_numbers)
+        best_error = torch.where(better, error, best_error)
+    packed = (best_numbers + INT4_GROUPS.offset).to(torch.uint8).flatten(1)
+    return packed[:, ::2] | packed[:, 1::2] << 4, best_scale[..., 0]
 
 
 _QUANTIZERS: Final[Mapping[WeightFormat, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
@@ -274,14 +309,3 @@ _QUANTIZERS: Final[Mapping[WeightFormat, Callable[[Tensor], tuple[Tensor, Tensor
     INT8_ROWS: _int8_rows,
     INT4_GROUPS: _int4_groups,
 }
-
-
-def quantize(values: Tensor, form: WeightFormat) -> Weight:
-    """Round a matrix to a format that weights can be converted to: `FP8_ROWS`, `INT8_ROWS` or `INT4_GROUPS`.
-
-    Args:
-        values: [N, C], any float dtype; C is a multiple of the format's group.
-        form: the format.
-    """
-    outputs, inputs = values.shape
-    return Weight(form, (outputs, inputs), *_QUANTIZERS[form](values))

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -21,8 +20,7 @@ _WORDS: Final = {
 }  # fmt: skip
 _MAX_DEPTH: Final = 100
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-_MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
-_MISFIT: Final = re.compile(r"(.+?)(?:, got .*)? - at `\$\.(\w+)(?:\[(\d+)\])?`")
+_MISFIT: Final = re.compile(r"(.+?)(?:, got .*?)?(?: - at `\$(?:\.(\w+))?(?:\[(\d+)\])?`)?")
 
 
 def read_json_object(
@@ -73,39 +71,52 @@ def _has_lone_surrogate(value: object) -> bool:
     raise RecursionError(f"it has more than {_MAX_DEPTH} levels")
 
 
-def convert(
-    values: Mapping[str, Any],
-    kind: type[T],
-    keys: Mapping[str, str] = MappingProxyType({}),
-    prefix: str = "",
-) -> T:
+def convert(values: Mapping[str, Any], kind: type[T]) -> T:
     """Build an object from JSON values, checking types and limits.
 
     Args:
         values: value by field name; unknown names are ignored, null counts as absent.
-        kind: a dataclass or `msgspec.Struct` whose annotations state types and limits.
-        keys: for fields that have another name in the JSON, that name, which is used in errors.
-        prefix: added in errors before each name, such as "rope_scaling.".
+        kind: a `msgspec.Struct` whose fields have defaults and whose annotations state types and limits.
 
     Raises:
-        ModelFolderError: a value is missing, of the wrong type or outside its limits. The message names the key, what
-            is allowed, and the value.
+        ModelFolderError: a value is of the wrong type or outside its limits. The message names the key, what is
+            allowed, and the value.
     """
     present = {name: value for name, value in values.items() if value is not None}
     try:
         return msgspec.convert(present, kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-    if missing := _MISSING.fullmatch(message):
-        raise ModelFolderError(f"{prefix}{keys.get(missing[1], missing[1])} is missing")
+        raise _misfit(str(error), present) from None
+
+
+def check(value: object, kind: Any, key: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a JSON value, checking its type and limits.
+
+    Args:
+        value: the value.
+        kind: a type that states them, such as `Annotated[int, Meta(ge=1)]`.
+        key: of the value, for errors.
+
+    Raises:
+        ModelFolderError: as for `convert`.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(str(error), value, key) from None
+
+
+def _misfit(message: str, found: Any, key: str = "") -> ModelFolderError:  # noqa: ANN401 - any JSON value
+    """Return the error for a value that `msgspec` refuses: `found`, or the one in it that the message names."""
     misfit = _MISFIT.fullmatch(message)
     assert misfit is not None, message
     problem, name, index = misfit.groups()
-    key, found = prefix + keys.get(name, name), values[name]
+    if name is not None:
+        key, found = name, found[name]
     if index is not None:
         key, found = f"{key}[{index}]", found[int(index)]
     wanted = re.sub(r"`(.+)`", lambda it: _in_words(it[1]), problem.removeprefix("Expected "))
-    raise ModelFolderError(f"{key} must be {wanted}, found {shorten(found)}")
+    return ModelFolderError(f"{key} must be {wanted}, found {shorten(found)}")
 
 
 def _in_words(types: str) -> str:

@@ -6,9 +6,11 @@ from server.engine.core.plan_report import (
     DeterminismPlan,
     LaunchPlan,
     MemoryPlan,
+    OperationPlan,
     PhasePlan,
     PlanReport,
     RefusedRow,
+    StepPlan,
 )
 
 _LAUNCH = LaunchPlan(
@@ -40,6 +42,34 @@ PLAN = PlanReport(
     memory=MemoryPlan(weight_bytes=3 * 2**30, kv_bytes_per_token=32 * 2**10, max_context=65536),
     one_sequence="in one launch",
     deterministic=DeterminismPlan(requests="on request", why="a test"),
+    steps=[
+        StepPlan(
+            step="decode of 1 sequence",
+            decode_rows=1,
+            prompt_tokens=0,
+            executor="single_launch",
+            why="a test",
+            refused=[],
+            operations=[],
+        ),
+        StepPlan(
+            step="prompt of 1024 tokens",
+            decode_rows=0,
+            prompt_tokens=1024,
+            executor="layers",
+            why="a test",
+            refused=[RefusedRow(kernel="single_launch", reasons=["one token per sequence"])],
+            operations=[
+                OperationPlan(
+                    operation="gate_up product",
+                    kernel="persistent",
+                    why="a test",
+                    measured=False,
+                    refused=[RefusedRow(kernel="vector", reasons=["1024 rows", "odd sizes"])],
+                )
+            ],
+        ),
+    ],
     phases=[
         PhasePlan(
             phase="prefill",

@@ -93,7 +93,7 @@ class Round:
 
     def prompts(self, streams: int) -> list[list[int]]:
         """Return random prompts without the ids of bytes and of most special tokens."""
-        vocabulary = ModelConfig.from_folder(self.folder).vocab_size
+        vocabulary = ModelConfig.from_folder(self.folder).network.vocab
         shape = (streams, self.work.prompt)
         drawn: list[list[int]] = np.random.default_rng(0).integers(300, vocabulary, shape).tolist()
         return drawn

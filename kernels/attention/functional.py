@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +25,8 @@ from kernels.attention.checks import (
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
-from kernels.attention.select import Selection, select, select_for
+from kernels.attention.select import Selection, select_for, select_for_queries
+from kernels.selection import load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,18 +40,11 @@ _logger = logging.getLogger(__name__)
 @functools.lru_cache(maxsize=256)
 def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
     """Select the kernel once per problem and log the choice: as a warning if a GPU falls back to PyTorch."""
-    selection = select(problem, arch)
+    selection = select_for_queries(problem, arch)
     level = logging.DEBUG if arch.is_cpu or not selection.spec.cpu else logging.WARNING
     passed = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
     _logger.log(level, "attention kernel: %s; unsupported rows: %s", selection.why, passed)
     return selection
-
-
-@functools.cache
-def _factory(target: str) -> AttentionKernelFactory:
-    """Import a row's kernel on first use."""
-    module, _, attribute = target.partition(":")
-    return cast("AttentionKernelFactory", getattr(importlib.import_module(module), attribute))
 
 
 def plan_attention(
@@ -71,8 +64,9 @@ def plan_attention(
         selection: the row to use, from `select`; None chooses one.
 
     Returns:
-        The plan for `prefill_attention` or `decode_attention`. Its calls share memory: on a GPU, make
-        them on one stream.
+        The plan for `prefill_attention` or `decode_attention`, whichever its problem's phase says: a decode of
+        several query tokens per sequence that no decode row supports is planned as a prefill. Its calls share memory:
+        on a GPU, make them on one stream.
 
     Raises:
         ShapeError: the batch is inconsistent or does not fit the problem.
@@ -81,6 +75,8 @@ def plan_attention(
     check_batch(problem, batch)
     if selection is None:
         selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
+        if selection.spec.phase is not problem.phase:
+            problem = dataclasses.replace(problem, phase=selection.spec.phase)
         selection = select_for(selection, problem, batch)
     heads = (problem.num_kv_heads, problem.head_dim)
     run, prefix = _bind(problem, batch, selection)
@@ -101,7 +97,7 @@ def _bind(
     problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
 ) -> tuple[AttentionKernel, Selection | None]:
     """Bind the kernel to a step's batch: as a cascade if the sequences share a prefix and a row supports it."""
-    make = _factory(selection.spec.target)
+    make: AttentionKernelFactory = load(selection.spec.target)
     if (
         not isinstance(batch, PagedBatch)
         or not batch.shared_prefix
@@ -116,10 +112,10 @@ def _bind(
     # Imported here because a host without a GPU may have no Triton.
     from kernels.attention.portable.cascade_decode import CascadeDecode  # noqa: PLC0415
 
-    shared = _factory(prefix.spec.target)(prefix_problem(problem), batch, prefix)
+    shared: PrefixKernel = load(prefix.spec.target)(prefix_problem(problem), batch, prefix)
     rest_problem = dataclasses.replace(problem, lse=True)
     rest = make(rest_problem, rest_of(batch, problem.block_size), selection)
-    return CascadeDecode(problem, batch, cast("PrefixKernel", shared), rest), prefix
+    return CascadeDecode(problem, batch, shared, rest), prefix
 
 
 def prefill_attention(

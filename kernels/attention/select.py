@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from kernels.attention.problem import Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.attention.tuned import tuned_launches
 from kernels.errors import NoKernelError
+from kernels.selection import Refusal, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,17 +20,6 @@ if TYPE_CHECKING:
     from kernels.attention.launch import LaunchConfig, TunedLaunch
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.spec import KernelSpec
-
-
-class Refusal(NamedTuple):
-    """A row that does not support the problem, with all of its reasons."""
-
-    kernel: str
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Return one line for logs and error messages."""
-        return f"{self.kernel}: {'; '.join(self.reasons)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +111,36 @@ def select(
     """
     if registry is None:
         registry = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
-    refusals: list[Refusal] = []
-    for index, spec in enumerate(registry):
-        if spec.phase is not problem.phase:
-            continue
-        reasons = spec.unsupported(problem, arch)
-        if not reasons:
-            why = f"{spec.name} is the first row that supports {problem} on {arch}"
-            why = f"{why}; {spec.note}" if spec.note else why
-            if spec.copied_bytes:
-                why += _for_many_long_sequences(problem, arch, registry[index + 1 :])
-            tuned = launches(spec, problem, arch) if spec.launch else ()
-            return Selection(spec, arch, tuned, why, tuple(refusals))
-        refusals.append(Refusal(spec.name, reasons))
-    rows = "; ".join(map(str, refusals)) or f"the registry has no row for {problem.phase.value}"
-    raise NoKernelError(f"no kernel for {problem} on {arch}: {rows}")
+    rows = [row for row in registry if row.phase is problem.phase]
+    spec, why, refusals = choose(rows, lambda row: row.unsupported(problem, arch), problem, arch)
+    if spec.copied_bytes:
+        why += _for_many_long_sequences(problem, arch, rows[len(refusals) + 1 :])
+    return Selection(
+        spec, arch, launches(spec, problem, arch) if spec.launch else (), why, refusals
+    )
+
+
+def select_for_queries(problem: AttentionProblem, arch: GPUArch) -> Selection:
+    """Select as `select`; if no decode row takes several query tokens per sequence, among the rows of prefill.
+
+    These take any number of them, but read the keys in fewer parts. The refusals then begin with those of all decode
+    rows.
+
+    Raises:
+        NoKernelError: no row supports it.
+    """
+    try:
+        return select(problem, arch)
+    except NoKernelError:
+        if problem.phase is Phase.PREFILL or problem.max_query_tokens == 1:
+            raise
+    found = select(dataclasses.replace(problem, phase=Phase.PREFILL), arch)
+    rows = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
+    passed = tuple(
+        Refusal(row.name, row.unsupported(problem, arch))
+        for row in rows
+        if row.phase is problem.phase
+    )
+    count = problem.max_query_tokens
+    why = f"no decode row takes {count} query tokens per sequence here; {found.why}"
+    return dataclasses.replace(found, why=why, refusals=(*passed, *found.refusals))

@@ -61,11 +61,12 @@ class LayerMatrices(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """The input of a step: tensors as in `model.network.step.StepArrays`, and what surrounds them.
+    """The input of a step: tensors as in `model.network.columns.StepArrays`, and what surrounds them.
 
     Attributes:
         arrays: the step's arrays.
         rows: R, decode rows.
+        queries: tokens of each decode row, or the most that one has.
         prompt_seqs: Q.
         columns: of the block tables.
         sampled: earlier sampled tokens, int64; None if no id is negative.
@@ -76,6 +77,7 @@ class StepTensors(NamedTuple):
 
     arrays: Any
     rows: int
+    queries: int
     prompt_seqs: int
     columns: int
     sampled: Tensor | None
@@ -129,6 +131,7 @@ class _Sequences(ctypes.Structure):
     _fields_ = (
         ("count", _INT),
         ("columns", _INT),
+        ("queries", _INT),
         ("first_row", _POINTER),
         ("lengths", _POINTER),
         ("tables", _POINTER),
@@ -291,6 +294,7 @@ class CPUDecoder:
             _Sequences(
                 step.rows,
                 step.columns,
+                step.queries,
                 _address(a.cu_seqlens),
                 _address(a.seq_lens),
                 _address(a.block_table),
@@ -298,6 +302,7 @@ class CPUDecoder:
             _Sequences(
                 step.prompt_seqs,
                 step.columns,
+                0,
                 _address(a.prompt_cu_seqlens),
                 _address(a.prompt_seq_lens),
                 _address(a.prompt_block_table),

@@ -51,8 +51,8 @@ class PackedLinear:
     """
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
-        weight, bias, _ = weights
-        self._multiply: Callable[[Tensor], Tensor] = _packed(weight.detach(), bias)
+        weight, bias = weights
+        self._multiply: Callable[[Tensor], Tensor] = _packed(weight.numbers.detach(), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [..., C] to [..., N]."""

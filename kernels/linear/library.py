@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.fp8 import dequantize_rows
-from kernels.linear.checks import check_linear
+from kernels.linear.checks import check_linear, check_weights
 from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.torch_private import multiply_fp8
 
@@ -20,10 +19,12 @@ if TYPE_CHECKING:
 
 
 class LibraryLinear:
-    """The vendor library's product; weights in float8_e4m3fn are converted at each call."""
+    """The vendor library's product; weights in other formats than the inputs' dtype are converted at each call."""
 
-    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
-        self._weights = weights
+    def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
+        check_weights(weights, problem)
+        self._weight, self._bias = weights
+        self._numbers = None if problem.format.is_quantized else self._weight.numbers
 
     def __call__(
         self,
@@ -35,10 +36,11 @@ class LibraryLinear:
         """Compute x W^T + bias + residual, shapes as for `VectorLinear`."""
         assert arguments.norm is None
         assert arguments.best is None
-        check_linear(x, self._weights, choice, out, arguments)
-        weight, bias, scale = self._weights
-        residual = arguments.residual
-        weight = weight if scale is None else dequantize_rows(weight, scale, x.dtype)
+        check_linear(x, choice, out, arguments)
+        bias, residual = self._bias, arguments.residual
+        weight = self._numbers
+        if weight is None:
+            weight = self._weight.dequantize(x.dtype)
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         first = residual if bias is None else bias
@@ -52,8 +54,11 @@ class LibraryLinear:
 class LibraryFP8Linear:
     """The vendor library's product of FP8 weights and FP8 rows."""
 
-    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
-        self._weights = weights
+    def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
+        check_weights(weights, problem)
+        weight, self._bias = weights
+        assert weight.scale is not None, "for quantized weights"
+        self._numbers, self._scale = weight.numbers, weight.scale[None]
 
     def __call__(
         self,
@@ -63,18 +68,16 @@ class LibraryFP8Linear:
         arguments: LinearArguments,
     ) -> Tensor:
         """Quantize norm(x), or x without a norm, multiply and add the residual; shapes as for `VectorLinear`."""
-        check_linear(x, self._weights, choice, out, arguments)
+        check_linear(x, choice, out, arguments)
         norm, residual, best, pdl = arguments
-        weight, bias, scale = self._weights
         assert best is None
-        assert scale is not None, "for quantized weights"
         numbers, factors = quantize_rows(x, *(norm or (None, 0.0)), pdl=pdl)
         if out is None:
-            out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+            out = torch.empty((len(x), len(self._numbers)), dtype=x.dtype, device=x.device)
         product = out if residual is None else torch.empty_like(out)
-        multiply_fp8(numbers, weight.t(), factors, scale[None], product)
-        if bias is not None:
-            product += bias
+        multiply_fp8(numbers, self._numbers.t(), factors, self._scale, product)
+        if self._bias is not None:
+            product += self._bias
         if residual is not None:
             torch.add(product, residual, out=out)
         return out

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
-from kernels.fp8 import FP8
+from kernels.weight_format import WeightFormat, unquantized
 
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
+_BFLOAT16: Final = unquantized("bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,9 +18,9 @@ class LinearProblem:
         rows: of x, at least 1.
         outputs: N, rows of the weights; half of them where `gated`.
         inputs: C, columns of the weights.
-        dtype: of input, output and, unless `weight_dtype` says otherwise, weights.
+        dtype: of input and output.
         gated: whether the weights are those of gate and up, and the output is silu(gate) * up.
-        weight_dtype: of quantized weights with a float32 scale for each output: "float8_e4m3fn"; else None.
+        format: of the weights; one without scales is replaced by that of `dtype`.
         bias: whether a bias is added.
         residual: whether the output is added to the residual stream.
         layer_weights: number of weights in all projections of the decoder layer; 0 for the output head.
@@ -32,12 +33,16 @@ class LinearProblem:
     inputs: int
     dtype: str = "bfloat16"
     gated: bool = False
-    weight_dtype: str | None = None
+    format: WeightFormat = _BFLOAT16
     bias: bool = False
     residual: bool = False
     layer_weights: int = 0
     trainable: bool = False
     batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.format.is_quantized:
+            object.__setattr__(self, "format", unquantized(self.dtype))
 
     @property
     def matrices(self) -> int:
@@ -45,19 +50,14 @@ class LinearProblem:
         return 2 if self.gated else 1
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of one weight."""
-        return _ITEM_BYTES[self.weight_dtype or self.dtype]
-
-    @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights; a step reads them at least once."""
-        return self.matrices * self.outputs * self.inputs * self.item_bytes
+        """Bytes of the weights without scales; a step reads them at least once."""
+        return self.matrices * self.outputs * self.inputs * self.format.bits // 8
 
     def __str__(self) -> str:
         """Return one line for logs and tables."""
         gated = " gated" if self.gated else ""
-        weights = f", weights in {self.weight_dtype}" if self.weight_dtype else ""
+        weights = "" if self.format.name == self.dtype else f", weights in {self.format.name}"
         invariant = ", batch invariant" if self.batch_invariant else ""
         size = f"{self.rows} x {self.inputs} to {self.outputs}"
         return f"{size}{gated} in {self.dtype}{weights}{invariant}"

@@ -12,12 +12,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from kernels.fp8 import FP8
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.around import (
     activate,
@@ -40,7 +38,9 @@ from kernels.linear.weights import (
     Norm,
     Operations,
 )
+from kernels.norms import registry as norms
 from kernels.sampling.tokens import argmax_tokens
+from kernels.selection import VectorProblem, load, select_vector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +65,7 @@ __all__ = [
     "ResidualWriter",
     "bind_norm",
     "bind_projection",
+    "linear_problem",
 ]
 
 
@@ -174,39 +175,53 @@ def bind_projection(
     Raises:
         NoKernelError: no kernel supports a batch-invariant layer.
     """
+    problem = linear_problem(
+        weights, operations, dtype, layer_weights=layer_weights, purpose=purpose
+    )
+    spec = select_linear(problem, arch).spec
+    if spec.any_rows:
+        product = load(spec.target)(weights, problem)
+        return FixedProjection(product, operations, copies_weights=spec.copies_weights)
+    return _RowProjection(weights, problem, operations, arch)
+
+
+def linear_problem(
+    weights: LinearWeights,
+    operations: Operations,
+    dtype: torch.dtype,
+    *,
+    layer_weights: int = 0,
+    purpose: Purpose = Purpose.SERVING,
+) -> LinearProblem:
+    """Return the problem of a linear layer with one row; arguments as for `bind_projection`, on any device."""
     stacked, inputs = weights.weight.shape
     gated = operations.activation == SWIGLU
-    problem = LinearProblem(
+    return LinearProblem(
         rows=1,
         outputs=stacked // 2 if gated else stacked,
         inputs=inputs,
         dtype=str(dtype).removeprefix("torch."),
         gated=gated,
-        weight_dtype=None if weights.scale is None else FP8,
+        format=weights.weight.format,
         bias=weights.bias is not None,
         residual=operations.residual and operations.post_norm is None,
         layer_weights=layer_weights,
         trainable=purpose is Purpose.TRAINING,
         batch_invariant=purpose is Purpose.DETERMINISTIC_SERVING,
     )
-    spec = select_linear(problem, arch).spec
-    if spec.any_rows:
-        product = _load(spec.target)(weights, problem)
-        return FixedProjection(product, operations, copies_weights=spec.copies_weights)
-    return _RowProjection(weights, problem, operations, arch)
 
 
 def bind_norm(
-    norm: Norm | LayerNorm, arch: GPUArch, *, fused: bool
+    norm: Norm | LayerNorm, problem: VectorProblem, arch: GPUArch
 ) -> Callable[[Residual], Tensor]:
     """Bind the norm after the last layer, a function from the residual stream with its partial sums to [..., C].
 
     Args:
         norm: the norm.
+        problem: dtype of the residual stream, and whether the norm must be differentiable.
         arch: processor of the norm's device.
-        fused: whether a Triton kernel computes it instead of PyTorch.
     """
-    if not fused:
+    if select_vector(norms.REGISTRY, problem, arch).spec is norms.PYTORCH:
         return functools.partial(_normalize, norm)
     pdl = may_depend(arch, norm.weight.device)
     return functools.partial(_add_and_normalize, norm, pdl=pdl)
@@ -281,7 +296,7 @@ class _RowProjection:
     ) -> None:
         self._weights, self._problem, self._arch = weights, problem, arch
         self._norm, self._activation, _, self._post_norm = operations
-        self._pdl = may_depend(arch, weights.weight.device)
+        self._pdl = may_depend(arch, weights.weight.numbers.device)
         self._products: dict[str, Callable[..., Tensor]] = {}
         self._chosen: dict[int, tuple[LinearChoice, Callable[..., Tensor]]] = {}
 
@@ -354,7 +369,7 @@ class _RowProjection:
             choice = select_linear(problem, self._arch, tuned_linear)
             name = choice.spec.name
             if name not in self._products:
-                self._products[name] = _load(choice.spec.target)(self._weights, problem)
+                self._products[name] = load(choice.spec.target)(self._weights, problem)
             found = self._chosen[rows] = choice, self._products[name]
         return found
 
@@ -365,11 +380,3 @@ def _normalize(norm: Norm | LayerNorm, residual: Residual) -> Tensor:
 
 def _add_and_normalize(norm: Norm | LayerNorm, residual: Residual, *, pdl: bool) -> Tensor:
     return add_and_normalize(norm, *residual, pdl=pdl)
-
-
-@functools.cache
-def _load(target: str) -> Callable[..., Any]:
-    """Import the class of a registry row when it is first used."""
-    module, _, attribute = target.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return loaded

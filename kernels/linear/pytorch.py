@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from kernels.fp8 import dequantize_rows
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -16,14 +14,15 @@ if TYPE_CHECKING:
 
 
 class PyTorchLinear:
-    """Multiplies by the row-major weights without a copy of them; quantized ones are converted at each call."""
+    """Multiplies by the row-major weights without a copy of them; those in other formats are converted at each call."""
 
-    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
-        self._weight, self._bias, self._scale = weights
+    def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
+        self._weight, self._bias = weights
+        self._numbers = None if problem.format.is_quantized else self._weight.numbers
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [..., C] to [..., N]."""
-        weight = self._weight
-        if self._scale is not None:
-            weight = dequantize_rows(weight, self._scale, x.dtype)
+        weight = self._numbers
+        if weight is None:
+            weight = self._weight.dequantize(x.dtype)
         return functional.linear(x, weight, self._bias)

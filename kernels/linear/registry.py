@@ -10,21 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER
 from kernels.linear import cpu, persistent_tiles
 from kernels.linear.matrix_tiles import FEWEST_FP8_ROWS, FEWEST_ROWS, ROW_COUNTS, most_rows
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
+from kernels.selection import VectorProblem, reasons, triton_unsupported
+from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kernels.arch import GPUArch
     from kernels.linear.problem import LinearProblem
+    from kernels.weight_format import WeightFormat
 
 VECTOR_COLUMNS: Final = 8
 """Columns that a thread of the vector kernel multiplies at once; a row of weights is a multiple of them."""
 MOST_VECTOR_ROWS: Final = 4
-_DTYPES: Final = ("bfloat16", "float16", "float32")
 _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
 _FP8_MULTIPLE: Final = 16
@@ -39,7 +41,10 @@ class LinearSpec:
     Attributes:
         name: for tables, plans and tests.
         target: "module:Class", bound to weights when it is first used.
-        unsupported: returns the reasons why it cannot compute a problem on a processor; empty if it can.
+        limits: returns the reasons, apart from the weights' format, why it cannot compute a problem on a processor.
+        formats: in which it reads quantized weights; None for every one, by `Weight.dequantize` at each call where the
+            kernel does not read it.
+        reads_full: whether it reads full numbers of the inputs' dtype.
         absorbs_norm: whether an RMS norm of the input is part of its launch.
         absorbs_gate: whether silu(gate) * up is part of its launch.
         absorbs_residual: whether it adds to the residual stream in place.
@@ -52,7 +57,9 @@ class LinearSpec:
 
     name: str
     target: str
-    unsupported: Callable[[LinearProblem, GPUArch], tuple[str, ...]]
+    limits: Callable[[LinearProblem, GPUArch], tuple[str, ...]]
+    formats: tuple[WeightFormat, ...] | None = ()
+    reads_full: bool = True
     absorbs_norm: bool = False
     absorbs_gate: bool = False
     absorbs_residual: bool = False
@@ -62,25 +69,28 @@ class LinearSpec:
     any_rows: bool = False
     copies_weights: bool = False
 
-
-def _reasons(*tests: tuple[bool, str]) -> tuple[str, ...]:
-    return tuple(reason for fails, reason in tests if fails)
+    def unsupported(self, problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+        """List why it cannot compute a problem on a processor; empty if it can."""
+        form, formats = problem.format, self.formats
+        found = self.limits(problem, arch)
+        if not form.is_quantized:
+            return found + reasons((not self.reads_full, "weights are not quantized"))
+        if formats is None or form in formats:
+            return found
+        return (*found, f"no weights in {form.name}" if formats else "weights are quantized")
 
 
 def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     """List the reasons that apply to all rows for GPUs, which need the Triton kernels around their product."""
-    return arch.unsupported(TENSOR_CORES) + _reasons(
-        (problem.trainable, "not differentiable"),
-        (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
-    )
+    return triton_unsupported(VectorProblem(problem.dtype, problem.trainable), arch)
 
 
 def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    in_fp8 = problem.weight_dtype is not None
-    return _gpu_unsupported(problem, arch) + _reasons(
+    in_fp8 = problem.format.is_quantized
+    return _gpu_unsupported(problem, arch) + reasons(
         (problem.batch_invariant, "for few rows only"),
         (
-            in_fp8 and problem.rows >= FEWEST_FP8_ROWS and not _matrix_unsupported(problem, arch),
+            in_fp8 and problem.rows >= FEWEST_FP8_ROWS and not MATRIX.unsupported(problem, arch),
             f"tensor cores are faster from {FEWEST_FP8_ROWS} rows on with weights in FP8",
         ),
         (
@@ -98,7 +108,7 @@ def _hopper_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     """List the reasons that apply to the kernels for Hopper's tensor cores."""
     sizes = (problem.matrices * problem.outputs, problem.inputs)
     odd = next((size for size in sizes if size % _MATRIX_MULTIPLE), None)
-    return arch.unsupported(HOPPER) + _reasons(
+    return arch.unsupported(HOPPER) + reasons(
         (problem.trainable, "not differentiable"),
         (
             problem.layer_weights == 0 and not problem.batch_invariant,
@@ -116,10 +126,9 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
     most = (
         INVARIANT_FEWEST_ROWS - 1
         if problem.batch_invariant
-        else most_rows(problem.layer_weights, fp8=problem.weight_dtype is not None)
+        else most_rows(problem.layer_weights, fp8=problem.format.is_quantized)
     )
-    return _hopper_unsupported(problem, arch) + _reasons(
-        (problem.weight_dtype is not None, "weights are quantized"),
+    return _hopper_unsupported(problem, arch) + reasons(
         (problem.rows <= most, f"{problem.rows} rows: others are used up to {most}"),
         (
             not problem.batch_invariant and not problem.gated,
@@ -129,10 +138,10 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
 
 
 def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    in_fp8 = problem.weight_dtype is not None
+    in_fp8 = problem.format.is_quantized
     fewest = FEWEST_FP8_ROWS if in_fp8 else FEWEST_ROWS
     most = most_rows(problem.layer_weights, fp8=in_fp8)
-    return _hopper_unsupported(problem, arch) + _reasons(
+    return _hopper_unsupported(problem, arch) + reasons(
         (in_fp8 and problem.batch_invariant, "weights are quantized"),
         (
             not problem.batch_invariant and not fewest <= problem.rows <= most,
@@ -142,17 +151,17 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
 
 
 def _invariant_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _gpu_unsupported(problem, arch) + _reasons(
+    return _gpu_unsupported(problem, arch) + reasons(
         (not problem.batch_invariant, "others are faster where bits may depend on the batch"),
     )
 
 
 def _library_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _gpu_unsupported(problem, arch) + _reasons((problem.batch_invariant, _NOT_INVARIANT))
+    return _gpu_unsupported(problem, arch) + reasons((problem.batch_invariant, _NOT_INVARIANT))
 
 
 def _pytorch_unsupported(problem: LinearProblem, _arch: GPUArch) -> tuple[str, ...]:
-    return _reasons((problem.batch_invariant, _NOT_INVARIANT))
+    return reasons((problem.batch_invariant, _NOT_INVARIANT))
 
 
 def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
@@ -160,8 +169,7 @@ def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     return (
         _library_unsupported(problem, arch)
         + arch.unsupported(FP8_INSTRUCTIONS)
-        + _reasons(
-            (problem.weight_dtype is None, "weights are not quantized"),
+        + reasons(
             (problem.dtype not in _HALF_DTYPES, f"no product in FP8 with {problem.dtype}"),
             (
                 any(size % _FP8_MULTIPLE for size in sizes),
@@ -172,10 +180,9 @@ def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
 
 
 def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    return _reasons(
+    return reasons(
         (not arch.is_cpu, "needs a CPU"),
         (problem.trainable, "not differentiable"),
-        (problem.weight_dtype is not None, "weights are quantized"),
         (problem.batch_invariant, _NOT_INVARIANT),
     ) + cpu.unsupported(problem.dtype)
 
@@ -183,7 +190,8 @@ def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
 VECTOR: Final = LinearSpec(
     name="vector",
     target="kernels.linear.gpu.vector:VectorLinear",
-    unsupported=_vector_unsupported,
+    limits=_vector_unsupported,
+    formats=(FP8_ROWS,),
     absorbs_norm=True,
     absorbs_gate=True,
     absorbs_residual=True,
@@ -193,7 +201,7 @@ VECTOR: Final = LinearSpec(
 PERSISTENT: Final = LinearSpec(
     name="persistent",
     target="kernels.linear.gpu.persistent:PersistentLinear",
-    unsupported=_persistent_unsupported,
+    limits=_persistent_unsupported,
     absorbs_gate=True,
     leaves_partials=True,
     prefetches=True,
@@ -203,7 +211,8 @@ PERSISTENT: Final = LinearSpec(
 MATRIX: Final = LinearSpec(
     name="matrix",
     target="kernels.linear.gpu.matrix:MatrixLinear",
-    unsupported=_matrix_unsupported,
+    limits=_matrix_unsupported,
+    formats=(FP8_ROWS,),
     absorbs_gate=True,
     leaves_partials=True,
     prefetches=True,
@@ -213,14 +222,17 @@ MATRIX: Final = LinearSpec(
 INVARIANT: Final = LinearSpec(
     name="invariant",
     target="kernels.linear.gpu.invariant:InvariantLinear",
-    unsupported=_invariant_unsupported,
+    limits=_invariant_unsupported,
+    formats=None,
     leaves_partials=True,
 )
 """Any number of rows, batch invariant."""
 LIBRARY_FP8: Final = LinearSpec(
     name="library_fp8",
     target="kernels.linear.library:LibraryFP8Linear",
-    unsupported=_fp8_unsupported,
+    limits=_fp8_unsupported,
+    formats=(FP8_ROWS,),
+    reads_full=False,
     absorbs_norm=True,
     absorbs_residual=True,
 )
@@ -228,14 +240,15 @@ LIBRARY_FP8: Final = LinearSpec(
 LIBRARY: Final = LinearSpec(
     name="library",
     target="kernels.linear.library:LibraryLinear",
-    unsupported=_library_unsupported,
+    limits=_library_unsupported,
+    formats=None,
     absorbs_residual=True,
 )
 """The vendor library's product, for any number of rows; quantized weights are converted at each call."""
 PACKED: Final = LinearSpec(
     name="packed",
     target="kernels.linear.cpu:PackedLinear",
-    unsupported=_packed_unsupported,
+    limits=_packed_unsupported,
     any_rows=True,
     copies_weights=True,
 )
@@ -243,7 +256,8 @@ PACKED: Final = LinearSpec(
 PYTORCH: Final = LinearSpec(
     name="pytorch",
     target="kernels.linear.pytorch:PyTorchLinear",
-    unsupported=_pytorch_unsupported,
+    limits=_pytorch_unsupported,
+    formats=None,
     any_rows=True,
 )
 """Differentiable, on every device."""

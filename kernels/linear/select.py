@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from kernels.errors import NoKernelError
 from kernels.linear.registry import MOST_VECTOR_ROWS, REGISTRY, VECTOR, VECTOR_COLUMNS
+from kernels.selection import choose
+from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
     from kernels.linear.problem import LinearProblem
     from kernels.linear.registry import LinearSpec
+    from kernels.selection import Refusal
 
 WARP_COLUMNS: Final = 32 * VECTOR_COLUMNS
 _WIDE_GATED_BYTES: Final = 32 << 20
@@ -71,7 +73,7 @@ class LinearChoice:
         why: the reason for the choice, in one sentence.
         measured: whether the choice is based on timings on this architecture.
         unpacks: whether the vector kernel converts FP8 by bit operations, on GPUs without an instruction for it.
-        refusals: (name, reasons) of the registry rows that were passed over.
+        refusals: the registry rows that were passed over.
     """
 
     problem: LinearProblem
@@ -80,7 +82,7 @@ class LinearChoice:
     why: str
     measured: bool = False
     unpacks: bool = False
-    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
     @property
     def padded_rows(self) -> int:
@@ -109,34 +111,32 @@ def select_linear(
         The first row that supports the problem and was not measured to be slower, with its launch and the reason.
 
     Raises:
-        NoKernelError: no row supports a batch-invariant problem; the message has a line for each row.
+        NoKernelError: no row supports a batch-invariant problem; the message has the reasons of every row.
     """
-    refusals: list[tuple[str, tuple[str, ...]]] = []
-    for spec in REGISTRY:
-        reasons = spec.unsupported(problem, arch)
-        tuned = None
-        if spec is VECTOR and not reasons:
-            tuned = table(problem, arch)
-            reasons = _slower(problem, tuned)
-        if reasons:
-            refusals.append((spec.name, reasons))
-            continue
-        launch = None
-        why = f"{spec.name} is the first row that supports {problem}"
-        if spec is VECTOR:
-            launch = vector_default(problem, arch) if tuned is None else tuned.launch
-            why = f"not measured for {problem}: enough programs to fill {arch.num_sms} SMs"
-        return LinearChoice(
-            problem,
-            spec,
-            launch,
-            why if tuned is None else tuned.provenance,
-            measured=tuned is not None,
-            unpacks=problem.weight_dtype is not None and not arch.has_fp8_conversion,
-            refusals=tuple(refusals),
-        )
-    lines = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in refusals)
-    raise NoKernelError(f"no kernel for {problem} on {arch}:{lines}")
+    against = VECTOR.unsupported(problem, arch)
+    tuned = None if against else table(problem, arch)
+    against = against or _slower(problem, tuned)
+    spec, why, refusals = choose(
+        REGISTRY,
+        lambda row: against if row is VECTOR else row.unsupported(problem, arch),
+        problem,
+        arch,
+    )
+    launch, measured = None, False
+    if spec is VECTOR and tuned is not None:
+        launch, why, measured = tuned.launch, tuned.provenance, True
+    elif spec is VECTOR:
+        launch = vector_default(problem, arch)
+        why = f"not measured for {problem}: enough programs to fill {arch.num_sms} SMs"
+    return LinearChoice(
+        problem,
+        spec,
+        launch,
+        why,
+        measured=measured,
+        unpacks=problem.format == FP8_ROWS and not arch.has_fp8_conversion,
+        refusals=refusals,
+    )
 
 
 def _slower(problem: LinearProblem, tuned: TunedLinear | None) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
         and problem.outputs // (2 * block_n) * warps >= arch.num_sms * _FULL_SM_WARPS // 2
     ):
         block_n *= 2
-    chunk_bytes = problem.matrices * block_n * block_k * problem.item_bytes // (32 * warps)
+    chunk_bytes = problem.matrices * block_n * block_k * problem.format.bits // 8 // (32 * warps)
     ahead = max(1, min(-(-problem.inputs // block_k), _AHEAD_BYTES // chunk_bytes))
     return LinearLaunch(block_n, block_k, warps, ahead=ahead)
 

@@ -27,9 +27,9 @@ _FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "proven
 def tuned_linear(problem: LinearProblem, arch: GPUArch) -> TunedLinear | None:
     """Look up the measured launch for a problem: the row with the smallest sufficient `max_rows`.
 
-    bfloat16 and float16 share a row, since their sizes and instructions are alike; float32 and FP8 weights have none.
+    bfloat16 and float16 share a row, since their sizes and instructions are alike; other weights have none.
     """
-    if problem.dtype not in _TIMED_DTYPES or problem.weight_dtype is not None:
+    if problem.format.name not in _TIMED_DTYPES:
         return None
     return find(problem, linear_table(arch.sm))
 

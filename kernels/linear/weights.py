@@ -9,20 +9,19 @@ if TYPE_CHECKING:
 
     from kernels.norms.pytorch import ActivationName
     from kernels.sampling.tile_best import TileBest
+    from kernels.weights import Weight
 
 
 class LinearWeights(NamedTuple):
     """Parameters of a linear layer.
 
     Attributes:
-        weight: [N, C] contiguous; [2 * N, C], gate above up, where the layer is gated.
-        bias: as many as `weight` has rows; None for none.
-        scale: float32, one for each row of weights in float8_e4m3fn; None for others.
+        weight: [N, C]; [2 * N, C], gate above up, where the layer is gated.
+        bias: as many as `weight` has outputs; None for none.
     """
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
-    scale: Tensor | None = None
 
 
 class Norm(NamedTuple):

@@ -1,1 +1,1 @@
-"""RMS norm, gated activation and rotary embedding."""
+"""Norms and activations."""

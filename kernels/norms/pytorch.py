@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and activations in PyTorch: differentiable, for every device."""
+"""Norms and activations in PyTorch: differentiable, for every device."""
 
 from __future__ import annotations
 
@@ -74,46 +74,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     Source: Ba et al., Layer Normalization, 2016.
     """
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-def rope_tables(
-    angles: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Compute the two tables for `apply_rope` from rotation angles.
-
-    Args:
-        angles: [..., D / 2] float32, radians: position times inverse frequency.
-        scale: factor on both tables (the attention factor of YaRN; 1 elsewhere).
-        dtype: of the tables; that of the queries.
-
-    Returns:
-        cos and sin, each [..., 1, D] contiguous; the first half of sin is negated, so that a
-        rotation is x * cos + swap_halves(x) * sin.
-    """
-    cos = angles.cos().mul_(scale)
-    sin = angles.sin().mul_(scale)
-    return (
-        torch.cat((cos, cos), dim=-1).unsqueeze(-2).to(dtype),
-        torch.cat((-sin, sin), dim=-1).unsqueeze(-2).to(dtype),
-    )
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D / 2]) of every head: the "rotate half" layout.
-
-    Adjacent queries and keys can be rotated in one call, since heads are a batch dimension.
-
-    Args:
-        x: [..., heads, D] with any strides; [T, heads, D] when packed, [B, S, heads, D] when dense.
-        cos: [T, 1, D] or [S, 1, D] from `rope_tables`, in x's dtype.
-        sin: the same, from the same call.
-
-    Returns:
-        A new tensor of x's shape and dtype.
-
-    Source: Su et al., RoFormer, 2021, eq. 34, with the pairs half a head apart.
-    """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -1,28 +1,13 @@
-"""Normalizes and rotates queries and keys and writes keys and values to the cache, in one launch on a GPU."""
+"""Normalizes and rotates queries and keys and writes keys and values to the cache: what the rows of the registry do."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-from kernels.arch import TENSOR_CORES
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.arch import GPUArch
     from kernels.linear.weights import Norm
-
-__all__ = ["CacheSlots", "rope_and_write_kv", "unsupported"]
-
-_DTYPES = ("bfloat16", "float16", "float32")
-
-
-def unsupported(dtype: str, arch: GPUArch) -> tuple[str, ...]:
-    """List why `rope_and_write_kv` does not support a dtype on a processor; empty if it does."""
-    return (
-        *arch.unsupported(TENSOR_CORES),
-        *(() if dtype in _DTYPES else (f"no {dtype}",)),
-    )
 
 
 class CacheSlots(NamedTuple):
@@ -39,51 +24,79 @@ class CacheSlots(NamedTuple):
     scale: Tensor | None
 
 
-def rope_and_write_kv(
-    qkv: Tensor,
-    cache: CacheSlots,
-    rope: tuple[Tensor, Tensor],
-    positions: Tensor,
-    *,
-    norms: tuple[Norm, Norm] | None,
-    ahead: tuple[Tensor, Tensor] | None = None,
-    batch_invariant: bool = False,
-    pdl: bool,
-) -> Tensor:
-    """Normalize queries and keys per head, apply rotary embeddings, and write keys and values to their slots.
+class Rotation(Protocol):
+    """The rotation of a step's tokens, for all layers with the same rotary embedding."""
 
-    Over an FP8 cache, queries and keys are then also multiplied by `kernels.hadamard.hadamard_matrix`.
+    def __call__(
+        self,
+        qkv: Tensor,
+        cache: CacheSlots,
+        norms: tuple[Norm, Norm] | None,
+        ahead: tuple[Tensor, Tensor] | None = None,
+        /,
+    ) -> Tensor:
+        """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
+
+        Over an FP8 cache, queries and keys are then also multiplied by `kernels.hadamard.hadamard_matrix`.
+
+        Args:
+            qkv: [T, (H + 2 * K) * D] contiguous; may be overwritten.
+            cache: cache and slots.
+            norms: of queries and keys, over D; None where the family has none.
+            ahead: weights of the next products, more than 127 bytes each: at most 24 MiB of them may be prefetched to
+                the second-level cache. This is faster only if the kernels before those products read little.
+
+        Returns:
+            The queries [T, H, D], possibly a view of `qkv`.
+        """
+
+
+class TritonRotation:
+    """Does everything in one launch on a GPU; see `Rotation`.
 
     Args:
-        qkv: [T, (H + 2 * K) * D] contiguous; is overwritten.
-        cache: cache and slots.
-        rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
+        tables: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
             qkv's dtype.
-        positions: [T] int64, rows of `rope`.
-        norms: of queries and keys, over D; None where the family has none.
-        ahead: weights of the next products, more than 127 bytes each: at most 24 MiB of them are prefetched to the
-            second-level cache. This is faster only if the kernels before those products read little.
+        positions: [T] int64, rows of the tables.
         batch_invariant: whether a token's results must have the same bits among any others.
         pdl: use programmatic dependent launch. `positions` and slots are then read before the wait: the kernels that
             wrote them must be followed by a launch without `pdl` before this one.
-
-    Returns:
-        The queries [T, H, D], a view of `qkv`.
     """
-    # Imported here because Triton is not installed on every host.
-    from kernels.rope.gpu import rope_cache  # noqa: PLC0415
 
-    kv, slot_mapping, kv_scale = cache
-    return rope_cache.rope_and_write_kv(
-        qkv,
-        kv,
-        rope,
-        positions,
-        slot_mapping,
-        norms=None if norms is None else (norms[0].weight, norms[1].weight),
-        eps=0.0 if norms is None else norms[0].eps,
-        kv_scale=kv_scale,
-        ahead=ahead,
-        batch_invariant=batch_invariant,
-        pdl=pdl,
-    )
+    def __init__(
+        self,
+        tables: tuple[Tensor, Tensor],
+        positions: Tensor,
+        *,
+        batch_invariant: bool = False,
+        pdl: bool = False,
+    ) -> None:
+        self._tables, self._positions = tables, positions
+        self._batch_invariant, self._pdl = batch_invariant, pdl
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cache: CacheSlots,
+        norms: tuple[Norm, Norm] | None,
+        ahead: tuple[Tensor, Tensor] | None = None,
+        /,
+    ) -> Tensor:
+        """See `Rotation.__call__`."""
+        # Imported here because Triton is not installed on every host.
+        from kernels.rope.gpu import rope_cache  # noqa: PLC0415
+
+        kv, slots, scale = cache
+        return rope_cache.rope_and_write_kv(
+            qkv,
+            kv,
+            self._tables,
+            self._positions,
+            slots,
+            norms=None if norms is None else (norms[0].weight, norms[1].weight),
+            eps=0.0 if norms is None else norms[0].eps,
+            kv_scale=scale,
+            ahead=ahead,
+            batch_invariant=self._batch_invariant,
+            pdl=self._pdl,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional
 
 from kernels.arch import detect
 from kernels.gpu.dependent_launch import may_depend
+from kernels.sampling.registry import REGISTRY, TRITON
 from kernels.sampling.rows import (
     ENTROPY_SCALE,
     FILTERED,
@@ -18,11 +20,14 @@ from kernels.sampling.rows import (
     SampleRow,
     candidate_bounds,
 )
+from kernels.selection import VectorProblem, select_vector
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
     from torch import Tensor
+
+    from kernels.arch import GPUArch
 
 __all__ = [
     "ENTROPY_SCALE",
@@ -43,7 +48,13 @@ __all__ = [
 
 def has_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels of this package run on a device: from sm_80 on, as for attention."""
-    return device.type == "cuda" and detect(device).has_triton_tensor_cores
+    return device.type == "cuda" and _has_kernels(detect(device))
+
+
+@functools.cache
+def _has_kernels(arch: GPUArch) -> bool:
+    # The kernels read logits of any supported dtype.
+    return select_vector(REGISTRY, VectorProblem("float32"), arch).spec is TRITON
 
 
 def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:

@@ -12,16 +12,17 @@ import torch
 
 from kernels.arch import BLACKWELL, HOPPER, NEVER_RUN
 from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, on_tensor_cores, step_sizes
-from kernels.step.weights import LayerWeights, MatrixScales, StepShape, StepWeights
+from kernels.step.weights import LayerWeights, StepShape, StepWeights
+from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
+    from kernels.weight_format import WeightFormat
 
 __all__ = [
-    "ROW_COUNTS", "LayerWeights", "MatrixScales", "StepShape", "StepWeights", "bind_step", "has_run", "launch_refusal",
-    "unsupported",
+    "ROW_COUNTS", "LayerWeights", "StepShape", "StepWeights", "bind_step", "has_run", "launch_refusal", "unsupported",
 ]  # fmt: skip
 
 _ARCHES: Final = HOPPER | BLACKWELL
@@ -53,7 +54,7 @@ def unsupported(
     dtype: torch.dtype,
     arch: GPUArch,
     rows: int = 1,
-    weight_dtype: torch.dtype | None = None,
+    weight_format: WeightFormat | None = None,
     *,
     unmeasured: bool = False,
 ) -> tuple[str, ...]:
@@ -64,13 +65,13 @@ def unsupported(
         dtype: of its weights unless they are quantized, and of its KV cache unless that is in FP8.
         arch: of its device.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
-        weight_dtype: of the layers' matrices if they are quantized; else None.
+        weight_format: of the layers' matrices; None for full numbers.
         unmeasured: whether architectures are allowed on which no GPU has run the kernel.
     """
     of_arch = arch.unsupported(_ARCHES if rows == 1 else HOPPER)
     if arch.is_cpu:
         return of_arch
-    in_fp8 = weight_dtype is torch.float8_e4m3fn
+    in_fp8 = weight_format == FP8_ROWS
     most_hidden = _MOST_HIDDEN if rows == 1 else _MOST_HIDDEN_OF_ROWS
     if rows > 1 and in_fp8:
         most_hidden = _MOST_HIDDEN_OF_FP8_ROWS[rows]
@@ -82,8 +83,8 @@ def unsupported(
     least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
     tests = (
         (
-            weight_dtype is not None and not in_fp8,
-            f"no weights in {str(weight_dtype).removeprefix('torch.')}",
+            weight_format is not None and weight_format.is_quantized and not in_fp8,
+            f"no weights in {weight_format and weight_format.name}",
         ),
         *(
             (rows > 1 and has, f"no {what} for several sequences")
@@ -163,7 +164,7 @@ def bind_step(
     from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415 - likewise
 
     if rows == 1:
-        in_fp8 = weights.layers[0].scales is not None
+        in_fp8 = weights.layers[0].qkv.format == FP8_ROWS
         tensor_cores = on_tensor_cores(weights.shape, fp8_weights=in_fp8)
         return Kernel(weights, caches, scales, arch, tensor_cores=tensor_cores)
     return RowsKernel(weights, caches, scales, arch, rows)

@@ -5,10 +5,12 @@ Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D hea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kernels.weights import Weight
 
 
 class StepShape(NamedTuple):
@@ -33,17 +35,8 @@ class StepShape(NamedTuple):
     post_norms: bool = False
 
 
-class MatrixScales(NamedTuple):
-    """Scales of a layer's matrices in float8_e4m3fn, float32 contiguous, one for each row."""
-
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
 class LayerWeights(NamedTuple):
-    """Parameters of a layer, contiguous.
+    """Parameters of a layer, contiguous. The matrices of all layers have one format: full numbers or `FP8_ROWS`.
 
     Attributes:
         qkv: [(H + 2 * K) * D, C].
@@ -55,25 +48,27 @@ class LayerWeights(NamedTuple):
         q_norm: [D], as is `k_norm`; None where the family has none.
         qkv_bias: [(H + 2 * K) * D] or None.
         window: tokens that the layer attends, the current one included; None if all.
-        scales: of matrices in float8_e4m3fn; None if they have the model's dtype.
         output_norm: [C], of the norm of attention's output before it is added to the residual stream; None where the
             family has none.
         down_norm: [C], the same of the MLP's output.
     """
 
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Weight
+    output: Weight
+    gate_up: Weight
+    down: Weight
     input_norm: Tensor
     mlp_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
     qkv_bias: Tensor | None
     window: int | None = None
-    scales: MatrixScales | None = None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
+
+
+MATRICES: Final = LayerWeights._fields[:4]
+"""Names of a layer's matrices."""
 
 
 class StepWeights(NamedTuple):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-import msgspec
-from msgspec import Meta
+from typing import Any, Final
 
 from model.errors import ModelError
 from model.json_input import convert, read_json_object
+from model.sampling.parameters import SamplingDefaults
 
 FILE: Final = "generation_config.json"
 MAX_FILE_BYTES: Final = 4 * 2**20
@@ -35,27 +33,11 @@ _OFF: Final = {
 _logger = logging.getLogger(__name__)
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters of a request that does not set them; see `model.sampling.parameters.SamplingParams`.
-
-    The request alone decides whether it samples, so `do_sample` of the file is not among them.
-
-    Attributes:
-        top_k: 0 and -1 keep all tokens.
-    """
-
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    typical_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-
-
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     """Read the defaults of a checkpoint; the service's own where it has none.
 
-    Logs the keys that change what `transformers` would generate and are not applied.
+    The request alone decides whether it samples, so `do_sample` of the file is not among them. Logs the keys that
+    change what `transformers` would generate and are not applied.
 
     Raises:
         ModelFolderError: the file is broken, or a value is of the wrong type or outside its limits.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import safetensors
 from torch import Tensor
 
+from model.checkpoint.formats.format import FLOATS, StoredTensor
 from model.errors import WeightsError
 from model.json_input import read_json_object
 
@@ -19,21 +19,7 @@ SINGLE_NAME: Final = "model.safetensors"
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
-
-
-class StoredTensor(NamedTuple):
-    """One tensor's entry in the header of a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in the file, bytes."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -102,8 +88,12 @@ def _is_file(file: Path) -> bool:
         return False
 
 
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
+def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
     """Read the headers of all files and list the tensors of the checkpoint.
+
+    Args:
+        folder: the checkpoint folder.
+        dtypes: supported ones besides floats of 16 and 32 bits.
 
     Raises:
         WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not
@@ -118,8 +108,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                     raise WeightsError(f"{name} is in both {stored[name].file} and {file}")
                 entry = shard.get_slice(name)
                 dtype = str(entry.get_dtype())
-                if dtype not in _ITEM_BYTES:
-                    text = f"{file}: {name} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}"
+                if dtype not in (supported := (*FLOATS, *dtypes)):
+                    text = (
+                        f"{file}: {name} is stored as {dtype}; supported are {', '.join(supported)}"
+                    )
                     if dtype in _FP8:
                         text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
                     raise WeightsError(text)

@@ -5,33 +5,32 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.compressed import compress, decompress, scale_name, split_scales
-from model.checkpoint.compression_config import to_config
+from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.shards import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    StoredTensor,
-    read_headers,
-    read_tensors,
-)
-from model.checkpoint.tensor_names import ParameterPart, full_names, named_parts
+from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
+from model.checkpoint.formats.table import find, kept
+from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
+from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
+from model.checkpoint.stored_parts import StoredPart, combine
 from model.device.memory import free_bytes
 from model.errors import WeightsError
+from model.families.table import FAMILIES
+from model.families.tensors import HEAD
 from model.network.decoder import DecoderLM
-from model.network.parallel import shard
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
+    from kernels.weight_format import WeightFormat
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -55,7 +54,7 @@ def load_model(
     progress: Progress | None = None,
     *,
     pack: bool = True,
-    weight_dtype: torch.dtype | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> DecoderLM:
     """Build a whole model and load its weights; see `load_part` for most arguments and errors.
 
@@ -67,9 +66,11 @@ def load_model(
         load_format: as for `load_part`.
         progress: as for `load_part`.
         pack: whether to call `DecoderLM.optimize`; False for a model that is trained or saved.
-        weight_dtype: as for `load_part`.
+        weight_format: as for `load_part`.
     """
-    model = load_part(path, config, dtype, device, load_format, progress, weight_dtype=weight_dtype)
+    model = load_part(
+        path, config, dtype, device, load_format, progress, weight_format=weight_format
+    )
     if pack:
         model.optimize()
     return model
@@ -83,14 +84,14 @@ def load_part(
     load_format: LoadFormat = "auto",
     progress: Progress | None = None,
     *,
-    weight_dtype: torch.dtype | None = None,
+    weight_format: WeightFormat | None = None,
     communicator: Communicator | None = None,
 ) -> DecoderLM:
     """Build the model, or a rank's part of it, and load its weights.
 
     The headers of all files are compared with the configuration before memory is allocated. Tensors are then copied
-    one at a time from the mapped files, so that memory holds only one copy of the weights. Quantization additionally
-    needs a few float32 copies of one tensor.
+    one at a time from the mapped files, so that memory holds only one copy of the weights. A change of their format
+    additionally needs a few float32 copies of one tensor.
 
     Args:
         path: the checkpoint folder.
@@ -99,7 +100,8 @@ def load_part(
         device: device of the model.
         load_format: "auto" and "safetensors" read the folder; "dummy" initializes random weights.
         progress: called after every tensor.
-        weight_dtype: dtype of quantized layer matrices, as for `DecoderLM`.
+        weight_format: in which the layers' matrices are held: None for full numbers, the checkpoint's own, or one of
+            `QUANTIZATIONS`, to which they are rounded.
         communicator: of the ranks that share the model, of which each loads its part; None for a model that is whole.
 
     Returns:
@@ -109,65 +111,80 @@ def load_part(
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    stored, scales = ({}, {}) if load_format == "dummy" else _checked_headers(path, config)
-    model = _allocate(config, dtype, device, weight_dtype, communicator)
+    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
+    if stored and weight_format is not None and weight_format == kept(config.weight_format):
+        formats = _matrix_formats(config, stored, communicator)
+    model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
     else:
-        _load(model, stored, scales, full_names(config, stored), progress)
+        _load(model, stored, progress)
     return model
 
 
-def _load(
-    model: DecoderLM,
-    stored: dict[str, StoredTensor],
-    scales: dict[str, StoredTensor],
-    names: dict[str, str],
-    progress: Progress | None,
-) -> None:
+def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: Progress | None) -> None:
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters.
 
     Args:
         model: written.
-        stored: the tensors, by their names in the files.
-        scales: of those that are compressed.
-        names: in the model, by those in the files.
+        stored: the tensors, by their names in the model.
         progress: as for `load_part`.
     """
+    scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
     all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
+    names = {it.name: name for name, it in stored.items()}
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
-    done, total = 0, sum(entry.num_bytes for entry in stored.values())
-    for name, tensor in read_tensors(stored):
-        part = parts[names[name]]
-        scale = all_scales.get(scale_name(name))
-        values = tensor if scale is None else decompress(tensor, scale)
-        if not part.load(shard(values, part.stored_shape, rank)):
-            raise WeightsError(
-                f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
-            )
-        done += stored[name].num_bytes
+    done, total = 0, sum(it.entry.num_bytes for it in stored.values())
+    for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}):
+        it = stored[names[name]]
+        values: Any = it.read(tensor, all_scales)
+        try:
+            parts[names[name]].load(values, rank)
+        except ValueError as error:
+            raise WeightsError(f"{name} {error}; serve it without --quantization") from None
+        done += it.entry.num_bytes
         if progress is not None:
             progress(done, total)
 
 
-def _checked_headers(
-    path: Path, config: ModelConfig
-) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """Return the entries to load, and those of the scales of compressed ones, both by the names in the files.
+def _matrix_formats(
+    config: ModelConfig, stored: dict[str, StoredPart], communicator: Communicator | None
+) -> dict[str, WeightFormat]:
+    """Return the formats in which a rank's matrices hold those of a checkpoint without loss; see `DecoderLM`."""
+    rank = communicator.rank if communicator else 0
+    weights: dict[str, list[Weight]] = {}
+    planned = DecoderLM(config, device="meta", communicator=communicator)
+    for name, part in named_parts(planned).items():
+        if isinstance(part.values, Weight):
+            weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+    found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    return {parameter: form for parameter, form in found.items() if form is not None}
+
+
+def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
+    """Return what to load, by the names in the model.
 
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    in_files, scales = split_scales(read_headers(path))
-    names = full_names(config, in_files)
-    stored = {names[name]: entry for name, entry in in_files.items()}
+    row = find(config.weight_format)
+    headers = read_headers(path, *(() if row is None else (row.dtype,)))
+    in_files = combine(headers, config.weight_format)
+    tensors = FAMILIES[config.architecture].tensors
+    names = full_names(tensors, in_files)
+    stored = {names[name]: part for name, part in in_files.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     extra = stored.keys() - needed.keys()
-    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    ignored = {name for name in extra if name in tied_head or _IMPLIED.search(name)}
+    tied_head = {f"{tensors.modules[HEAD]}.weight"} if config.network.tied else set()
+    ignored = {
+        name
+        for name in extra
+        if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
+    }
     if ignored:
-        _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
+        _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
     unexpected = extra - ignored
     misshaped = [
@@ -181,9 +198,7 @@ def _checked_headers(
             f"the tensors in {path} do not fit its config.json: "
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
-    kept = {name: entry for name, entry in in_files.items() if names[name] in needed}
-    used = {scale_name(name) for name in kept}
-    return kept, {name: entry for name, entry in scales.items() if name in used}
+    return {name: stored[name] for name in needed}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -196,17 +211,17 @@ def _allocate(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    weight_dtype: torch.dtype | None,
+    formats: WeightFormat | Mapping[str, WeightFormat] | None,
     communicator: Communicator | None,
 ) -> DecoderLM:
-    planned = DecoderLM(config, dtype, "meta", weight_dtype, communicator)
-    num_bytes = planned.weight_bytes
-    wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
+    planned = DecoderLM(config, dtype, "meta", formats, communicator)
+    num_bytes, form = planned.weight_bytes, planned.weight_format
+    wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {form.name} on {device}"
     # Linux overcommits memory: an allocation that is too large succeeds, and the process is killed when it uses it.
     if num_bytes > (free := free_bytes(device)):
         raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
-        model = DecoderLM(config, dtype, device, weight_dtype, communicator)
+        model = DecoderLM(config, dtype, device, formats, communicator)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise WeightsError(f"{wanted}, which failed: {error}") from None
     return model.requires_grad_(requires_grad=False).eval()
@@ -221,7 +236,7 @@ def save_checkpoint(
         model: any dtype, any device.
         path: folder, created if it does not exist; weight files in it are replaced, other files are kept.
         max_shard_bytes: maximum size of a file with more than one tensor.
-        int8: whether to store the matrices of the layers in 8 bits, see `model.checkpoint.compressed`.
+        int8: whether to store the matrices of the layers in 8 bits, see `model.checkpoint.formats.int_quantized`.
     """
     assert not model.is_quantized, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
@@ -272,21 +287,21 @@ class _StoredTensors:
         stored = self._parts[name].to_stored(self._dtype)
         if not self._is_compressed(name):
             return {name: stored}
-        numbers, scale = compress(stored)
-        return {name: numbers, scale_name(name): scale}
+        names = (name.removesuffix("weight") + end for end in INT_QUANTIZED.tensors.values())
+        return dict(zip(names, compress(stored), strict=True))
 
     def num_bytes(self, name: str) -> int:
         """Size in a file."""
-        values = self._parts[name].values
+        shape = self._parts[name].stored_shape
         if self._is_compressed(name):
-            return values.numel() + len(values) * torch.float32.itemsize
-        return values.numel() * self._dtype.itemsize
+            return math.prod(shape) + shape[0] * torch.float32.itemsize
+        return math.prod(shape) * self._dtype.itemsize
 
     def _is_compressed(self, name: str) -> bool:
         part = self._parts[name]
         assert not (self._int8 and part.transposed), "the format has a scale for each output"
         # `transformers` cannot load compressed embeddings, nor a compressed head that is tied to them.
-        return self._int8 and part.values.ndim > 1 and _IN_LAYER.search(name) is not None
+        return self._int8 and len(part.stored_shape) > 1 and _IN_LAYER.search(name) is not None
 
 
 def _write_json(file: Path, value: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ _LARGE_PARAMETERS: Final = 200_000_000
 
 def prefers_bfloat16_on_cpu(config: ModelConfig) -> bool:
     """Whether dtype "auto" is bfloat16 on a CPU that has bfloat16 instructions; on others it is float32."""
-    return config.dtype == "bfloat16" and config.num_parameters > _LARGE_PARAMETERS
+    return config.dtype == "bfloat16" and config.network.num_parameters > _LARGE_PARAMETERS
 
 
 def arm_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

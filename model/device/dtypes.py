@@ -1,4 +1,4 @@
-"""Selects the dtypes of a served model: weights and activations, KV cache, and quantized matrices.
+"""Selects the dtypes of a served model: weights and activations, and KV cache; and the format of its matrices.
 
 docs/decisions/0004-cpu-dtype.md has the measurements for the choice on a CPU.
 """
@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kernels import GPUArch, detect
-from kernels.rope.cache import unsupported as layers_unsupported
+from kernels.selection import VectorProblem, triton_unsupported
 from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
 from model.device.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
+from model.device.quantizations import CPU_QUANTIZATIONS, QUANTIZATIONS
 from model.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.weight_format import WeightFormat
+
 KV_DTYPES: Final = ("auto", "fp8")
-QUANTIZATIONS: Final = ("auto", "none", "fp8", "int8", "int4")
-CPU_QUANTIZATIONS: Final = ("int8", "int4")
 
 _logger = logging.getLogger(__name__)
 
@@ -77,40 +78,53 @@ def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def resolve_quantization(
-    requested: str, arch: GPUArch, dtype: str, unsupported_on_cpu: Callable[[], tuple[str, ...]]
-) -> str:
-    """Select the quantization of the weights.
+    requested: str,
+    arch: GPUArch,
+    dtype: str,
+    unsupported_on_cpu: Callable[[], tuple[str, ...]],
+    stored: WeightFormat | None = None,
+) -> WeightFormat | None:
+    """Select the format of the weights.
 
-    "auto" is "int8" on a CPU that can serve the model so, else "none". A requested dtype is that of weights,
-    activations and KV cache, which "int8" and "int4" determine themselves; so "auto" with one is "none".
+    "auto" and "none" serve a checkpoint in the format that it has. "auto" is "int8" for others, on a CPU that can serve
+    the model so. A requested dtype is that of weights, activations and KV cache, which "int8" and "int4" determine
+    themselves; so "auto" with one is "none".
 
     Args:
-        requested: one of `QUANTIZATIONS`.
+        requested: the setting.
         arch: the processor.
         dtype: of the model, as requested.
         unsupported_on_cpu: lists why this CPU cannot serve the model with "int8" and "int4".
+        stored: the format of the checkpoint that a model can hold; None for full numbers.
 
     Returns:
-        "none", "fp8", "int8" or "int4".
+        The format of the layers' matrices, and of the embedding and the head too if it is one of `LIBRARY_FORMATS`;
+        None for full numbers.
 
     Raises:
-        ModelError: `requested` is none of them, or the processor, the model or `dtype` does not allow it; names every
-            reason.
+        ModelError: `requested` is no setting, or the processor, the checkpoint or `dtype` does not allow it; names
+            every reason.
     """
+    if requested in ("auto", "none"):
+        is_exact = requested == "none" or stored is not None or not arch.is_cpu or dtype != "auto"
+        return stored if is_exact or unsupported_on_cpu() else QUANTIZATIONS["int8"]
     if requested not in QUANTIZATIONS:
-        raise ModelError(f"quantization {requested!r} is none of {', '.join(QUANTIZATIONS)}")
-    if requested == "auto":
-        exact = not arch.is_cpu or dtype != "auto" or unsupported_on_cpu()
-        return "none" if exact else "int8"
-    if requested == "fp8":
-        _check_float8(arch)
+        settings = ", ".join(("auto", "none", *QUANTIZATIONS))
+        raise ModelError(f"quantization {requested!r} is none of {settings}")
     if requested in CPU_QUANTIZATIONS:
         _check_integers(requested, arch, dtype, unsupported_on_cpu)
-    return requested
+    else:
+        _check_float8(arch, stored)
+    return QUANTIZATIONS[requested]
 
 
-def _check_float8(arch: GPUArch) -> None:
-    if reasons := layers_unsupported("bfloat16", arch):
+def _check_float8(arch: GPUArch, stored: WeightFormat | None) -> None:
+    if stored is not None:
+        raise ModelError(
+            f"quantization fp8: the checkpoint's weights are quantized already, as {stored.name}, and would be rounded "
+            "twice; set quantization to none or auto to serve them as they are"
+        )
+    if reasons := triton_unsupported(VectorProblem("bfloat16"), arch):
         raise ModelError(
             f"quantization fp8: weights in FP8 are for our GPU kernels, and this processor has none: {reasons[0]}; "
             f"set quantization to {'int8, int4, auto or none' if arch.is_cpu else 'none'}"
@@ -139,11 +153,6 @@ def stored_dtype(config: ModelConfig) -> torch.dtype:
     """Return the dtype of a checkpoint's weights, for weights that are quantized as they are stored."""
     dtype: torch.dtype = getattr(torch, config.dtype if config.dtype in DTYPES else "float32")
     return dtype
-
-
-def weight_dtype(quantization: str) -> torch.dtype | None:
-    """Return the `weight_dtype` of `DecoderLM` for a resolved quantization."""
-    return torch.float8_e4m3fn if quantization == "fp8" else None
 
 
 def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:

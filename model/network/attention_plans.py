@@ -50,6 +50,7 @@ class AttentionPlanner:
         kv_dtype: str | None = None,
         *,
         deterministic: bool = False,
+        queries: int = 1,
     ) -> AttentionProblem:
         """Return the attention problem of a mixer, for kernel selection.
 
@@ -59,6 +60,7 @@ class AttentionPlanner:
             block_size: tokens per cache block.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
             deterministic: whether the problem is that of a deterministic step.
+            queries: most tokens of a decode row.
         """
         return AttentionProblem(
             phase=phase,
@@ -70,17 +72,30 @@ class AttentionPlanner:
             softmax_scale=mixer.scale,
             sliding_window=mixer.window,
             softcap=mixer.softcap,
+            max_query_tokens=queries,
             batch_invariant=deterministic,
             kv_dtype=kv_dtype,
             unmeasured=self.unmeasured,
         )
 
     def problems(
-        self, block_size: int, kv_dtype: str | None = None, *, deterministic: bool = False
+        self,
+        block_size: int,
+        kv_dtype: str | None = None,
+        *,
+        deterministic: bool = False,
+        queries: int = 1,
     ) -> list[AttentionProblem]:
-        """Return the attention problem of each mixer and phase; a step may need a kernel for each."""
+        """Return the attention problem of each mixer and phase; arguments as for `problem`."""
         return [
-            self.problem(mixer, phase, block_size, kv_dtype, deterministic=deterministic)
+            self.problem(
+                mixer,
+                phase,
+                block_size,
+                kv_dtype,
+                deterministic=deterministic,
+                queries=queries if phase is Phase.DECODE else 1,
+            )
             for mixer in self.mixers
             for phase in Phase
         ]
@@ -111,7 +126,7 @@ class AttentionPlanner:
         Args:
             slot_mapping: [T] int32 for the step's tokens, [decode rows | prefill rows].
             block_size: tokens per cache block.
-            decode: the sequences with one token; None if there are none.
+            decode: the decode rows; None if there are none.
             prefill: the other sequences; None if there are none.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
             deterministic: see `Bucket`.
@@ -120,10 +135,17 @@ class AttentionPlanner:
         def plan(mixer: Attention, phase: Phase, batch: PagedBatch | None) -> AttentionPlan | None:
             if batch is None:
                 return None
-            problem = self.problem(mixer, phase, block_size, kv_dtype, deterministic=deterministic)
+            problem = self.problem(
+                mixer,
+                phase,
+                block_size,
+                kv_dtype,
+                deterministic=deterministic,
+                queries=batch.max_seqlen_q if phase is Phase.DECODE else 1,
+            )
             return plan_attention(problem, batch)
 
-        num_decode_tokens = 0 if decode is None else decode.seq_lens.shape[0]
+        num_decode_tokens = 0 if decode is None else decode.num_tokens
         most_keys = sum(
             batch.num_seqs * batch.max_seqlen_k for batch in (decode, prefill) if batch is not None
         )

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
-from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.rope import registry as rope
+from kernels.selection import VectorProblem, select_vector
+from kernels.weights import Weight
 from model.network.attention_plans import attention_problems, same_problem
 from model.network.head import Head, SoftcappedHead
 from model.network.parallel import GatheredHead
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import LayerNorm, Norm
+    from kernels.selection import VectorSpec
     from model.network.layers import BoundLayer, DecoderLayer
     from model.network.spec import Network
 
@@ -33,14 +36,14 @@ class BoundNetwork(NamedTuple):
         layers: the layers in order.
         norm: the final norm.
         head: the projection to the vocabulary.
-        fused: whether Triton kernels compute the operations between the projections; PyTorch does otherwise.
-        pdl: whether these kernels may start before the previous one ends (programmatic dependent launch).
+        rotation: the row of `kernels.rope.registry` that the layers take.
+        pdl: whether its kernel may start before the previous one ends (programmatic dependent launch).
     """
 
     layers: list[BoundLayer]
     norm: Callable[[Residual], Tensor]
     head: Head
-    fused: bool
+    rotation: VectorSpec
     pdl: bool
 
     @property
@@ -72,11 +75,15 @@ def bind_network(
         communicator: of the ranks that share the model; None for one that is whole.
     """
     dtype = head.dtype
-    reasons = rope_unsupported(str(dtype).removeprefix("torch."), arch)
-    fused = purpose is not Purpose.TRAINING and not reasons
-    if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
-        _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
-    bound_head: Head = bind_projection(LinearWeights(head), dtype, arch, purpose=purpose)
+    trainable = purpose is Purpose.TRAINING
+    vectors = VectorProblem(str(dtype).removeprefix("torch."), trainable)
+    rotation, _, refusals = select_vector(rope.REGISTRY, vectors, arch)
+    if refusals and not (trainable or arch.is_cpu):
+        reason = refusals[0].reasons[0]
+        _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
+    bound_head: Head = bind_projection(
+        LinearWeights(Weight.full(head)), dtype, arch, purpose=purpose
+    )
     if communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, communicator)
     if network.logit_softcap is not None:
@@ -91,8 +98,8 @@ def bind_network(
 
     return BoundNetwork(
         layers=[bind(layer) for layer in layers],
-        norm=bind_norm(norm, arch, fused=fused),
+        norm=bind_norm(norm, vectors, arch),
         head=bound_head,
-        fused=fused,
-        pdl=fused and may_depend(arch, head.device),
+        rotation=rotation,
+        pdl=rotation is rope.TRITON and may_depend(arch, head.device),
     )

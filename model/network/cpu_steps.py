@@ -10,6 +10,7 @@ from kernels.cpu.decoder import CPUDecoder, DecoderShape, LayerMatrices, StepTen
 from kernels.cpu.decoder import unsupported as shape_unsupported
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
+from kernels.weights import Weight
 from model.network import spec
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernels.weight_format import WeightFormat
     from model.device.kv_cache import KVCache
     from model.network.layers import DecoderLayer
     from model.network.step import StepInput
 
-BITS: Final = {"int8": 8, "int4": 4}
-"""Bits of the weights for each quantization on a CPU, embedding and head included."""
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
 READS: Final[spec.Reads] = {
@@ -70,7 +70,7 @@ class CPUSteps:
         norm: the final norm's weight.
         head: [V, C].
         embedding: [V, C]; `head` if they are tied.
-        quantization: "int8" or "int4".
+        quantization: of all matrices, embedding and head included: one of `LIBRARY_FORMATS`.
         threads: that compute a step.
 
     Attributes:
@@ -85,24 +85,22 @@ class CPUSteps:
         norm: Tensor,
         head: Tensor,
         embedding: Tensor,
-        quantization: str,
+        quantization: WeightFormat,
         threads: int,
     ) -> None:
         library = load()
         assert not isinstance(library, str), library
-        bits = BITS[quantization]
 
         def pack(layer: DecoderLayer, name: str, *, gated: bool = False) -> PackedMatrix:
             bias = getattr(layer, f"{name}_bias")
-            weight = getattr(layer, name).detach()
-            packed = PackedMatrix(library, weight, bits, bias, gated=gated)
+            packed = PackedMatrix(library, layer.matrices[name], quantization, bias, gated=gated)
             layer.drop_matrix(name)
             return packed
 
-        packed_head = PackedMatrix(library, head.detach(), bits)
+        packed_head = PackedMatrix(library, Weight.full(head), quantization)
         packed_embedding = packed_head
         if embedding is not head:
-            packed_embedding = PackedMatrix(library, embedding.detach(), bits)
+            packed_embedding = PackedMatrix(library, Weight.full(embedding), quantization)
         matrices = [
             LayerMatrices(
                 pack(layer, "qkv"),
@@ -131,14 +129,13 @@ class CPUSteps:
         self._positions_reserved = True
 
     def hidden_states(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> Tensor:
-        """Compute the layers of a step; returns [R + P, hidden_size] float32."""
+        """Compute the layers of a step; returns [T, hidden_size] float32."""
         return self._decoder.hidden_states(self._tensors(step, cache, sampled))
 
     def step(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> StepOutput:
         """Compute a step; the results have tokens, but no log-probabilities."""
         bucket = step.bucket
-        has_all = not bucket.prompt_seqs and bucket.num_logits == bucket.rows
-        rows = None if has_all else step.device.logits_rows
+        rows = None if bucket.has_all_logits else step.device.logits_rows
         tensors = self._tensors(step, cache, sampled)
         return StepOutput(*self._decoder.logits(tensors, rows, bucket.num_logits))
 
@@ -157,6 +154,7 @@ class CPUSteps:
         return StepTensors(
             step.device,
             bucket.rows,
+            bucket.queries,
             bucket.prompt_seqs,
             bucket.columns,
             sampled,

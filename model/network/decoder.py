@@ -13,8 +13,10 @@ from torch.nn import functional
 
 from kernels import NoKernelError, detect, select
 from kernels.linear.projection import Purpose, Residual
-from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.rope.registry import TRITON
 from kernels.sampling.tokens import embed_tokens
+from kernels.selection import VectorProblem, triton_unsupported
+from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
 from model.network.attention_plans import AttentionPlanner, attention_problems
@@ -23,6 +25,7 @@ from model.network.embedding import finish_embeddings
 from model.network.initial_weights import initialize
 from model.network.layers import (
     DecoderLayer,
+    layer_formats,
     layer_forward,
     make_norm,
     norm_dtype,
@@ -33,11 +36,14 @@ from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
     from kernels.step.single_launch import StepKernel
+    from kernels.weight_format import WeightFormat
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import Attend, BoundLayer
@@ -55,13 +61,15 @@ class DecoderLM(nn.Module):
         config: the model's configuration, including its family.
         dtype: dtype of parameters and activations.
         device: device of the parameters.
-        weight_dtype: dtype of quantized layer matrices, float8_e4m3fn, for serving only; None for no quantization.
+        weight_format: of the layers' matrices, for serving only; a mapping has those of matrices by names such as
+            `layers.0.qkv`, of which others have full numbers; None for full numbers.
         communicator: of the ranks that share the model, for serving only; this one has a part of the weights. None
             for a model that is whole.
 
     Attributes:
         config: of the whole model.
         network: what this rank computes.
+        weight_format: of the layers' matrices; if some have full numbers, that of the others.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
 
@@ -70,7 +78,7 @@ class DecoderLM(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        weight_dtype: torch.dtype | None = None,
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__()
@@ -82,15 +90,17 @@ class DecoderLM(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
 
         self.config, self.network = config, network
-        self.weight_dtype = weight_dtype
         hidden, positions = network.hidden, network.positions
         self.embed_tokens = empty(network.vocab, hidden)
         self.embed_positions = (
             empty(positions.offset + positions.count, hidden) if positions else None
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(layer, hidden, dtype, device, weight_dtype) for layer in network.layers
+            DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
+            for index, layer in enumerate(network.layers)
         )
+        forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
+        self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
         self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)
@@ -105,7 +115,7 @@ class DecoderLM(nn.Module):
         self.cpu_steps: cpu_steps.CPUSteps | None = None
         self.unmeasured_kernels = False
 
-    def optimize(self, quantization: str = "none", threads: int = 1) -> None:
+    def optimize(self, quantization: WeightFormat | None = None, threads: int = 1) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
 
         Afterwards the model cannot be trained. On a CPU it cannot be saved either, because the matrices are replaced by
@@ -113,22 +123,24 @@ class DecoderLM(nn.Module):
         row.
 
         Args:
-            quantization: "int8" or "int4" quantizes all matrices for the C library, on a CPU whose
+            quantization: one of `LIBRARY_FORMATS` quantizes all matrices for the C library, on a CPU whose
                 `model.network.cpu_steps.unsupported` is empty; others leave the matrices as they are.
             threads: that compute a step in the C library.
         """
         if self.is_packed:
             return
-        if quantization in cpu_steps.BITS:
+        if quantization in LIBRARY_FORMATS:
+            assert quantization is not None
             self._quantize(quantization, threads)
             return
         self._bound, self._deterministic = self._bind(Purpose.SERVING), None
-        if all(layer.qkv.copies_weights for layer in self._bound.layers):
-            whole = self.weight_bytes
-            self.lm_head = None
-            for layer in self.decoder_layers:
-                layer.drop_matrices()
-            self._packed_bytes = whole - self.weight_bytes
+        whole = self.weight_bytes
+        for layer, bound in zip(self.decoder_layers, self._bound.layers, strict=True):
+            for name in layer.matrices:
+                if getattr(bound, name).copies_weights:
+                    layer.drop_matrix(name)
+                    self.lm_head = None  # has full numbers, too
+        self._packed_bytes = whole - self.weight_bytes
 
     def reserve_positions(self, num_positions: int) -> None:
         """Allocate the rotary tables for positions below `num_positions`, the only ones that later steps may use.
@@ -166,12 +178,16 @@ class DecoderLM(nn.Module):
         Returns:
             `out` if it is given, else the new logits.
         """
-        rows, _, prompt_seqs, _, num_logits, shared_blocks, deterministic = step.bucket
+        bucket = step.bucket
         if self.cpu_steps is not None:
             assert out is None, "steps on a CPU are not recorded"
             return self.cpu_steps.step(step, kv_cache, sampled)
-        if rows == num_logits and not (prompt_seqs or shared_blocks or deterministic):
-            kernel = self._single_launches.kernel(kv_cache, rows, self._bind_single_launch)
+        if (
+            bucket.queries == 1
+            and bucket.has_all_logits
+            and not (bucket.shared_blocks or bucket.deterministic or bucket.extra_columns)
+        ):
+            kernel = self._single_launches.kernel(kv_cache, bucket.rows, self._bind_single_launch)
             if kernel is not None:
                 table, rope = self.embed_tokens, self.rope_tables
                 try:
@@ -184,7 +200,7 @@ class DecoderLM(nn.Module):
     def hidden_states(
         self, step: StepInput, kv_cache: KVCache, sampled: Tensor | None = None
     ) -> Tensor:
-        """Compute the layers of a step and return the hidden states of its tokens, [R + P, hidden_size].
+        """Compute the layers of a step and return the hidden states of its tokens, [T, hidden_size].
 
         Args:
             step: as for `step`.
@@ -214,7 +230,7 @@ class DecoderLM(nn.Module):
         """Compute the requested rows of logits from the hidden states of the step's tokens; arguments as for `step`."""
         if not step.bucket.num_logits:
             return StepOutput(hidden.new_empty((0, self.network.vocab)))
-        if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
+        if not step.bucket.has_all_logits:
             hidden = hidden[step.device.logits_rows]
         deterministic = step.bucket.deterministic
         if out is None:
@@ -269,7 +285,7 @@ class DecoderLM(nn.Module):
                 metadata,
                 self.ropes,
                 positions,
-                fused=bound.fused,
+                rotation=bound.rotation,
                 pdl=bound.pdl,
                 batch_invariant=deterministic,
             )
@@ -334,7 +350,7 @@ class DecoderLM(nn.Module):
         reasons = single_launch.unsupported(
             self.network,
             self.embed_tokens.dtype,
-            self.weight_dtype,
+            self.weight_format,
             arch,
             rows,
             unmeasured=self.unmeasured_kernels,
@@ -375,7 +391,7 @@ class DecoderLM(nn.Module):
                 return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
             return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
-        reasons = rope_unsupported(dtype, arch)
+        reasons = triton_unsupported(VectorProblem(dtype), arch)
         try:
             for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
                 select(problem, arch)
@@ -397,7 +413,7 @@ class DecoderLM(nn.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether the layers' matrices are quantized."""
-        return self.weight_dtype is not None
+        return self.weight_format.is_quantized
 
     @property
     def num_ranks(self) -> int:
@@ -407,12 +423,13 @@ class DecoderLM(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters, those included that `optimize` replaced by packed copies of the same dtype."""
-        return self._packed_bytes + sum(parameter.nbytes for parameter in self.parameters())
+        held = (*self.parameters(), *self.buffers())
+        return self._packed_bytes + sum(tensor.nbytes for tensor in held)
 
     @property
     def is_packed(self) -> bool:
-        """Whether `optimize` has replaced the matrices by packed copies."""
-        return self.decoder_layers[0].qkv is None
+        """Whether `optimize` has replaced matrices by packed copies."""
+        return self.cpu_steps is not None or self._packed_bytes > 0
 
     def init_weights(self, std: float | None = None, seed: int | None = None) -> None:
         """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
@@ -432,8 +449,14 @@ class DecoderLM(nn.Module):
 
     def _initialize_part(self, std: float, generator: torch.Generator | None, rank: int) -> None:
         """Initialize this rank's part of the weights with that part of a whole model's."""
-        whole = DecoderLM(self.config, device="meta")
-        parameters = dict(self.named_parameters())
+        whole, own = (
+            DecoderLM(self.config, device="meta", communicator=it)
+            for it in (None, self.communicator)
+        )
+        shapes, own_shapes = (
+            {name: parameter.shape for name, parameter in it.named_parameters()}
+            for it in (whole, own)
+        )
 
         def part(name: str, values: Tensor) -> Tensor:
             layer, _, kind = name.removeprefix("layers.").partition(".")
@@ -442,10 +465,9 @@ class DecoderLM(nn.Module):
                 for network in (whole.network, self.network)
             ]
             if stacked[0] is None or stacked[1] is None:
-                return shard(values, parameters[name].shape, rank)
+                return shard(values, own_shapes[name], rank)
             return shard_stacked(values, stacked[0], stacked[1], rank)
 
-        shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
         initialize(self, std, generator, shapes, part)
 
     @property
@@ -456,7 +478,7 @@ class DecoderLM(nn.Module):
         dtype: torch.dtype = getattr(torch, cpu_steps.CACHE_DTYPE)
         return dtype
 
-    def _quantize(self, quantization: str, threads: int) -> None:
+    def _quantize(self, quantization: WeightFormat, threads: int) -> None:
         """Replace all matrices by quantized copies for the C library."""
         self._bound = self._bound._replace(layers=[])
         self.cpu_steps = cpu_steps.CPUSteps(
@@ -483,7 +505,7 @@ class DecoderLM(nn.Module):
     def _bind_single_launch(self, kv_cache: KVCache, rows: int) -> StepKernel | None:
         """Bind the single-launch kernel of steps of `rows` sequences to a cache; None if it is unsupported."""
         arch = detect(self.embed_tokens.device)
-        if not self._bound.fused or self.single_launch_unsupported(arch, rows):
+        if self._bound.rotation is not TRITON or self.single_launch_unsupported(arch, rows):
             return None
         return single_launch.bind_single_launch(
             self.network,

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.fp8 import quantize_rows
+from kernels.weights import Weight
+from model.network.matrix import Matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ def initialize(
     """Initialize the parameters: matrices from a normal distribution, biases 0, norms 1.
 
     Args:
-        model: its float8_e4m3fn parameters have a buffer of scales each, named after them.
+        model: may have `Matrix` modules in any format.
         std: standard deviation.
         generator: of the parameters' device; None uses PyTorch's global generator.
         shapes: for a model with a part of each matrix, the shapes of the whole parameters; it gets that part of the
@@ -32,19 +33,22 @@ def initialize(
         shard: returns the model's part of a whole parameter, by its name; with `shapes`.
     """
 
-    def normal(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def normal(name: str, parameter: Tensor | Weight, dtype: torch.dtype) -> Tensor:
         shape = parameter.shape if shapes is None else shapes[name]
-        values = torch.empty(shape, dtype=dtype, device=parameter.device)
+        values = torch.empty(shape, dtype=dtype, device=device)
         values.normal_(0.0, std, generator=generator)
         return values if shard is None else shard(name, values)
 
+    device = next(model.parameters()).device
+    matrices = {
+        f"{name}.numbers": module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, Matrix) and module.weight.format.is_quantized
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dtype is torch.float8_e4m3fn:
-                # PyTorch has no normal_ for float8.
-                numbers, scale = quantize_rows(normal(name, parameter, torch.float32))
-                parameter.copy_(numbers)
-                model.get_buffer(f"{name}_scale").copy_(scale)
+            if (matrix := matrices.get(name)) is not None:
+                matrix.copy_(Weight.full(normal(name, matrix, torch.float32)))
             elif parameter.ndim > 1 and shapes is not None:
                 parameter.copy_(normal(name, parameter, parameter.dtype))
             elif parameter.ndim > 1:

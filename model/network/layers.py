@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -20,11 +21,16 @@ from kernels.linear.projection import (
     ResidualWriter,
     bind_projection,
 )
+from kernels.weight_format import WeightFormat, unquantized
+from model.network.matrix import Matrix
 from model.network.parallel import ReducedProjection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
+    from kernels.weights import Weight
     from model.network.spec import Attention, Layer
     from model.network.spec import Norm as NormSpec
 
@@ -100,12 +106,33 @@ def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     return None
 
 
+def layer_formats(
+    weight_format: WeightFormat | Mapping[str, WeightFormat] | None, index: int
+) -> WeightFormat | Mapping[str, WeightFormat] | None:
+    """Return the argument of a `DecoderLayer` from that of `DecoderLM`."""
+    if weight_format is None or isinstance(weight_format, WeightFormat):
+        return weight_format
+    prefix = f"layers.{index}."
+    return {
+        name.removeprefix(prefix): form
+        for name, form in weight_format.items()
+        if name.startswith(prefix)
+    }
+
+
 class DecoderLayer(nn.Module):
     """The parameters of one layer; `layer_forward` computes with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. Biases and norms that a family lacks are None. With a
-    `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as `qkv_scale`, float32 [rows].
+    those of up. Biases and norms that a family lacks are None.
+
+    Args:
+        layer: what the layer computes.
+        hidden: C.
+        dtype: of the parameters.
+        device: of the parameters.
+        weight_format: of the matrices; a mapping has those of matrices by their names, of which others have full
+            numbers; None for full numbers.
 
     Attributes:
         spec: what the layer computes.
@@ -117,7 +144,7 @@ class DecoderLayer(nn.Module):
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
-        weight_dtype: torch.dtype | None = None,
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None = None,
     ) -> None:
         super().__init__()
         mixer, mlp = layer.mixer, layer.mlp
@@ -128,12 +155,13 @@ class DecoderLayer(nn.Module):
         def norm(size: int, of: NormSpec = layer.norm) -> nn.Parameter:
             return nn.Parameter(torch.empty(size, dtype=norm_dtype(of, dtype), device=device))
 
-        def matrix(rows: int, columns: int) -> nn.Parameter:
-            weight = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
-            return nn.Parameter(weight, requires_grad=weight_dtype is None)
-
-        def scale(rows: int) -> Tensor | None:
-            return None if weight_dtype is None else nn.Buffer(torch.empty(rows, device=device))
+        def matrix(name: str, rows: int, columns: int) -> Matrix:
+            if isinstance(weight_format, WeightFormat):
+                stacked = stacked_rows(layer, name) or [rows]
+                form = weight_format.divided(0, *itertools.accumulate(stacked[:-1]))
+            else:
+                form = (weight_format or {}).get(name) or unquantized(dtype)
+            return Matrix(form, (rows, columns), device)
 
         inner, heads = mlp.inner, mixer.num_heads * mixer.head_dim
         stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
@@ -142,22 +170,18 @@ class DecoderLayer(nn.Module):
         self.spec = layer
         self.input_norm = norm(hidden)
         self.input_norm_bias = empty(hidden) if layer_norms else None
-        self.qkv = matrix(stacked, hidden)
-        self.qkv_scale = scale(stacked)
+        self.qkv = matrix("qkv", stacked, hidden)
         self.qkv_bias = empty(stacked) if mixer.bias else None
         self.q_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
         self.k_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
-        self.output = matrix(hidden, heads)
-        self.output_scale = scale(hidden)
+        self.output = matrix("output", hidden, heads)
         self.output_bias = empty(hidden) if mixer.output_bias else None
         self.output_norm = norm(hidden) if layer.post_norms else None
         self.mlp_norm = norm(hidden)
         self.mlp_norm_bias = empty(hidden) if layer_norms else None
-        self.gate_up = matrix(widened, hidden)
-        self.gate_up_scale = scale(widened)
+        self.gate_up = matrix("gate_up", widened, hidden)
         self.gate_up_bias = empty(widened) if mlp.bias else None
-        self.down = matrix(hidden, inner)
-        self.down_scale = scale(hidden)
+        self.down = matrix("down", hidden, inner)
         self.down_bias = empty(hidden) if mlp.bias else None
         self.down_norm = norm(hidden) if layer.post_norms else None
 
@@ -180,25 +204,22 @@ class DecoderLayer(nn.Module):
             problem: see `BoundLayer`.
             rotary: see `BoundLayer`.
         """
-        mixer, mlp, eps = self.spec.mixer, self.spec.mlp, self.spec.norm.eps
-        matrices = (self.qkv, self.output, self.gate_up, self.down)
-        layer_weights = sum(matrix.numel() for matrix in matrices)
+        mixer = self.spec.mixer
+        layer_weights = sum(math.prod(matrix.shape) for matrix in self.matrices.values())
+        projections = self.projections(communicator)
 
-        bind = functools.partial(
-            bind_projection, dtype=dtype, arch=arch, layer_weights=layer_weights, purpose=purpose
-        )
+        def bind(name: str) -> Projection:
+            weights, operations = projections[name]
+            return bind_projection(
+                weights, dtype, arch, operations, layer_weights=layer_weights, purpose=purpose
+            )
 
-        def weights(name: str) -> LinearWeights:
-            return LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
-
-        def adding(name: str, post_norm: Tensor | None) -> ResidualWriter:
-            after = None if post_norm is None else Norm(post_norm, eps)
-            numbers = weights(name)
+        def adding(name: str) -> ResidualWriter:
+            product = bind(name)
             if communicator is None:
-                return bind(numbers, operations=Operations(residual=True, post_norm=after))
-            operations = Operations(residual=communicator.fuses_norm)
-            product = bind(numbers._replace(bias=None), operations=operations)
-            return ReducedProjection(product, numbers.bias, after, communicator)
+                return product
+            bias = getattr(self, f"{name}_bias")
+            return ReducedProjection(product, bias, self._post_norm(name), communicator)
 
         head_norms = None
         if mixer.qk_norm is not None:
@@ -207,30 +228,52 @@ class DecoderLayer(nn.Module):
             head_norms = Norm(self.q_norm, mixer.qk_norm.eps), Norm(self.k_norm, mixer.qk_norm.eps)
         return BoundLayer(
             mixer=mixer,
-            qkv=bind(
-                weights("qkv"),
-                operations=Operations(make_norm(self.input_norm, self.input_norm_bias, eps)),
-            ),
+            qkv=bind("qkv"),
             head_norms=head_norms,
-            output=adding("output", self.output_norm),
-            gate_up=bind(
-                weights("gate_up"),
-                operations=Operations(
-                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps),
-                    Activation(mlp.activation, gated=mlp.gated),
-                ),
-            ),
-            down=adding("down", self.down_norm),
-            next_weights=(self.output, self.gate_up),
+            output=adding("output"),
+            gate_up=bind("gate_up"),
+            down=adding("down"),
+            next_weights=(self.output.numbers, self.gate_up.numbers),
             problem=problem,
             rotary=rotary,
         )
 
-    def drop_matrices(self) -> None:
-        """Delete the matrices, once the bound projections have copies of them."""
-        for name in ("qkv", "output", "gate_up", "down"):
-            self.drop_matrix(name)
+    def projections(
+        self, communicator: Communicator | None = None
+    ) -> dict[str, tuple[LinearWeights, Operations]]:
+        """Return the parameters of each product of this rank and the operations around it, in their order."""
+        mlp = self.spec.mlp
+
+        def weights(name: str) -> LinearWeights:
+            return LinearWeights(self.matrices[name], getattr(self, f"{name}_bias"))
+
+        def reading(norm: str, activation: Activation | None = None) -> Operations:
+            weight, bias = getattr(self, norm), getattr(self, f"{norm}_bias")
+            return Operations(make_norm(weight, bias, self.spec.norm.eps), activation)
+
+        def adding(name: str) -> tuple[LinearWeights, Operations]:
+            if communicator is None:
+                return weights(name), Operations(residual=True, post_norm=self._post_norm(name))
+            # The bias and the norm are those of the sum over all ranks.
+            return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
+
+        activation = Activation(mlp.activation, gated=mlp.gated)
+        return {
+            "qkv": (weights("qkv"), reading("input_norm")),
+            "output": adding("output"),
+            "gate_up": (weights("gate_up"), reading("mlp_norm", activation)),
+            "down": adding("down"),
+        }
+
+    def _post_norm(self, name: str) -> Norm | None:
+        weight = getattr(self, f"{name}_norm")
+        return None if weight is None else Norm(weight, self.spec.norm.eps)
+
+    @property
+    def matrices(self) -> dict[str, Weight]:
+        """The matrices by their names."""
+        return {name: it.weight for name, it in self.named_children() if isinstance(it, Matrix)}
 
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""
-        self.register_parameter(name, None)
+        setattr(self, name, None)

@@ -25,7 +25,7 @@ class AttentionMetadata:
 
     Attributes:
         slot_mapping: [T] int32, block_id * block_size + offset of each token; -1 writes nothing.
-        num_decode_tokens: number of leading rows that the plans of decode rows cover, one per sequence.
+        num_decode_tokens: number of leading rows that the plans of decode rows cover.
         plans: of each attention problem of the layers, in the order of `AttentionPlanner.mixers`.
         most_keys: upper bound of the keys that a layer reads, summed over all sequences.
     """

@@ -10,24 +10,26 @@ Every rank has the whole embedding and residual stream, and computes the same to
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from kernels.linear.around import joined
 from kernels.linear.projection import FixedProjection, Residual
 from kernels.norms import pytorch
 from kernels.sampling.tokens import argmax_tokens
+from kernels.weights import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import Norm, Projection
     from model.network.head import Head
     from model.network.spec import Layer, Network
+
+Narrowable = TypeVar("Narrowable", Tensor, Weight)
 
 
 def shard_network(network: Network, size: int) -> Network:
@@ -50,8 +52,8 @@ def _shard_layer(layer: Layer, size: int) -> Layer:
     )
 
 
-def shard(whole: Tensor, shape: Sequence[int], rank: int) -> Tensor:
-    """Return a rank's part of a tensor, a view.
+def shard(whole: Narrowable, shape: Sequence[int], rank: int) -> Narrowable:
+    """Return a rank's part of a tensor or matrix, a view.
 
     Args:
         whole: any shape.

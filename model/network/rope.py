@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels import rope_tables
 from model.network.spec import Rotary
@@ -24,14 +25,20 @@ def inverse_frequencies(rope: Rotary | None, head_dim: int, *, long: bool = Fals
         long: `longrope` only: whether the context is longer than the original one.
 
     Returns:
-        [D / 2] float32, on the CPU.
+        [D / 2] float32, on the CPU; 0 for pairs that do not rotate.
 
     Source: RoFormer (arXiv 2104.09864) section 3.2; the scaled variants as in transformers 5,
         `modeling_rope_utils.py`, operation for operation, so that float32 results are equal.
     """
     if rope is None:
         return torch.zeros(head_dim // 2, device="cpu")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    rotating = _frequencies(rope, rope.dims or head_dim, long=long)
+    return functional.pad(rotating, (0, head_dim // 2 - len(rotating)))
+
+
+def _frequencies(rope: Rotary, dims: int, *, long: bool) -> Tensor:
+    """Compute the frequencies of a head of which all dimensions rotate."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
@@ -41,7 +48,7 @@ def inverse_frequencies(rope: Rotary | None, head_dim: int, *, long: bool = Fals
         factors = torch.tensor(rope.long_factor if long else rope.short_factor, dtype=torch.float32)
         return 1.0 / (factors * rope.theta**exponents)
     if rope.rope_type == "yarn":
-        return _yarn(rope, frequencies, rope.theta**exponents, head_dim)
+        return _yarn(rope, frequencies, rope.theta**exponents, dims)
     return frequencies
 
 
@@ -59,7 +66,7 @@ def _llama3(rope: Rotary, frequencies: Tensor) -> Tensor:
     return torch.where(between, blended, scaled)
 
 
-def _yarn(rope: Rotary, frequencies: Tensor, periods: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: Rotary, frequencies: Tensor, periods: Tensor, dims: int) -> Tensor:
     """Keep the frequencies of fast dimensions, divide those of slow ones by the factor, interpolate in between.
 
     Source: YaRN (arXiv 2309.00071) section 3.2, "NTK-by-parts".
@@ -67,15 +74,15 @@ def _yarn(rope: Rotary, frequencies: Tensor, periods: Tensor, head_dim: int) -> 
 
     def dimension_turning(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        return dims * math.log(turns) / (2 * math.log(rope.theta))
 
     first, last = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, dims - 1)
     if first == last:
         last += 0.001  # keeps the ramp finite, as the reference does
-    dimensions = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    dimensions = torch.arange(dims // 2, dtype=torch.float32, device="cpu")
     keep = 1 - torch.clamp((dimensions - first) / (last - first), 0, 1)
     return 1.0 / (rope.factor * periods) * (1 - keep) + frequencies * keep
 
@@ -132,7 +139,7 @@ class RotaryEmbedding:
             )
             frequencies = self._dynamic(length)[0]
         angles = positions.float()[:, None] * frequencies
-        return rope_tables(angles, self._rope.attention_factor, dtype)
+        return self._tables(angles, dtype)
 
     def reserve(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Grow the table to at least `num_positions` rows.
@@ -158,24 +165,21 @@ class RotaryEmbedding:
             if self._rope.rope_type == "dynamic":
                 frequencies = self._dynamic(positions + 1)
             angles = positions[:, None] * frequencies
-            tables = rope_tables(angles, self._rope.attention_factor, dtype)
-            self._cos[start:stop], self._sin[start:stop] = tables
+            self._cos[start:stop], self._sin[start:stop] = self._tables(angles, dtype)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
         """Cos and sin of all reserved positions, [positions, 1, D] each, contiguous."""
         return self._cos, self._sin
 
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up cos and sin for the tokens of a step.
-
-        Args:
-            positions: [T] int64, each below the reserved number.
-
-        Returns:
-            cos and sin, [T, 1, D] each, contiguous.
-        """
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+    def _tables(self, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of angles, [..., D / 2]; [..., 1, D] each."""
+        cos, sin = rope_tables(angles, self._rope.attention_factor, dtype)
+        if self._rope.dims is not None and self._rope.attention_factor != 1:
+            # The attention factor is of the dimensions that rotate.
+            halves = cos.view(*cos.shape[:-1], 2, self._head_dim // 2)
+            halves[..., self._rope.dims // 2 :] = 1
+        return cos, sin
 
     def _is_long(self, num_positions: int) -> bool:
         """Return whether sequences of up to `num_positions` tokens have the frequencies for longer contexts."""
@@ -204,9 +208,10 @@ class RotaryEmbedding:
 
         Source: transformers 5, `modeling_rope_utils.py`, `_compute_dynamic_ntk_parameters`.
         """
-        rope, dim = self._rope, self._head_dim
+        rope, half = self._rope, self._head_dim // 2
+        dims = rope.dims or self._head_dim
         original = rope.original_max_positions
         stretch = rope.factor * lengths.clamp(min=original) / original - (rope.factor - 1)
-        theta = rope.theta * stretch ** (dim / (dim - 2))
-        exponents = torch.arange(0, dim, 2, device=lengths.device).float() / dim
-        return 1.0 / (theta[:, None] ** exponents)
+        theta = rope.theta * stretch ** (dims / (dims - 2))
+        exponents = torch.arange(0, dims, 2, device=lengths.device).float() / dims
+        return functional.pad(1.0 / (theta[:, None] ** exponents), (0, half - dims // 2))

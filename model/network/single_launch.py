@@ -12,7 +12,6 @@ from kernels import detect
 from kernels.step.single_launch import (
     ROW_COUNTS,
     LayerWeights,
-    MatrixScales,
     StepShape,
     StepWeights,
     bind_step,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from kernels.step.single_launch import StepKernel
+    from kernels.weight_format import WeightFormat
     from model.device.kv_cache import KVCache
     from model.network.layers import DecoderLayer
     from model.network.step import StepInput
@@ -51,7 +51,8 @@ READS: Final[spec.Reads] = {
 }
 """What the launch of one sequence computes."""
 VARYING: Final = ((spec.Attention, "window"), (spec.Attention, "rotary"))
-READS_OF_ROWS: Final[spec.Reads] = READS | {
+READS_OF_ROWS: Final[spec.Reads] = {
+    **READS,
     spec.Network: {"tied": spec.ALL},
     spec.Layer: {},
     spec.Norm: {"eps": spec.ALL},
@@ -165,17 +166,16 @@ def bind_single_launch(
     """
     weights = [
         LayerWeights(
-            layer.qkv,
-            layer.output,
-            layer.gate_up,
-            layer.down,
+            layer.qkv.weight,
+            layer.output.weight,
+            layer.gate_up.weight,
+            layer.down.weight,
             layer.input_norm,
             layer.mlp_norm,
             layer.q_norm,
             layer.k_norm,
             layer.qkv_bias,
             layer.spec.mixer.window,
-            matrix_scales(layer),
             layer.output_norm,
             layer.down_norm,
         )
@@ -183,12 +183,6 @@ def bind_single_launch(
     ]
     step = StepWeights(step_shape(network), weights, embedding, head, norm)
     return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
-
-
-def matrix_scales(layer: DecoderLayer) -> MatrixScales | None:
-    """Return the scales of a layer's matrices; None if they are not quantized."""
-    scales = [getattr(layer, f"{name}_scale") for name in MatrixScales._fields]
-    return None if scales[0] is None else MatrixScales(*scales)
 
 
 def step_shape(network: spec.Network) -> StepShape:
@@ -213,7 +207,7 @@ def step_shape(network: spec.Network) -> StepShape:
 def unsupported(
     network: spec.Network,
     dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
+    weight_format: WeightFormat,
     arch: GPUArch,
     rows: int = 1,
     *,
@@ -224,7 +218,7 @@ def unsupported(
     Args:
         network: of the model.
         dtype: dtype of its parameters.
-        weight_dtype: dtype of the layers' matrices if they are quantized; else None.
+        weight_format: of the layers' matrices.
         arch: architecture that the model runs on.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
@@ -233,7 +227,7 @@ def unsupported(
     if not spec.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(
-        step_shape(network), dtype, arch, rows, weight_dtype, unmeasured=unmeasured
+        step_shape(network), dtype, arch, rows, weight_format, unmeasured=unmeasured
     )
     missing += spec.different_norms(network, "eps", "float32")
     mixers = [layer.mixer for layer in network.layers]

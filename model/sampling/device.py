@@ -173,12 +173,9 @@ def _fixed_columns(parameters: SamplingParams, size: int) -> SampleRow:
     """Return the columns of a row that follow from its parameters; the others are 0."""
     if parameters.temperature == 0.0:
         return _GREEDY_ROW
-    scale = parameters.inverse_temperature
     if not parameters.is_filtered:
-        return _unfiltered_row(scale)
-    top_k = parameters.top_k if parameters.top_k < size else 0
-    kept = parameters.top_p, parameters.min_p_distance, parameters.typical_p
-    return _filtered_row(size, scale, top_k, *kept)
+        return _unfiltered_row(parameters.inverse_temperature)
+    return _filtered_row(size, parameters.kernel_columns)
 
 
 @functools.lru_cache(_KEPT_ROWS)
@@ -187,12 +184,11 @@ def _unfiltered_row(scale: float) -> SampleRow:
 
 
 @functools.lru_cache(_KEPT_ROWS)
-def _filtered_row(
-    size: int, scale: float, top_k: int, top_p: float, min_p_distance: float, typical_p: float
-) -> SampleRow:
+def _filtered_row(size: int, columns: tuple[float, ...]) -> SampleRow:
+    scale, top_k, top_p, *others = columns
+    top_k = int(top_k) if top_k < size else 0
     bounds = candidate_bounds(size, top_k, top_p)
-    filters = top_k, top_p, min_p_distance, typical_p
-    return SampleRow(0, 0, 0, FILTERED, 0, 0, scale, *filters, *bounds)
+    return SampleRow._make((0, 0, 0, FILTERED, 0, 0, scale, top_k, top_p, *others, *bounds))
 
 
 def _with_logprobs(token: SampledToken, row: SamplingRow, values: list[float]) -> SampledToken:

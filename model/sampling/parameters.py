@@ -6,11 +6,14 @@ This module imports neither PyTorch nor NumPy, because the front end and the eng
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+import typing
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 NOT_FINITE = "the model's scores for this token are not finite numbers"
 """`SampledToken.error` of a row without a finite largest logit."""
@@ -20,31 +23,53 @@ NOTHING_ALLOWED = (
 )
 """The same for a row with a mask."""
 
+_FILTER = {"filter": True}
+"""Metadata of parameters that keep some of the tokens."""
+
 
 def no_token_error(mask: int) -> str:
     """Return the error of a row without a token, whose mask has this index; -1 for none."""
     return NOT_FINITE if mask < 0 else NOTHING_ALLOWED
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters of a request that does not set them, which a checkpoint may have.
+
+    Attributes:
+        temperature: Divides the logits. 0 takes the most likely token (greedy).
+        top_k: Sample from this number of most likely tokens.
+        top_p: Sample from the most likely tokens that together have this probability.
+        min_p: Sample from tokens at least this likely, relative to the most likely one.
+        typical_p: Sample from the locally typical tokens that together have this probability.
+        repetition_penalty: Divides the positive and multiplies the negative logits of tokens seen so far; 1 is off.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, extra=_FILTER)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1, extra=_FILTER)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1, extra=_FILTER)] = 0.0
+    typical_p: Annotated[float, Meta(gt=0, le=1, extra=_FILTER)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+
+
+class SamplingParams(SamplingDefaults, frozen=True, kw_only=True, dict=True):
     """How the tokens of one request are chosen. Defaults and limits are already applied.
+
+    Fields of request bodies, their checks and documents follow from the numbers with limits, here and in
+    `SamplingDefaults`, and from their descriptions.
 
     The properties below determine whether a step may skip the sampler, and whether it may be launched before the tokens
     of the previous step are read. A parameter that changes logits, bans tokens or depends on earlier tokens must
     therefore be part of them. They are cached because every step reads them for every row.
 
+    A temperature of 0 ignores the filters, but not the penalties. `top_k` also keeps all that tie with the last token,
+    and 0 keeps all. The repetition penalty is for tokens in prompt and output.
+
     Attributes:
+        frequency_penalty: Subtracted from a token's logit once for each time it was generated.
+        presence_penalty: Subtracted once from the logit of every token that was generated.
         max_new_tokens: tokens, at least 1.
         min_new_tokens: tokens; end-of-sequence and stop ids are banned until this number has been generated.
-        temperature: divides the logits; 0 selects the argmax and ignores the filters below, but not the penalties.
-        top_k: number of most likely tokens kept, plus all that tie with the last of them; 0 keeps all.
-        top_p: probability mass kept, in (0, 1]; 1 keeps all.
-        min_p: smallest probability kept, relative to the most likely token, in [0, 1]; 0 keeps all.
-        typical_p: mass of locally typical tokens kept, in (0, 1]; 1 keeps all.
-        repetition_penalty: > 0; divides positive and multiplies negative logits of the tokens in prompt and output;
-            1 is off.
-        presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
-        frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
         logit_bias: token id -> number added to its logit before everything else.
         bad_words: words as non-empty sequences of ids; the last id of a word is banned if prompt and output so far end
             with the other ids of the word.
@@ -59,16 +84,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         prompt_top_logprobs: most likely tokens reported at each position of the prompt; only with `prompt_logprobs`.
     """
 
+    top_k: Annotated[int, Meta(ge=0, extra=_FILTER)] = 0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     max_new_tokens: int
     min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str | None = None
@@ -88,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def is_filtered(self) -> bool:
         """Whether only some of the tokens with a finite logit can be sampled."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
+        return any(getattr(self, name) != neutral for name, neutral in FILTERS.items())
 
     @cached_property
     def inverse_temperature(self) -> float:
@@ -99,6 +119,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def min_p_distance(self) -> float:
         """Largest distance of a scaled logit from the largest one that `min_p` keeps."""
         return abs(math.log(self.min_p)) if self.min_p > 0.0 else math.inf
+
+    @cached_property
+    def kernel_columns(self) -> tuple[float, ...]:
+        """The columns of a filtered row in the sampling kernels' table (`kernels.sampling.rows.SampleRow`)."""
+        limits = self.top_k, self.top_p, self.min_p_distance, self.typical_p
+        return self.inverse_temperature, *limits
 
     @cached_property
     def wants_logprobs(self) -> bool:
@@ -167,6 +193,46 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if not before or list(token_ids[-len(before) :]) == before:
                 banned += (last,)
         return banned
+
+
+class Number(NamedTuple):
+    """A sampling parameter that is a number.
+
+    Attributes:
+        type: float or int.
+        limits: by "ge", "gt" and "le".
+        neutral: the default, which has no effect.
+        filter: metadata of a filter; None for other parameters.
+    """
+
+    type: type
+    limits: dict[str, float]
+    neutral: float
+    filter: dict[str, bool] | None
+
+    def allows(self, value: float) -> bool:
+        """Return whether a value is finite and within the limits."""
+        within = (getattr(operator, name)(value, limit) for name, limit in self.limits.items())
+        return math.isfinite(value) and all(within)
+
+
+def _number(field: msgspec.structs.FieldInfo) -> Number:
+    meta = field.type.__metadata__[0]
+    limits = {name: getattr(meta, name) for name in ("ge", "gt", "le")}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    return Number(field.type.__origin__, limits, field.default, meta.extra)
+
+
+NUMBERS: Final[Mapping[str, Number]] = {
+    field.name: _number(field)
+    for field in msgspec.structs.fields(SamplingParams)
+    if typing.get_origin(field.type) is Annotated
+}
+"""The sampling parameters that have limits, by name."""
+FILTERS: Final[Mapping[str, float]] = {
+    name: number.neutral for name, number in NUMBERS.items() if number.filter
+}
+"""Those that keep some of the tokens, and their values that keep all."""
 
 
 class SampledToken(NamedTuple):

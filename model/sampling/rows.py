@@ -26,6 +26,14 @@ class TokenHistory:
         self._counts: dict[int, int] = {}
         self._num_counted = num_prompt_tokens
 
+    def followed_by(self, token_ids: Sequence[int]) -> TokenHistory:
+        """Return the history of these tokens and `token_ids` after them, which are output; this one stays as it is."""
+        self.output_counts()
+        longer = TokenHistory([*self.token_ids, *token_ids], self.num_prompt_tokens)
+        longer._prompt_ids = self._distinct_prompt_ids()
+        longer._counts, longer._num_counted = self._counts.copy(), self._num_counted
+        return longer
+
     def output_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the distinct output tokens, and how often each was generated."""
         counts = self._counts
@@ -36,10 +44,13 @@ class TokenHistory:
 
     def seen_ids(self) -> npt.NDArray[np.int64]:
         """Return the distinct tokens of the prompt, then those of the output; some are in both."""
+        return np.concatenate((self._distinct_prompt_ids(), self.output_counts()[0]))
+
+    def _distinct_prompt_ids(self) -> npt.NDArray[np.int64]:
         if self._prompt_ids is None:
             prompt = self.token_ids[: self.num_prompt_tokens]
             self._prompt_ids = np.unique(np.asarray(prompt, dtype=np.int64))
-        return np.concatenate((self._prompt_ids, self.output_counts()[0]))
+        return self._prompt_ids
 
 
 class SamplingRow(msgspec.Struct, frozen=True):

@@ -7,17 +7,22 @@ alone, not on the other rows, their number or their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.sampling.registry import TRITON
 from kernels.sampling.tokens import has_kernels
+from kernels.selection import VectorSpec
 from model.device.transfer import Download
 from model.sampling.device import DeviceTokens
 from model.sampling.host import HostSampler
 from model.sampling.parameters import SampledToken
 from model.sampling.rows import SamplingRow
+
+SAMPLERS: Final = (TRITON, VectorSpec("host_sampling", "model.sampling.host:HostSampler"))
+"""What samples the tokens of a step, most preferred row first."""
 
 
 class PendingTokens(Protocol):

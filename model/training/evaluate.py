@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = read_held_out(options.data)
     defaults = read_sampling_defaults(options.model)
     report = {
-        "parameters": model.config.num_parameters,
+        "parameters": model.config.network.num_parameters,
         "compression": compression(model, tokenizer, files),
         "headers": header_completions(model, tokenizer, files, greedy(MAX_NEW_TOKENS)),
         "sampling_defaults": msgspec.to_builtins(defaults),

@@ -82,21 +82,27 @@ class Stage:
 
 def model_config(shape: Shape, vocab_size: int) -> ModelConfig:
     """Return the Llama configuration of a shape."""
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=64,
-        max_position_embeddings=CONTEXT_LENGTH,
-        norm_eps=1e-6,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        bos_token_id=END_OF_TEXT_ID,
-        eos_token_ids=(END_OF_TEXT_ID, TURN_END_ID),
+    return ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "vocab_size": vocab_size,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "head_dim": 64,
+            "max_position_embeddings": CONTEXT_LENGTH,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.02,
+            "hidden_act": "silu",
+            "rope_theta": 10_000.0,
+            "bos_token_id": END_OF_TEXT_ID,
+            "eos_token_id": [END_OF_TEXT_ID, TURN_END_ID],
+            "torch_dtype": "bfloat16",
+        }
     )
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from kernels import flash_attention
 from kernels.linear.projection import Residual
+from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
-from model.network.attention import split_heads
 from model.network.decoder import DecoderLM
 from model.network.layers import Attend, BoundLayer, layer_forward
 from model.training.prepare import CONTEXT_LENGTH
@@ -47,7 +47,8 @@ class PackedAttention:
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
         """Compute attention: [T, (H + 2 * K) * D] to [T, H * D]."""
         del index
-        q, k, v = split_heads(layer, qkv, self._rope)
+        head_dim, num_kv_heads = layer.mixer.head_dim, layer.mixer.num_kv_heads
+        q, k, v = split_heads(qkv, head_dim, num_kv_heads, layer.head_norms, self._rope)
         return self._attend(q.to(v.dtype), k.to(v.dtype), v, self._cu_seqlens).flatten(-2)
 
 

@@ -23,10 +23,13 @@ from server.cli.settings import (
     Settings,
     environment_variable,
     flag,
+    listed_settings,
     read_environment,
+    setting,
 )
 from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import check_start
+from server.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     import argparse
@@ -69,7 +72,12 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        _fail_all(map(_explain, error.errors(include_url=False)), command)
+        order = list(listed_settings())
+        problems = sorted(
+            error.errors(include_url=False),
+            key=lambda it: order.index(str(it["loc"][0])) if it["loc"] else 0,
+        )
+        _fail_all(map(_explain, problems), command)
     if unknown and not settings.ignore_unknown_env:
         _fail_all(map(_unknown_variable, unknown), command)
     return settings
@@ -82,8 +90,8 @@ def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         settings: of the service.
         model_path: checkpoint folder on this machine.
     """
-    shared = settings.model_dump(include=set(EngineConfig.__struct_fields__))
-    return EngineConfig(model_path=str(model_path), model_id=settings.model, **shared)
+    values = settings.values_of(EngineSettings)
+    return EngineConfig(model_path=str(model_path), model_id=settings.model, **values)
 
 
 def find_model(settings: Settings) -> tuple[Path, ModelConfig]:
@@ -129,7 +137,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     name, value = str(problem["loc"][0]), problem["input"]
     field = Settings.model_fields[name]
     where = f"{flag(name)} (or {environment_variable(name)})"
-    where += f" is {value!r}" if field.repr else ""
+    where += "" if setting(field).secret else f" is {value!r}"
     allowed = allowed_values(field)
     if allowed and problem["type"].startswith(_PLAIN_PROBLEMS):
         return f"{where}; it must be {allowed}{_kubernetes_hint(value)}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from model.checkpoint.generation_config import SamplingDefaults, read_sampling_defaults
+from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.hub import BUNDLED, resolve
+from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
-from server.http.config import HTTPConfig
+from server.http.config import HTTPConfig, HTTPSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,32 +40,16 @@ def http_config(
         ModelError: the chat template or the checkpoint's sampling defaults cannot be read.
     """
     from_file = settings.generation_config == "auto"
+    resolved = {
+        "chat_template": settings.chat_template and read_template(settings.chat_template),
+        "api_key": keys,
+        "allowed_hosts": allowed_hosts,
+    }
     return HTTPConfig(
         model_id=settings.model,
-        served_model_names=settings.served_model_name,
-        strict_fields=settings.strict_fields,
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=read_sampling_defaults(folder) if from_file else SamplingDefaults(),
-        chat_template=settings.chat_template and read_template(settings.chat_template),
-        tool_call_format=settings.tool_call_format,
-        max_concurrent_requests=settings.max_concurrent_requests,
-        max_queue_seconds=settings.max_queue_seconds,
-        max_queued_tokens=settings.max_queued_tokens,
-        max_body_bytes=settings.max_body_bytes,
-        max_buffered_body_bytes=settings.max_buffered_body_bytes,
-        restart_wait_seconds=settings.restart_wait,
-        drain_delay_seconds=settings.drain_delay,
-        drain_timeout_seconds=settings.drain_timeout,
-        api_keys=keys,
-        prefix_cache_sharing=settings.prefix_cache_sharing,
-        cors_allow_origins=settings.cors_allow_origin,
-        allowed_hosts=allowed_hosts,
-        max_connections=settings.max_connections,
-        max_header_bytes=settings.max_header_bytes,
-        header_timeout_seconds=settings.header_timeout,
-        keep_alive_timeout_seconds=settings.keep_alive_timeout,
-        access_log=settings.access_log,
-        otlp_endpoint=settings.otlp_endpoint,
+        **settings.values_of(HTTPSettings) | resolved,
     )
 
 

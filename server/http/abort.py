@@ -64,7 +64,7 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         except ClientDisconnectedError:
             return Response(status_code=_CLIENT_CLOSED)
         wanted = _wanted(body)
-        client = current_request().client if context.config.api_keys else None
+        client = current_request().client if context.config.api_key else None
         aborted = await context.client.abort_external(AbortTarget(wanted, client))
         not_found = sorted(wanted - aborted) if wanted is not None else []
         return json_response(AbortReply(sorted(aborted), not_found))

@@ -61,7 +61,7 @@ class AppContext:
         chat_template: ChatTemplate | None = None,
     ) -> None:
         self.client = client
-        client.restart_queue.seconds = config.restart_wait_seconds
+        client.restart_queue.seconds = config.restart_wait
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics

@@ -89,10 +89,10 @@ class Lifecycle:
         await self._stop.wait()
         self.stage = Stage.DRAINING
         if self._client.state is EngineState.READY:  # otherwise health checks have failed before
-            await self._wait(self._config.drain_delay_seconds)
+            await self._wait(self._config.drain_delay)
         self.stage = Stage.REFUSING
         if self._requests:
-            await self._wait(self._config.drain_timeout_seconds)
+            await self._wait(self._config.drain_timeout)
         self.stage = Stage.ENDING
 
     async def _wait(self, seconds: float) -> None:

@@ -96,7 +96,7 @@ class Tracing:
             )
         )
         self._tracer = self._provider.get_tracer("tessera", version())
-        self._model = (config.served_model_names or (config.model_id,))[0]
+        self._model = (config.served_model_name or (config.model_id,))[0]
 
     def close(self) -> None:
         """Export the last spans, or give up after `CLOSE_SECONDS`. Blocks."""

@@ -1,14 +1,20 @@
 """Settings from flags and the environment."""
 
+import dataclasses
+from typing import Annotated
+
 import huggingface_hub
 import pytest
-from pydantic import Field, create_model
+from pydantic import create_model
 
 from model.checkpoint.hub import resolve
 from server.cli import command_settings
 from server.cli.command_settings import find_model, read_settings
-from server.cli.settings import Settings
+from server.cli.settings import Settings, listed_settings, meanings
 from server.engine.core.start_checks import StartupError
+from server.engine.settings import EngineSettings
+from server.http.config import HTTPSettings
+from server.setting import Setting
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +176,26 @@ def test_every_wrong_value_has_its_line(refusal):
     assert len(refusal("--port=x", "--dtype=x").splitlines()) == 2
 
 
+def test_every_setting_has_a_description():
+    assert meanings().keys() == Settings.model_fields.keys()
+    assert all(meanings().values())
+
+
+def test_every_setting_of_an_engine_and_of_the_http_layer_is_one_of_the_service():
+    for record in (EngineSettings, HTTPSettings):
+        defaults = {name: Settings.model_fields[name].default for name in record.__annotations__}
+        assert Settings().values_of(record) == defaults
+        assert defaults == dataclasses.asdict(record())
+
+
+def test_settings_are_listed_by_subject_and_not_by_record():
+    names = list(listed_settings())
+
+    assert sorted(names) == sorted(Settings.model_fields)
+    assert names[names.index("api_key") + 1] == "api_key_file"
+    assert names[names.index("drain_timeout") + 1 :] == ["log_level", "ignore_unknown_env"]
+
+
 def test_every_wrong_value_is_described_without_the_words_of_the_validating_library(refusal):
     for field in Settings.model_fields.values():
         kind = command_settings.allowed_values(field)
@@ -179,14 +205,16 @@ def test_every_wrong_value_is_described_without_the_words_of_the_validating_libr
 
 
 def test_the_value_of_a_secret_setting_is_not_shown(refusal, monkeypatch):
-    wide = create_model("Wide", __base__=Settings, key=(int, Field(default=0, repr=False)))
-    for module in ("command_settings", "settings", "parsing.setting_flags"):
+    key = Annotated[int, Setting(secret=True)]
+    wide = create_model("Wide", __base__=Settings, key=(key, 0))
+    for module in ("command_settings", "settings"):
         monkeypatch.setattr(f"server.cli.{module}.Settings", wide)
 
     message = refusal("--key=hunter2")
 
     assert "--key (or TESSERA_KEY); it must be a whole number" in message
     assert "hunter2" not in message
+    assert "hunter2" not in repr(Settings(api_key=("hunter2",)))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +230,8 @@ def test_the_value_of_a_secret_setting_is_not_shown(refusal, monkeypatch):
 def test_a_setting_that_is_a_list_takes_commas_or_repetition(
     monkeypatch, arguments, variable, names
 ):
-    wide = create_model("Wide", __base__=Settings, names=(list[str], Field(default=[])))
-    for module in ("command_settings", "settings", "parsing.setting_flags"):
+    wide = create_model("Wide", __base__=Settings, names=(list[str], []))
+    for module in ("command_settings", "settings"):
         monkeypatch.setattr(f"server.cli.{module}.Settings", wide)
     monkeypatch.setenv("TESSERA_NAMES", variable)
 

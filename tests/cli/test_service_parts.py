@@ -5,8 +5,8 @@ import json
 import pytest
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.generation_config import SamplingDefaults
 from model.errors import ModelFolderError
+from model.sampling.parameters import SamplingDefaults
 from server.cli.service_parts import http_config
 from server.cli.settings import Settings
 from tests.tiny_checkpoint import write_tiny_checkpoint

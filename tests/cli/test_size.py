@@ -69,7 +69,7 @@ def test_one_sequence_is_limited_by_reading_the_weights(size):
 def test_a_layer_takes_its_time_however_small_the_model_is(size):
     one = size(model=())["decode"][0]
 
-    layers = ModelConfig.from_folder(resolve(BUNDLED)).num_layers
+    layers = len(ModelConfig.from_folder(resolve(BUNDLED)).network.layers)
     assert one["expected_tokens_per_second"] == pytest.approx(1 / (layers * LAYER_SECONDS))
 
 

@@ -67,7 +67,9 @@ class FaultyRunner:
             else:
                 self._act(state.fault)
         pending: PendingStep = self._runner.launch(output)
-        return _with_errors(pending, replaced, len(output.decode)) if replaced else pending
+        if not replaced:
+            return pending
+        return _with_errors(pending, replaced, [row.num_logits for row in output.decode])
 
     def recover(self, error: Exception) -> bool:
         """Return what the runner does; False after the fault `fatal`."""
@@ -187,16 +189,16 @@ def poison(kv_cache: Any, block: int, slots: slice = slice(None)) -> None:
             scales[:, block, :, slots] = float("nan")
 
 
-def _with_errors(pending: PendingStep, rows: list[int], num_decode: int) -> PendingStep:
+def _with_errors(pending: PendingStep, rows: list[int], counts: list[int]) -> PendingStep:
     """Return a pending step whose sampled tokens in some rows are errors, as those of NaN are."""
 
     def result() -> Any:
         found = pending.result()
-        sampled = [list(tokens) for tokens in found.sampled.by_row(num_decode)]
+        sampled = [list(tokens) for tokens in found.sampled.by_row(counts)]
         for row in rows:
             sampled[row] = [SampledToken(error=NOT_FINITE)] * len(sampled[row])
-        decoded = [token for tokens in sampled[:num_decode] for token in tokens]
-        columns = SampledRows.of(decoded, sampled[num_decode:])
+        decoded = [token for tokens in sampled[: len(counts)] for token in tokens]
+        columns = SampledRows.of(decoded, sampled[len(counts) :])
         return SimpleNamespace(sampled=columns, prompt_logprobs=found.prompt_logprobs)
 
     return cast(

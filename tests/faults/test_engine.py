@@ -19,7 +19,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 
 @contextlib.asynccontextmanager
 async def running(command=FAKE_COMMAND, hang_seconds=60.0, **config):
-    config = {"model_path": "ok", "model_id": "fake"} | config
+    config = {"model_path": "ok", "model_id": "fake", "quantization": "none"} | config
     client = EngineClient(EngineConfig(**config), hang_seconds, command)
     await client.start()
     try:

@@ -247,11 +247,11 @@ STEP_ROWS = 4
 def step_all() -> int:
     """Compute single-launch steps twice each; return the number of runs."""
     runs = 0
-    for name, weight_dtype in STEP_MODELS:
-        model = build(name, torch.bfloat16, weight_dtype)
+    for name, weight_format in STEP_MODELS:
+        model = build(name, torch.bfloat16, weight_format)
         arch = kernels.detect(DEVICE)
         if single_launch.unsupported(
-            model.network, torch.bfloat16, weight_dtype, arch, unmeasured=True
+            model.network, torch.bfloat16, weight_format, arch, unmeasured=True
         ):
             continue
         for kv_dtype in (None, kernels.FP8):
@@ -267,7 +267,7 @@ def step_all() -> int:
                 fill(cache)
                 runs += 2
             if single_launch.unsupported(
-                model.network, torch.bfloat16, weight_dtype, arch, STEP_ROWS, unmeasured=True
+                model.network, torch.bfloat16, weight_format, arch, STEP_ROWS, unmeasured=True
             ):
                 continue
             bound = bind(model, cache, STEP_ROWS)

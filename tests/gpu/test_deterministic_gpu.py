@@ -11,11 +11,11 @@ import kernels
 from benchmarks.local_engine import LocalEngine
 from kernels.fp8 import quantize_rows
 from kernels.linear.projection import SWIGLU, Norm, Operations, Purpose, Residual, bind_projection
-from kernels.linear.weights import LinearWeights
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from model.checkpoint.hub import BUNDLED, resolve
 from server.engine.core.messages import EngineConfig
 from tests.engine.runner.companies import check_companies
+from tests.kernels.linear.weights import linear_weights
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -134,7 +134,7 @@ def bound(outputs, inputs, kind, weight_dtype):
         weight, scale = quantize_rows(weight.float())
     bias = random(outputs, seed=1) if kind == "bias" else None
     return bind_projection(
-        LinearWeights(weight, bias, scale),
+        linear_weights(weight, bias, scale),
         torch.bfloat16,
         kernels.detect("cuda"),
         Operations(

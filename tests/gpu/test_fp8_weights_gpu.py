@@ -15,8 +15,10 @@ from kernels.linear.select import select_linear
 from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import Norm
 from kernels.norms.gpu import quantize_rows as fused
+from kernels.rope.registry import TRITON
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
@@ -31,7 +33,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 DEVICE = "cuda"
 FOLDER = resolve(BUNDLED)
-FP8 = torch.float8_e4m3fn
 EPS = 1e-6
 SHAPES = [
     (4096, 1024, False, "norm"),
@@ -60,7 +61,7 @@ class Layer:
         if around == "norm":
             self.norm = Norm(random(inputs, dtype=dtype, seed=2), EPS)
         name = str(dtype).removeprefix("torch.")
-        self.problem = LinearProblem(1, outputs, inputs, name, gated, kernels.FP8)
+        self.problem = LinearProblem(1, outputs, inputs, name, gated, FP8_ROWS)
 
     def choose(self, rows):
         problem = dataclasses.replace(self.problem, rows=rows)
@@ -128,11 +129,11 @@ def blocks_of_16(monkeypatch):
     monkeypatch.setattr(paged, "BLOCK_SIZE", 16)
 
 
-def drive(dtype, weight_dtype, *, fuse):
+def drive(dtype, weight_format, *, fuse):
     """Return the logits of the last token of each sequence and step, float32."""
     config = ModelConfig.from_folder(FOLDER)
-    model = load_model(FOLDER, config, dtype, DEVICE, weight_dtype=weight_dtype, pack=fuse)
-    assert model._bound.fused == fuse
+    model = load_model(FOLDER, config, dtype, DEVICE, weight_format=weight_format, pack=fuse)
+    assert (model._bound.rotation is TRITON) == fuse
     driver, generator = PagedDriver(model), torch.Generator().manual_seed(1)
     rows = []
     for count in (17, 1, 4, 17):
@@ -144,18 +145,18 @@ def drive(dtype, weight_dtype, *, fuse):
 
 
 def test_packed_layers_in_float32_agree_with_separate_operations(blocks_of_16):
-    expected = drive(torch.float32, FP8, fuse=False)
+    expected = drive(torch.float32, FP8_ROWS, fuse=False)
 
-    found = drive(torch.float32, FP8, fuse=True)
+    found = drive(torch.float32, FP8_ROWS, fuse=True)
 
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_packed_layers_in_bfloat16_add_little_to_the_error_of_fp8_weights(blocks_of_16):
     truth = drive(torch.float32, None, fuse=False)
-    weights = drive(torch.float32, FP8, fuse=False)
+    weights = drive(torch.float32, FP8_ROWS, fuse=False)
 
-    found = drive(torch.bfloat16, FP8, fuse=True)
+    found = drive(torch.bfloat16, FP8_ROWS, fuse=True)
 
     distance, allowed = ((x - truth).square().mean().sqrt() for x in (found, weights))
     assert float(distance) < 3 * float(allowed)

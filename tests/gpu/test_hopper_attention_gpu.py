@@ -1,6 +1,5 @@
 """Hopper attention kernels against the portable ones in a whole model: the same tokens except near ties."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -11,6 +10,7 @@ import model.network.attention_plans
 from kernels.attention.registry import REGISTRY
 from model.network.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import MODELS
+from tests.model.configs import changed
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver
 
@@ -21,7 +21,7 @@ STEPS = 48
 
 
 def build(name, dtype, device="cuda"):
-    config = dataclasses.replace(MODELS[name], vocab_size=2048)
+    config = changed(MODELS[name], vocab_size=2048)
     built = DecoderLM(config, dtype, device)
     built.init_weights(std=0.02, seed=0)
     return built.requires_grad_(requires_grad=False)

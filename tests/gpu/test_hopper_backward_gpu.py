@@ -13,7 +13,8 @@ import torch
 
 import kernels
 from kernels.attention.training.portable.launch import PORTABLE
-from kernels.attention.training.registry import TRAINING_REGISTRY, load_training
+from kernels.attention.training.registry import TRAINING_REGISTRY
+from kernels.selection import load
 from kernels.testing.problems import assert_no_worse_than
 from tests.kernels.attention.training.test_autograd import gradients
 from tests.kernels.attention.training.test_autograd import problem_of as problem_on_cpu
@@ -63,7 +64,7 @@ def gradients_of(kernel, case, inputs):
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_the_gradients_agree_with_the_definition(case, dtype):
     inputs = case.inputs(dtype, "cuda")
-    found = gradients_of(load_training(ROW.target), case, inputs)
+    found = gradients_of(load(ROW.target), case, inputs)
 
     truth, same = (
         gradients(functools.partial(dense, case), [x.to(kind) for x in inputs])[2:]
@@ -80,7 +81,7 @@ def test_the_gradients_of_long_sequences_agree_with_the_two_pass_kernels():
     saved = (q, k, v, *PORTABLE.forward(q, k, v, batch, problem))
     found, expected = (
         kernel.backward((dout, dlse), saved, batch, problem)
-        for kernel in (load_training(ROW.target), PORTABLE)
+        for kernel in (load(ROW.target), PORTABLE)
     )
 
     for actual, other in zip(found, expected, strict=True):
@@ -89,7 +90,7 @@ def test_the_gradients_of_long_sequences_agree_with_the_two_pass_kernels():
 
 def test_the_gradients_of_keys_and_values_have_the_same_bits_in_every_run():
     inputs = RAGGED.inputs(BF16, "cuda")
-    runs = [gradients_of(load_training(ROW.target), RAGGED, inputs) for _ in range(5)]
+    runs = [gradients_of(load(ROW.target), RAGGED, inputs) for _ in range(5)]
 
     for dq, dk, dv in runs[1:]:
         torch.testing.assert_close(dq, runs[0][0], rtol=2e-2, atol=1e-2)
@@ -99,10 +100,10 @@ def test_the_gradients_of_keys_and_values_have_the_same_bits_in_every_run():
 
 def test_a_sequence_of_nans_does_not_reach_its_neighbours():
     inputs = RAGGED.inputs(BF16, "cuda")
-    expected = gradients_of(load_training(ROW.target), RAGGED, inputs)
+    expected = gradients_of(load(ROW.target), RAGGED, inputs)
     for x in inputs[:4]:
         x[701:] = torch.nan
-    found = gradients_of(load_training(ROW.target), RAGGED, inputs)
+    found = gradients_of(load(ROW.target), RAGGED, inputs)
 
     for actual, clean in zip(found, expected, strict=True):
         torch.testing.assert_close(actual[:701], clean[:701], rtol=2e-2, atol=1e-2)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 import kernels
 from kernels import PagedBatch
-from kernels.fp8 import FP8, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear import registry
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
-from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.linear.weights import LinearArguments
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from model.device.kv_cache import KVCache
+from kernels.weight_format import FP8_ROWS
 from model.network.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import QWEN
+from tests.kernels.linear.weights import linear_weights
+from tests.model.configs import changed
+from tests.model.network import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -49,9 +50,9 @@ class Product:
         problem = LinearProblem(
             1, outputs // (1 + gated), inputs, gated=gated, residual=in_parts, layer_weights=1,
             dtype=str(dtype or weight.dtype).removeprefix("torch."),
-            weight_dtype=None if scale is None else FP8,
+            **({} if scale is None else {"format": FP8_ROWS}),
         )  # fmt: skip
-        self.linear = kernel(LinearWeights(weight, bias, scale), problem)
+        self.linear = kernel(linear_weights(weight, bias, scale), problem)
 
     def __call__(self, x, *, pdl):
         return self.linear(x, None, None, LinearArguments(pdl=pdl))
@@ -171,8 +172,8 @@ def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, fp8):
 
 def decode(model, rows, dtype, context=70):
     """Return the logits of a decode step of `rows` sequences over a random cache."""
-    c, blocks = model.config, -(-context // 16)
-    cache = KVCache(c.num_layers, 256 * blocks, 16, c.num_kv_heads, c.head_dim, dtype, "cuda")
+    blocks = -(-context // 16)
+    cache = paged.new_cache(model, 256 * blocks, 16, dtype)
     for number, layer in enumerate(cache.layers):
         layer.copy_(random(*layer.shape, seed=number))
     int32 = {"dtype": torch.int32, "device": "cuda"}
@@ -196,7 +197,7 @@ def decode(model, rows, dtype, context=70):
 
 @pytest.mark.parametrize("rows", [5, 16, 33, 64, 128, 200, 256])
 def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
-    config = dataclasses.replace(QWEN, attention_bias=False)
+    config = changed(QWEN, attention_bias=False)
     model, wide = (DecoderLM(config, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
     model.init_weights(std=0.02, seed=0)
     wide.load_state_dict(model.state_dict())

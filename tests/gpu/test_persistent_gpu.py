@@ -13,12 +13,13 @@ from kernels.linear.persistent_tiles import PersistentLaunch, plan_persistent, s
 from kernels.linear.problem import LinearProblem
 from kernels.linear.projection import SWIGLU, Norm, Operations, Residual, bind_projection
 from kernels.linear.registry import PERSISTENT, REGISTRY
-from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.linear.weights import LinearArguments
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.norms.pytorch import sum_in_order
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from tests.gpu.test_matrix_gpu import EPS, random
+from tests.kernels.linear.weights import linear_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -73,7 +74,7 @@ def make(outputs, inputs, kind, kernel=PersistentLinear, dtype=torch.bfloat16, *
     """Return a projection with random weights, and them."""
     weight = random(outputs, inputs, dtype=dtype, scale=inputs**-0.5, seed=1)
     bias = random(outputs, dtype=dtype, seed=2) if kind == "bias" else None
-    return kernel(LinearWeights(weight, bias), problem(weight, kind, **more)), weight, bias
+    return kernel(linear_weights(weight, bias), problem(weight, kind, **more)), weight, bias
 
 
 def call(layer, x, *, pdl=True):
@@ -265,7 +266,7 @@ def test_a_projection_of_a_prompt_uses_the_kernel_and_agrees_with_the_library(mo
     def compute():
         operations = Operations(norm, SWIGLU)
         layer = bind_projection(
-            LinearWeights(weight), weight.dtype, kernels.detect("cuda"), operations, layer_weights=1 << 20
+            linear_weights(weight), weight.dtype, kernels.detect("cuda"), operations, layer_weights=1 << 20
         )  # fmt: skip
         return layer.from_residual(Residual(x.clone()))[0], layer
 

@@ -11,7 +11,7 @@ import kernels
 from kernels import PagedBatch
 from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
-from kernels.rope.cache import CacheSlots, rope_and_write_kv
+from kernels.rope.cache import CacheSlots, TritonRotation
 from tests.gpu.attention_cases import make_problem, selection_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -69,7 +69,7 @@ def step(request, row):
         found = []
         for kv in cache:
             qkv = x @ weight
-            q = rope_and_write_kv(qkv, CacheSlots(kv, slots, None), rope, last, norms=None, pdl=pdl)
+            q = TritonRotation(rope, last, pdl=pdl)(qkv, CacheSlots(kv, slots, None), None)
             found.append(torch.empty_like(q))
             kernels.decode_attention(q, kv, plan, found[-1])
         return torch.stack(found)

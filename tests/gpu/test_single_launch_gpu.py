@@ -14,9 +14,8 @@ from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
-from model.checkpoint.config import ModelConfig
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.hub import BUNDLED, resolve
-from model.device.kv_cache import KVCache
 from model.network import single_launch
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
@@ -24,12 +23,14 @@ from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.model.configs import changed, model_config
+from tests.model.network import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 BLOCK = 16
 BLOCKS = 260
-QWEN = ModelConfig(
+QWEN = model_config(
     architecture="Qwen3ForCausalLM",
     vocab_size=4096,
     hidden_size=1024,
@@ -44,7 +45,7 @@ QWEN = ModelConfig(
     dtype="bfloat16",
     rope=Rotary(theta=1e6),
 )
-LLAMA = dataclasses.replace(
+LLAMA = changed(
     QWEN,
     architecture="LlamaForCausalLM",
     hidden_size=2048,
@@ -55,7 +56,7 @@ LLAMA = dataclasses.replace(
     tie_word_embeddings=False,
     layer_types=(),
 )
-BIASED = dataclasses.replace(
+BIASED = changed(
     LLAMA,
     architecture="Qwen2ForCausalLM",
     hidden_size=1024,
@@ -70,7 +71,7 @@ BIASED = dataclasses.replace(
 
 def llama(hidden, inner, heads, kv_heads, dim, **changes):
     """Return a model like LLAMA with other sizes."""
-    return dataclasses.replace(
+    return changed(
         LLAMA,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -86,7 +87,7 @@ MODELS = {"qwen": QWEN, "llama": LLAMA, "biased": BIASED}
 SHAPES = {
     "groups of 3": llama(576, 1536, 9, 3, 64),
     "groups of 3, 960": llama(960, 2560, 15, 5, 64),
-    "groups of 7": dataclasses.replace(
+    "groups of 7": changed(
         llama(896, 4864, 14, 2, 64), architecture="Qwen2ForCausalLM", attention_bias=True
     ),
     "groups of 6": llama(1536, 8960, 12, 2, 128),
@@ -101,7 +102,7 @@ SHAPES = {
 }
 """Sizes that real models have, and odd ones."""
 WINDOW_IN_TWO = ("sliding_attention", "full_attention", "sliding_attention")
-SHAPES["windows in two of three layers"] = dataclasses.replace(
+SHAPES["windows in two of three layers"] = changed(
     llama(1152, 2048, 8, 2, 128, sliding_window=100), layer_types=WINDOW_IN_TWO
 )
 GEMMA = {
@@ -122,7 +123,7 @@ GEMMA = {
 def gemma(hidden, inner, heads, kv_heads, **changes):
     """Return a model like Gemma 3 with other sizes."""
     changes = GEMMA | {"layer_types": WINDOW_IN_TWO} | changes
-    return dataclasses.replace(llama(hidden, inner, heads, kv_heads, 256), **changes)
+    return changed(llama(hidden, inner, heads, kv_heads, 256), **changes)
 
 
 PLAIN = {
@@ -146,7 +147,7 @@ GEMMAS = {
 """Models that are a single launch for one sequence only."""
 SHAPES |= GEMMAS
 MODELS |= SHAPES
-FP8_WEIGHTS = torch.float8_e4m3fn
+FP8_WEIGHTS = FP8_ROWS
 FP8_MODELS = MODELS | {"Llama-3.1-8B": llama(4096, 14336, 32, 8, 128, num_layers=2)}
 """Models of the tests with weights in FP8 and of those on tensor cores; the last one needs them."""
 MOST = [name for name in FP8_MODELS if not name.startswith("only")]
@@ -160,8 +161,8 @@ def on_hopper():
         pytest.skip("the single-launch step needs sm_90")
 
 
-def build(name, dtype, weight_dtype=None):
-    model = DecoderLM(FP8_MODELS[name], dtype, "cuda", weight_dtype)
+def build(name, dtype, weight_format=None):
+    model = DecoderLM(FP8_MODELS[name], dtype, "cuda", weight_format)
     model.init_weights(std=0.02, seed=0)
     model.requires_grad_(requires_grad=False)
     for layer in model.decoder_layers:
@@ -169,7 +170,7 @@ def build(name, dtype, weight_dtype=None):
         for vector in (layer.qkv_bias, *norms):
             if vector is not None:
                 vector.add_(torch.linspace(-0.5, 0.5, len(vector), device="cuda").to(dtype))
-    if weight_dtype is not None:
+    if weight_format is not None:
         # PyTorch would round the weights again, to `dtype`.
         model.optimize()
     model.reserve_positions(8192)
@@ -180,8 +181,8 @@ def in_float32(model):
     """Return a model with the weights of another one in float32."""
     wide = DecoderLM(model.config, torch.float32, "cuda")
     state = model.state_dict()
-    for name in [name for name in state if name.endswith("_scale")]:
-        matrix = name.removesuffix("_scale")
+    for name in [name for name in state if name.endswith(".scale")]:
+        matrix = name.removesuffix("scale") + "numbers"
         state[matrix] = dequantize_rows(state[matrix], state.pop(name), torch.float32)
     wide.load_state_dict(state)
     wide.requires_grad_(requires_grad=False)
@@ -200,9 +201,8 @@ def bind(model, cache, rows=1, *, tensor_cores=False):
 
 
 def new_cache(model, kv_dtype=None):
-    c = model.config
-    dtype = model.embed_tokens.dtype if kv_dtype is None else getattr(torch, kv_dtype)
-    cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cuda")
+    dtype = None if kv_dtype is None else getattr(torch, kv_dtype)
+    cache = paged.new_cache(model, BLOCKS, BLOCK, dtype)
     fill(cache)
     return cache
 
@@ -240,7 +240,7 @@ class Step:
         self.slots = torch.tensor([slot], dtype=torch.int32).cuda()
         self.table = table.int()[None].cuda()
         self.context = context
-        vocabulary = model.config.vocab_size
+        vocabulary = model.network.vocab
         self.logits = torch.empty(1, vocabulary, dtype=model.embed_tokens.dtype, device="cuda")
         self.tokens = torch.empty(1, dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(1, device="cuda")
@@ -291,7 +291,7 @@ class RowsStep:
         self.ids = torch.tensor([context % 1000 + 3 for context in contexts]).cuda()
         self.positions = torch.tensor(contexts).cuda() - 1
         self.slots, self.table = slots.cuda(), table.cuda()
-        vocabulary, dtype = model.config.vocab_size, model.embed_tokens.dtype
+        vocabulary, dtype = model.network.vocab, model.embed_tokens.dtype
         self.logits = torch.empty(len(contexts), vocabulary, dtype=dtype, device="cuda")
         self.tokens = torch.empty(len(contexts), dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(len(contexts), device="cuda")
@@ -353,7 +353,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
         found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )
@@ -472,7 +472,7 @@ def test_non_finite_logits_give_token_minus_one(bad):
     step.single_launch(bind(model, new_cache(model)))
 
     assert step.tokens.item() == -1
-    assert 0 <= step.sampled[0].item() < model.config.vocab_size
+    assert 0 <= step.sampled[0].item() < model.network.vocab
 
 
 def test_equal_logits_choose_the_smallest_id():
@@ -522,7 +522,7 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -530,8 +530,8 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
         *itertools.product(("qwen", "groups of 3"), (2, 4)),
     ],
 )
-def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight_dtype, kv_dtype):
-    model = build(name, torch.bfloat16, weight_dtype)
+def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight_format, kv_dtype):
+    model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
     own_cache = new_cache(model, kv_dtype)
     bound = bind(model, own_cache, rows)
@@ -544,7 +544,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
         found = step.single_launch(bound)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (own_cache, truth_cache, cache)), kv_dtype
             )
@@ -572,12 +572,12 @@ def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "heads of 80"])
 def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(
-    name, weight_dtype, kv_dtype
+    name, weight_format, kv_dtype
 ):
-    model = build(name, torch.bfloat16, weight_dtype)
+    model = build(name, torch.bfloat16, weight_format)
     bound = bind(model, new_cache(model, kv_dtype), 8)
     steps = [RowsStep(model, contexts, write=False) for contexts in (SEVERAL, SEVERAL[::-1])]
     expected = [step.single_launch(bound) for step in steps]
@@ -615,7 +615,7 @@ def require_accuracy(model, kv_dtype, *, tensor_cores=False):
         found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
-        for layer in range(model.config.num_layers):
+        for layer in range(len(model.network.layers)):
             assert_same_rows(
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )
@@ -648,7 +648,7 @@ def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cach
     require_accuracy(build(name, dtype), kv_dtype, tensor_cores=True)
 
 
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize(
     ("name", "num_sms"),
     [
@@ -656,9 +656,11 @@ def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cach
         *itertools.product(("Llama-3.1-8B",), (78, 114)),
     ],
 )
-def test_tensor_cores_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms, weight_dtype):
+def test_tensor_cores_are_as_accurate_with_fewer_programs(
+    monkeypatch, name, num_sms, weight_format
+):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    model = build(name, torch.bfloat16, weight_dtype)
+    model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
     monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
     cache = new_cache(model)
@@ -673,10 +675,12 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(monkeypatch, name, num
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("weight_dtype", [None, FP8_WEIGHTS], ids=str)
+@pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "Llama-3.1-8B"])
-def test_tensor_cores_give_the_same_bits_in_repeats_and_graph_replays(name, weight_dtype, kv_dtype):
-    model = build(name, torch.bfloat16, weight_dtype)
+def test_tensor_cores_give_the_same_bits_in_repeats_and_graph_replays(
+    name, weight_format, kv_dtype
+):
+    model = build(name, torch.bfloat16, weight_format)
     one = bind(model, new_cache(model, kv_dtype), tensor_cores=True)
     steps = [Step(model, context, write=False) for context in (700, 40)]
     expected = [step.single_launch(one) for step in steps]
@@ -696,9 +700,9 @@ def test_vectors_of_fp8_weights_on_tensor_cores_may_be_small_or_large(exponent):
     for layer in model.decoder_layers:
         # The attended values and the gated product are smaller or larger by as much, their projections the reverse.
         layer.mlp_norm.mul_(2.0 ** (exponent / 2))
-        layer.down_scale.mul_(2.0**-exponent)
-        layer.qkv_scale[-1024:] *= 2.0**exponent
-        layer.output_scale.mul_(2.0**-exponent)
+        layer.down.scale.mul_(2.0**-exponent)
+        layer.qkv.scale[-1024:] *= 2.0**exponent
+        layer.output.scale.mul_(2.0**-exponent)
     require_accuracy(model, None)
 
 
@@ -744,8 +748,8 @@ def test_the_shapes_of_these_models_are_supported():
         model = build(name, torch.bfloat16)
         model.unmeasured_kernels = True
         assert model.single_launch_unsupported(detect("cuda")) == ()
-    for config, weight_dtype in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
+    for config, weight_format in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
         arch = detect("cuda")
         assert not single_launch.unsupported(
-            config.network, torch.bfloat16, weight_dtype, arch, unmeasured=True
+            config.network, torch.bfloat16, weight_format, arch, unmeasured=True
         )

@@ -197,7 +197,7 @@ async def test_an_abort_that_races_with_the_last_token_does_no_harm(client, engi
 async def test_a_key_aborts_only_requests_that_were_sent_with_it(make_app, engine):
     engine.script = token_then_silence
     keys = ("first-key", "second-key")
-    async with Server(make_app(api_keys=keys), "httptools") as server:
+    async with Server(make_app(api_key=keys), "httptools") as server:
         url = f"http://127.0.0.1:{server.port}"
         async with (
             httpx.AsyncClient(base_url=url, headers={"X-Api-Key": keys[0]}) as one,

@@ -55,14 +55,14 @@ def salt_of(engine):
 async def test_every_dialect_takes_a_salt_and_the_namespace_of_the_key(
     open_client, client, salt_of, path
 ):
-    keyed = await open_client(api_keys=KEYS)
+    keyed = await open_client(api_key=KEYS)
 
     assert await salt_of(client, salt="tenant", path=path) == "tenant"
     assert await salt_of(keyed, KEYS[0], "tenant", path) == await salt_of(keyed, KEYS[0], "tenant")
 
 
 async def test_keys_and_salts_name_distinct_namespaces_that_reveal_neither(open_client, salt_of):
-    client = await open_client(api_keys=KEYS)
+    client = await open_client(api_key=KEYS)
     pairs = list(itertools.product(KEYS, (None, "a", "b", *KEYS)))
 
     names = [await salt_of(client, key, salt) for key, salt in pairs]
@@ -73,7 +73,7 @@ async def test_keys_and_salts_name_distinct_namespaces_that_reveal_neither(open_
 
 
 async def test_no_salt_of_one_key_names_the_namespace_of_another(open_client, salt_of):
-    client = await open_client(api_keys=KEYS)
+    client = await open_client(api_key=KEYS)
     names = {await salt_of(client, KEYS[0], salt) for salt in (None, "a")}
 
     # Even a client that learned the names of another key's namespaces cannot use them.
@@ -91,31 +91,31 @@ async def test_no_salt_of_one_key_names_the_namespace_of_another(open_client, sa
     ids=str,
 )
 async def test_the_namespace_is_that_of_the_first_valid_key(open_client, salt_of, headers):
-    client = await open_client(api_keys=KEYS)
+    client = await open_client(api_key=KEYS)
 
     assert await salt_of(client, headers=headers) == await salt_of(client, KEYS[0])
 
 
 async def test_keys_share_prefixes_where_the_operator_says_so(open_client, salt_of):
-    client = await open_client(api_keys=KEYS, prefix_cache_sharing="all")
+    client = await open_client(api_key=KEYS, prefix_cache_sharing="all")
 
     assert [await salt_of(client, key) for key in KEYS] == [None, None]
     assert await salt_of(client, KEYS[0], "tenant") == "tenant"
 
 
 @pytest.mark.parametrize("salt", ["x" * 256, "é🙂" * 128, "\x00\n\x7f", "' OR 1=1 --", "ab" * 32])
-@pytest.mark.parametrize("api_keys", [(), KEYS])
-async def test_any_text_of_up_to_256_characters_is_a_salt(open_client, salt_of, api_keys, salt):
-    client = await open_client(api_keys=api_keys)
+@pytest.mark.parametrize("keys", [(), KEYS])
+async def test_any_text_of_up_to_256_characters_is_a_salt(open_client, salt_of, keys, salt):
+    client = await open_client(api_key=keys)
 
     given = await salt_of(client, KEYS[0], salt)
 
-    assert given == salt or api_keys
+    assert given == salt or keys
 
 
-@pytest.mark.parametrize("api_keys", [(), KEYS])
-async def test_a_salt_that_is_no_text_or_too_long_is_refused(open_client, engine, api_keys):
-    client = await open_client(api_keys=api_keys)
+@pytest.mark.parametrize("keys", [(), KEYS])
+async def test_a_salt_that_is_no_text_or_too_long_is_refused(open_client, engine, keys):
+    client = await open_client(api_key=keys)
     headers = {"X-API-Key": KEYS[0], "Content-Type": "application/json"}
 
     for path, salt in itertools.product(ROUTES, ("x" * 257, "", "\\ud800", 3, ["a"])):

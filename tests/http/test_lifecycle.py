@@ -97,7 +97,7 @@ CHAT = json.dumps({"prompt": "hello", "stream": True}).encode()
 
 
 async def test_requests_are_served_during_the_delay_while_health_checks_fail(open_service):
-    service = await open_service(drain_delay_seconds=30)
+    service = await open_service(drain_delay=30)
     await service.signal()
 
     for path in ("/health", "/health/ready", "/ping"):
@@ -146,7 +146,7 @@ async def test_requests_in_progress_can_be_aborted_while_new_ones_are_refused(op
 @pytest.mark.parametrize("ending", ["timeout", "second signal"])
 async def test_requests_that_are_left_get_an_error(open_service, held, caplog, ending):
     timeout = 0.3 if ending == "timeout" else 30
-    service = await open_service(drain_timeout_seconds=timeout)
+    service = await open_service(drain_timeout=timeout)
     requests = {
         path: await service.open(path, body)
         for path, body in (
@@ -174,7 +174,7 @@ async def test_requests_that_are_left_get_an_error(open_service, held, caplog, e
 
 
 async def test_a_body_that_has_not_arrived_is_answered_at_the_end(open_service):
-    service = await open_service(drain_timeout_seconds=0.1)
+    service = await open_service(drain_timeout=0.1)
     reader, writer = await service.open("/generate", PROMPT[:-1])
     idle, _ = await service.open("/health")
     await idle.readuntil(b"\r\n\r\n")
@@ -200,7 +200,7 @@ async def test_a_stopped_server_does_not_wait_for_requests_in_progress(open_serv
 
 
 async def test_there_is_no_delay_before_the_engine_is_ready(open_service, engine):
-    service = await open_service(drain_delay_seconds=30)
+    service = await open_service(drain_delay=30)
     engine.state = EngineState.STARTING
     await service.signal()
 
@@ -235,7 +235,7 @@ async def test_a_request_of_a_connection_that_was_accepted_at_the_end_is_refused
 
 
 async def test_a_metric_says_that_the_service_is_draining(open_service):
-    service = await open_service(drain_delay_seconds=30)
+    service = await open_service(drain_delay=30)
     assert b"\ntessera_draining 0" in await service.read("/metrics")
     await service.signal()
     assert b"\ntessera_draining 1" in await service.read("/metrics")

@@ -106,7 +106,7 @@ async def test_a_request_that_arrives_during_a_restart_is_answered_afterwards(
 
 @pytest.mark.parametrize("kind", BODIES)
 async def test_a_request_that_waits_too_long_gets_503_with_retry_after(open_client, engine, kind):
-    client = await open_client(restart_wait_seconds=0.05)
+    client = await open_client(restart_wait=0.05)
     engine.lose()
     reply = await posted(client, kind)
 

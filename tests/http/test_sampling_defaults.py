@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.checkpoint.generation_config import SamplingDefaults
+from model.sampling.parameters import SamplingDefaults
 from model.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.anyio

@@ -136,7 +136,7 @@ async def test_sampling_parameters_and_the_name_of_the_model_are_reported(trace)
         "frequency_penalty": 1, "presence_penalty": -1, "max_tokens": 9, "stop": ["secret"],
     }  # fmt: skip
 
-    (span,), _ = await trace("/v1/completions", body, served_model_names=("main", "alias"))
+    (span,), _ = await trace("/v1/completions", body, served_model_name=("main", "alias"))
 
     expected = {
         "gen_ai.request.model": "alias",

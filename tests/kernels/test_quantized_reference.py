@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from kernels.cpu.matrix import GROUP4, quantize_4_bits, quantize_8_bits
+from kernels import weight_format
 from kernels.testing.quantized_reference import (
     INT4_GROUPS,
-    dequantize_int4,
     dequantize_int8,
-    multiply_int4,
-    multiply_int8,
+    multiply,
     quantize_int4,
     quantize_int8,
 )
+from kernels.weight_format import INT8_ROWS
+from kernels.weights import quantize
 
 
 @pytest.fixture
@@ -44,27 +44,27 @@ def test_groups_of_zeros_and_of_subnormal_numbers_become_zeros(size):
     rows = torch.full((2, 64), size)
 
     assert dequantize_int8(*quantize_int8(rows, 32)).eq(0).all()
-    assert dequantize_int4(*quantize_int4(rows)).eq(0).all()
+    assert quantize_int4(rows).dequantize().eq(0).all()
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)
 def test_an_int4_group_holds_its_largest_value_and_fits_the_others(weight, group):
-    numbers, scale = quantize_int4(weight, group, refined=False)
+    rounded = quantize_int4(weight, group, refined=False)
 
-    assert numbers.dtype is torch.uint8
-    assert numbers.max() <= 15
-    assert scale.dtype is torch.float16
-    error = (dequantize_int4(numbers, scale) - weight).unflatten(-1, (-1, group)).abs()
+    assert rounded.unpacked().max() <= 15
+    scale = rounded.scale
+    assert torch.equal(scale, scale.half().float())
+    error = (rounded.dequantize() - weight).unflatten(-1, (-1, group)).abs()
     extreme = weight.unflatten(-1, (-1, group)).abs().argmax(-1, keepdim=True)
-    assert (error.gather(-1, extreme)[..., 0] <= 0.01 * scale.float().abs()).all()
+    assert (error.gather(-1, extreme)[..., 0] <= 0.01 * scale.abs()).all()
     # A value near the extreme of the other sign is rounded to 7 scales, at most one away.
-    assert (error <= 1.01 * scale.float().abs()[..., None]).all()
+    assert (error <= 1.01 * scale.abs()[..., None]).all()
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)
 def test_least_squares_reduces_the_int4_error_of_every_group(weight, group):
     def errors(refined):
-        rounded = dequantize_int4(*quantize_int4(weight, group, refined=refined))
+        rounded = quantize_int4(weight, group, refined=refined).dequantize()
         return (rounded - weight).square().unflatten(-1, (-1, group)).sum(-1)
 
     plain, refined = errors(refined=False), errors(refined=True)
@@ -76,9 +76,7 @@ def test_int4_weights_that_have_16_values_are_exact():
     numbers = torch.arange(16).repeat(4, 4)
     weight = (numbers - 8) * torch.tensor([0.5, -0.25, 2.0, -1.0])[:, None]
 
-    found, scale = quantize_int4(weight)
-
-    assert torch.equal(dequantize_int4(found, scale), weight)
+    assert torch.equal(quantize_int4(weight).dequantize(), weight)
 
 
 def test_a_row_of_activations_does_not_depend_on_the_other_rows(weight):
@@ -96,8 +94,8 @@ def test_products_have_the_errors_of_their_roundings(weight):
     def relative(result):
         return float((result - exact).norm() / exact.norm())
 
-    assert relative(multiply_int8(x, *quantize_int8(weight))) < 0.012
-    assert relative(multiply_int4(x, *quantize_int4(weight))) < 0.1
+    assert relative(multiply(x, quantize(weight, INT8_ROWS))) < 0.012
+    assert relative(multiply(x, quantize_int4(weight), group=32)) < 0.1
 
 
 def test_inputs_that_are_no_multiple_of_the_group_are_an_error():
@@ -106,21 +104,19 @@ def test_inputs_that_are_no_multiple_of_the_group_are_an_error():
 
 
 def test_the_librarys_8_bit_weights_are_those_of_the_reference(weight):
-    numbers, scale = quantize_8_bits(weight)
+    rounded = quantize(weight, INT8_ROWS)
     expected, expected_scale = quantize_int8(weight)
 
     # The inverse of the scale is rounded differently, so a number half-way between two may become the other.
-    difference = (numbers.int() - 128 - expected.int()).abs()
+    difference = (rounded.numbers.int() - 128 - expected.int()).abs()
     assert difference.max() <= 1
     assert difference.float().mean() < 1e-3
-    torch.testing.assert_close(scale, expected_scale[:, 0])
+    torch.testing.assert_close(rounded.scale, expected_scale[:, 0])
 
 
 def test_the_librarys_4_bit_weights_are_almost_as_exact_as_those_of_the_reference(weight):
-    numbers, scale = quantize_4_bits(weight)
-
     def error(rounded):
         return float((rounded - weight).square().sum())
 
-    expected = error(dequantize_int4(*quantize_int4(weight, GROUP4)))
-    assert error(dequantize_int4(numbers, scale)) < 1.05 * expected
+    expected = error(quantize_int4(weight).dequantize())
+    assert error(quantize(weight, weight_format.INT4_GROUPS).dequantize()) < 1.05 * expected

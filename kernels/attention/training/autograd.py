@@ -17,13 +17,9 @@ from kernels.arch import detect
 from kernels.attention.checks import describe
 from kernels.attention.training.block_mask import BlockMask
 from kernels.attention.training.dense import flash_attention as _sdpa
-from kernels.attention.training.registry import (
-    TrainingBatch,
-    TrainingProblem,
-    load_training,
-    select_training,
-)
+from kernels.attention.training.registry import TrainingBatch, TrainingProblem, select_training
 from kernels.errors import ShapeError
+from kernels.selection import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -265,7 +261,7 @@ def _select(
 ) -> tuple[TrainingKernel, TrainingBatch, TrainingProblem]:
     sequences, problem = TrainingBatch.decode(batch), TrainingProblem.decode(ints, floats)
     spec = select_training(q, k, sequences, problem, detect(q.device))
-    return load_training(spec.target), sequences, problem
+    return load(spec.target), sequences, problem
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
@@ -12,7 +10,7 @@ import torch
 from kernels.arch import HOPPER, TENSOR_CORES
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import HOPPER_PREFILL
-from kernels.errors import NoKernelError
+from kernels.selection import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -332,17 +330,9 @@ def select_training(
     Raises:
         NoKernelError: none does; lists every reason.
     """
-    refusals = []
-    for spec in TRAINING_REGISTRY:
-        reasons = spec.unsupported(q, k, batch, problem, arch)
-        if not reasons:
-            return spec
-        refusals.append(f"{spec.name}: {', '.join(reasons)}")
-    raise NoKernelError(f"no kernel computes this attention on {arch}: {'; '.join(refusals)}")
-
-
-@functools.cache
-def load_training(target: str) -> TrainingKernel:
-    """Import a row's kernel when it is first used."""
-    module, _, attribute = target.partition(":")
-    return cast("TrainingKernel", getattr(importlib.import_module(module), attribute))
+    return choose(
+        TRAINING_REGISTRY,
+        lambda row: row.unsupported(q, k, batch, problem, arch),
+        "this attention",
+        arch,
+    ).spec

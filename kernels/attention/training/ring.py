@@ -24,13 +24,9 @@ from torch import Tensor, distributed
 
 from kernels.arch import detect
 from kernels.attention.checks import describe
-from kernels.attention.training.registry import (
-    TrainingBatch,
-    TrainingProblem,
-    load_training,
-    select_training,
-)
+from kernels.attention.training.registry import TrainingBatch, TrainingProblem, select_training
 from kernels.errors import ShapeError
+from kernels.selection import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,7 +190,8 @@ def _rows(x: Tensor, tokens: slice) -> Tensor:
 
 
 def _kernel(q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem) -> TrainingKernel:
-    return load_training(select_training(q, k, batch, problem, detect(q.device)).target)
+    kernel: TrainingKernel = load(select_training(q, k, batch, problem, detect(q.device)).target)
+    return kernel
 
 
 class _RingAttention(torch.autograd.Function):

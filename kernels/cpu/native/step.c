@@ -1,7 +1,7 @@
 /* A step of a decoder on a CPU, as one call: embedding, layers, final norm and logits.
 
-   The structures are those of `kernels/cpu/step.py`; every member is 8 bytes wide, so that both sides lay them out
-   alike. Rows of a step are tokens; see `model.network.step` for their order. */
+   The structures are those of `kernels/cpu/decoder.py`; every member is 8 bytes wide, so that both sides lay them out
+   alike. Rows of a step are tokens; see `model.network.columns` for their order. */
 #include "attention.h"
 #include "pool.h"
 #include "products.h"
@@ -24,6 +24,7 @@ typedef struct {
 /* Sequences with neighbouring rows. */
 typedef struct {
     int64_t count, columns;
+    int64_t queries; /* of decode rows: the most rows of a sequence; `count * queries` rows are theirs */
     const int32_t *first_row; /* [count + 1], in the rows of these sequences */
     const int32_t *lengths;   /* [count], tokens of the sequence, these rows included; 0 for an unused one */
     const int32_t *tables;    /* [count][columns] */
@@ -59,7 +60,7 @@ typedef struct {
 } Computation;
 
 /* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
-#define TESSERA_VERSION 2
+#define TESSERA_VERSION 3
 #define LOOPS_OF_LAYER 10
 #define MOST_PANEL 96
 
@@ -154,21 +155,29 @@ static void attend_tokens(const Computation *c, int64_t layer, const Sequences *
 
 static int64_t tokens_at_once(int64_t group) { return group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group; }
 
-/* Attention for the n-th item of a step: a decode row or a few tokens of a prompt, and one key-value head. */
+/* Tiles of tokens of each decode row; those of a row with fewer tokens may be empty. */
+static int64_t decode_tiles(const Computation *c) {
+    int64_t at_once = tokens_at_once(c->model->heads / c->model->kv_heads);
+    return (c->step->decode.queries + at_once - 1) / at_once;
+}
+
+/* Attention for the n-th item of a step: a few tokens of a decode row or of a prompt, and one key-value head. */
 static void attend_item(const Computation *c, int64_t layer, int64_t item) {
     const Step *s = c->step;
     int64_t kv_heads = c->model->kv_heads, kv_head = item % kv_heads, tile = item / kv_heads;
-    if (tile < s->decode.count) {
-        attend_tokens(c, layer, &s->decode, 0, tile, 0, 1, kv_head);
+    int64_t at_once = tokens_at_once(c->model->heads / kv_heads), of_row = decode_tiles(c);
+    if (tile < s->decode.count * of_row) {
+        int64_t row = tile / of_row, first = tile % of_row * at_once;
+        int64_t tokens = s->decode.first_row[row + 1] - s->decode.first_row[row] - first;
+        if (tokens > 0) attend_tokens(c, layer, &s->decode, 0, row, first, tokens < at_once ? tokens : at_once, kv_head);
         return;
     }
-    tile -= s->decode.count;
-    int64_t at_once = tokens_at_once(c->model->heads / kv_heads);
+    tile -= s->decode.count * of_row;
     for (int64_t i = 0; i < s->prompts.count; i++) {
         int64_t tokens = s->prompts.first_row[i + 1] - s->prompts.first_row[i], tiles = (tokens + at_once - 1) / at_once;
         if (tile < tiles) {
             int64_t first = tile * at_once;
-            attend_tokens(c, layer, &s->prompts, s->decode.count, i, first, tokens - first < at_once ? tokens - first : at_once, kv_head);
+            attend_tokens(c, layer, &s->prompts, s->decode.count * s->decode.queries, i, first, tokens - first < at_once ? tokens - first : at_once, kv_head);
             return;
         }
         tile -= tiles;
@@ -177,7 +186,7 @@ static void attend_item(const Computation *c, int64_t layer, int64_t item) {
 
 static int64_t attention_items(const Computation *c) {
     const Sequences *p = &c->step->prompts;
-    int64_t at_once = tokens_at_once(c->model->heads / c->model->kv_heads), tiles = c->step->decode.count;
+    int64_t at_once = tokens_at_once(c->model->heads / c->model->kv_heads), tiles = c->step->decode.count * decode_tiles(c);
     for (int64_t i = 0; i < p->count; i++) tiles += (p->first_row[i + 1] - p->first_row[i] + at_once - 1) / at_once;
     return tiles * c->model->kv_heads;
 }
@@ -353,6 +362,9 @@ void tessera_end(Engine *e) {
 int64_t tessera_step(Engine *e, const Model *m, const Step *s) {
     if (!reserve(e, m, s->rows)) return 1;
     Computation c = {m, s, e->space};
+    /* No sequence writes the unused rows, which are computed like the others. */
+    int64_t attended = m->heads * m->head_dim, used = s->decode.first_row[s->decode.count];
+    memset(e->space.attended + used * attended, 0, (size_t)((s->decode.count * s->decode.queries - used) * attended) * sizeof(float));
     pool_run(e->pool, compute_step, &c, 4 + m->layers * LOOPS_OF_LAYER);
     return 0;
 }

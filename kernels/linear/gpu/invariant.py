@@ -15,8 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
-from kernels.linear.checks import check_linear
+from kernels.linear.checks import check_linear, check_weights
 from kernels.linear.gpu.vector import widen
+from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,12 +116,20 @@ def num_splits(outputs: int, inputs: int, tile: int) -> int:
 
 
 class InvariantLinear:
-    """A linear layer of any number of rows bound to its weights, which it reads in place at each call."""
+    """A linear layer of any number of rows bound to its weights.
+
+    At each call it reads them in place, or converts those that are neither in the inputs' dtype nor in FP8 rows.
+    """
 
     def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
-        self._weights, self._in_parts = weights, problem.residual
+        check_weights(weights, problem)
+        self._weight, self._bias = weights
+        self._in_parts = problem.residual
+        is_read = problem.format == FP8_ROWS or not problem.format.is_quantized
+        self._numbers = self._weight.numbers if is_read else None
+        self._scale = self._weight.scale if is_read else None
         self._tiles = _FLOAT32 if problem.dtype == "float32" else _WIDE
-        stacked, inputs = weights.weight.shape
+        stacked, inputs = self._weight.shape
         self._splits = (
             num_splits(stacked, inputs, self._tiles["OUTPUTS"]) if problem.residual else 1
         )
@@ -148,9 +157,11 @@ class InvariantLinear:
         """
         assert all(it is None for it in arguments[:3]), "it absorbs nothing"
         assert out is None or not self._in_parts
-        check_linear(x, self._weights, choice, out, arguments)
-        weight, bias, scale = self._weights
-        rows, stacked = len(x), len(weight)
+        check_linear(x, choice, out, arguments)
+        bias, scale, numbers = self._bias, self._scale, self._numbers
+        if numbers is None:
+            numbers = self._weight.dequantize(x.dtype)
+        rows, stacked = len(x), len(numbers)
         if self._in_parts:
             shape, dtype = (self._splits, rows, stacked), torch.float32
             out = torch.empty(shape, dtype=dtype, device=x.device)
@@ -160,14 +171,14 @@ class InvariantLinear:
         grid = (-(-rows // tiles["ROWS"]), -(-stacked // tiles["OUTPUTS"]), self._splits)
         invariant_linear[grid](
             x,
-            weight.view(torch.uint8) if choice.unpacks else weight,
+            numbers.view(torch.uint8) if choice.unpacks else numbers,
             scale,
             bias,
             out,
             rows,
             x.stride(0),
             N=stacked,
-            K=weight.shape[1],
+            K=numbers.shape[1],
             SPLITS=self._splits,
             SCALED=scale is not None,
             BIAS=bias is not None,

@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.widen import widen
+from kernels.linear.checks import check_weights
 from kernels.linear.matrix_tiles import (
     MANY_ROWS,
     ROW_COUNTS,
@@ -238,7 +239,9 @@ class MatrixLinear:
     """
 
     def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
-        self._weight, self._bias, self._scale = weights
+        check_weights(weights, problem)
+        self._weight, self._scale = weights.weight.numbers, weights.weight.scale
+        self._bias = weights.bias
         self._gated, self._in_parts = problem.gated, problem.residual
         stacked, inputs = self._weight.shape
         assert stacked % 64 == inputs % 64 == 0, self._weight.shape

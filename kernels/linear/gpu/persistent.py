@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.arch import detect
 from kernels.gpu.dependent_launch import dependent_launch
+from kernels.linear.checks import check_weights
 from kernels.linear.persistent_tiles import (
     COLUMNS,
     CONSUMERS,
@@ -418,7 +419,8 @@ class PersistentLinear:
     """
 
     def __init__(self, weights: "LinearWeights", problem: "LinearProblem") -> None:
-        self._weight, self._bias, _ = weights
+        check_weights(weights, problem)
+        self._weight, self._bias = weights.weight.numbers, weights.bias
         self._problem = problem
         stacked, inputs = self._weight.shape
         assert stacked % 64 == inputs % 64 == 0, self._weight.shape

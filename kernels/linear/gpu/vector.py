@@ -24,7 +24,7 @@ from kernels.gpu.functions import (
     ranking_keys,
     silu,
 )
-from kernels.linear.checks import check_linear
+from kernels.linear.checks import check_linear, check_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -332,8 +332,10 @@ def fetch_columns(base, first, column, N: tl.constexpr, K: tl.constexpr, ROWS: t
 class VectorLinear:
     """A linear layer of up to four rows bound to its weights, which it reads in place at each call."""
 
-    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
-        self._weights = weights
+    def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
+        check_weights(weights, problem)
+        weight, self._bias = weights
+        self._numbers, self._scale = weight.numbers, weight.scale
 
     def __call__(
         self,
@@ -357,15 +359,15 @@ class VectorLinear:
             ShapeError: a shape differs from the choice's problem.
         """
         launch, problem = choice.launch, choice.problem
-        weight, bias, scale = self._weights
+        numbers, bias, scale = self._numbers, self._bias, self._scale
         norm, residual, best, pdl = arguments
         assert launch is not None, "a vector kernel has a launch"
-        check_linear(x, self._weights, choice, out, arguments)
+        check_linear(x, choice, out, arguments)
         if out is None:
             out = torch.empty((problem.rows, problem.outputs), dtype=x.dtype, device=x.device)
         vector_linear[(choice.tiles,)](
             x,
-            weight.view(torch.uint8) if choice.unpacks else weight,
+            numbers.view(torch.uint8) if choice.unpacks else numbers,
             scale,
             bias,
             norm.weight if norm else None,

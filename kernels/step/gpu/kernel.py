@@ -19,6 +19,7 @@ from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
 from kernels.step.gpu.ring import FIELDS, MOST_PROGRAMS, StepConstants, make_ring
 from kernels.step.sizes import ROWS, step_sizes
+from kernels.step.weights import MATRICES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +133,7 @@ class StepKernel(BoundStep):
         super().__init__(weights, caches, scales, arch, tensor_cores=tensor_cores)
         first, factor = weights.layers[0], weights.shape.embedding_factor
         self._constants |= {
-            "FP8_WEIGHTS": first.scales is not None,
+            "FP8_WEIGHTS": first.qkv.scale is not None,
             "TENSOR_CORES": tensor_cores,
             "POST_NORMS": weights.shape.post_norms,
             "GELU_TANH": weights.shape.activation == "gelu_tanh",
@@ -292,11 +293,13 @@ def table_rows(
     """Return the tensors and numbers to which the rows of the table of a step refer."""
     rows = []
     for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
-        tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
+        numbers = {name: getattr(layer, name).numbers for name in MATRICES}
+        tensors = {**layer._asdict(), **numbers, "keys": kv[0], "values": kv[1]}
         tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
         rows.append(tensors)
     for layer in weights.layers:
-        second = {} if layer.scales is None else layer.scales._asdict()
+        has_scales = layer.qkv.scale is not None
+        second = {name: getattr(layer, name).scale for name in MATRICES} if has_scales else {}
         if layer.output_norm is not None:
             second |= {"input_norm": layer.output_norm, "mlp_norm": layer.down_norm}
         rows += [second] if second else []

@@ -114,6 +114,6 @@ class RowsKernel(BoundStep):
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
             BATCH=self._rows,
-            FP8_WEIGHTS=weights.layers[0].scales is not None,
+            FP8_WEIGHTS=weights.layers[0].qkv.scale is not None,
             **self._constants,
         )

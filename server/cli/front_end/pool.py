@@ -156,7 +156,7 @@ class FrontEndPool:
         for listener in self._listeners:
             listener.close()  # the front ends have their own descriptors of these sockets
         limits = self._limits
-        seconds = limits.drain_delay_seconds + limits.drain_timeout_seconds + _STOP_SECONDS
+        seconds = limits.drain_delay + limits.drain_timeout + _STOP_SECONDS
         await asyncio.gather(
             *(front_end.child.stop(seconds, STOP_SIGNAL) for front_end in self._front_ends)
         )

@@ -5,53 +5,26 @@ from __future__ import annotations
 import argparse
 import types
 import typing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from server.cli.parsing.parser import BOOLEAN
-from server.cli.settings import Settings, flag
-from server.engine.core.messages import EngineConfig
+from server.cli.settings import flag, group_of, listed_settings, meanings, setting
+from server.setting import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pydantic.fields import FieldInfo
 
     from server.cli.parsing.parser import Parser
 
-MODEL = "model"
-_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "model": (
-        "model", "revision", "dtype", "quantization", "load_format", "max_model_len", "served_model_name",
-        "chat_template", "tool_call_format",
-    ),
-    "engine": ("data_parallel",),
-    "memory": (
-        "block_size", "kv_cache_dtype", "kv_cache_tokens", "kv_cache_gib", "enable_prefix_caching",
-    ),
-    "HTTP": (
-        "host", "port", "frontends", "max_concurrent_requests", "max_queue_seconds", "max_queued_tokens",
-        "max_body_bytes", "max_buffered_body_bytes",
-    ),
-    "process": ("engine_hang_seconds", "log_level", "log_format", "otlp_endpoint", "ignore_unknown_env"),
-}  # fmt: skip
-"""Groups of the help text; a setting in none of them is in "engine" if `EngineConfig` has it, else in "HTTP"."""
-_ORDER = ("model", "HTTP", "engine", "memory", "process")
-_DEST = "setting "
-
-
-def group_of(field: str) -> str:
-    """Return the group of a setting in the help text."""
-    for group, fields in _GROUPS.items():
-        if field in fields:
-            return group
-    return "engine" if field in EngineConfig.__struct_fields__ else "HTTP"
+MODEL: Final = "model"
+_DEST: Final = "setting "
 
 
 def add_settings(parser: Parser) -> None:
     """Add a flag for every setting, and the model as a positional argument."""
     parser.add_argument(MODEL, nargs="?", metavar="MODEL", help="the same as --model")
-    groups = {name: parser.add_argument_group(name) for name in _ORDER}
-    for name, field in Settings.model_fields.items():
+    groups = {name: parser.add_argument_group(name) for name in typing.get_args(Group)}
+    for name, field in listed_settings().items():
         _add(parser, groups[group_of(name)], name, field)
 
 
@@ -78,10 +51,7 @@ def allowed_values(field: FieldInfo) -> str:
         return "true or false"
     if kind not in (int, float):
         return ""
-    limits: dict[str, Any] = {}
-    for item in field.metadata:
-        for name in ("ge", "gt", "le", "lt"):
-            limits |= {name: getattr(item, name)} if hasattr(item, name) else {}
+    limits = setting(field).limits
     text = "a whole number" if kind is int else "a finite number"
     if {"ge", "le"} <= limits.keys():
         return f"{text} from {limits['ge']} to {limits['le']}"
@@ -91,7 +61,7 @@ def allowed_values(field: FieldInfo) -> str:
 
 def _add(parser: Parser, group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     kind = _plain_type(field)
-    text = field.description or ""
+    text = meanings().get(name, "")
     if field.default is not None and field.default != "" and not takes_several(field):
         text += f" (default: {str(field.default).lower() if kind is bool else field.default})"
     options: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS}

@@ -1,4 +1,4 @@
-"""`tessera plan`: shows which attention kernels run for a model on a processor, and why. The processor may be absent.
+"""`tessera plan`: shows which kernels run for a model on a processor, and why. The processor may be absent.
 
 Imports PyTorch, so `server.cli.commands` imports it only for this command.
 """
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernels import KernelError
+from kernels.weight_format import LIBRARY_FORMATS
 from model.errors import ModelError
-from model.network import cpu_steps
-from model.network.decoder import DecoderLM
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
 from server.engine.core.memory.kv_demand import GIB
@@ -28,10 +27,20 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from server.cli.settings import Settings
-    from server.engine.core.plan_report import LaunchPlan, MemoryPlan, PhasePlan, PlanReport
+    from server.engine.core.plan_report import (
+        LaunchPlan,
+        MemoryPlan,
+        PhasePlan,
+        PlanReport,
+        RefusedRow,
+        StepPlan,
+    )
 
 WIDTH = 120
 """Width of the printed plan in characters."""
+_STEPS_WIDTH = 100
+"""Width of the part about steps."""
+_KERNEL_WIDTH = 26
 
 
 def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
@@ -57,24 +66,21 @@ def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
 
 
 def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanReport:
-    """Plan the attention of a service with these settings on a processor.
+    """Explain how a processor computes a service with these settings.
 
     Raises:
         ModelError: the model is not supported, or the processor does not support the
             quantization.
-        NoKernelError: no kernel supports its attention; lists every reason.
+        NoKernelError: no kernel supports an operation; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
-    planned = resolve_model(settings, folder, arch)
-    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
-    model.unmeasured_kernels = settings.unmeasured_kernels
-    in_c = planned.quantization if planned.quantization in cpu_steps.BITS else None
+    model, quantization, kv_dtype = resolve_model(settings, folder, arch)
     return explain_model(
         model,
         settings.block_size,
         arch,
-        planned.kv_dtype,
-        in_c,
+        kv_dtype,
+        quantization if quantization in LIBRARY_FORMATS else None,
         deterministic=settings.deterministic,
     )
 
@@ -90,6 +96,7 @@ def render(report: PlanReport, model: str) -> str:
     lines += _wrapped("", _memory(report.memory))
     for phase in report.phases:
         lines += ["", *_phase(phase, report)]
+    lines += ["", *_steps(report)]
     lines += ["", *_wrapped("", f"one sequence is decoded {report.one_sequence}")]
     plan = report.deterministic
     return "\n".join(
@@ -152,6 +159,44 @@ def _launch(launch: LaunchPlan) -> str:
     return (
         f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps, {launch.num_stages} stages{steps}: "
         f"{'' if launch.measured else 'not measured; '}{launch.provenance}"
+    )
+
+
+def _steps(report: PlanReport) -> Iterator[str]:
+    """Yield the executor and the kernels of each kind of step, then what was passed over and is not shown elsewhere."""
+    alike: dict[tuple[object, ...], list[StepPlan]] = {}
+    reasons: dict[str, dict[str, None]] = {}
+    for step in report.steps:
+        kernels = ((it.operation, it.kernel) for it in step.operations)
+        alike.setdefault((step.executor, not step.decode_rows, *kernels), []).append(step)
+        for refused in (step.refused, *(it.refused for it in step.operations)):
+            for row in refused:
+                reasons.setdefault(row.kernel, {}).update(dict.fromkeys(row.reasons))
+    for first, *more in alike.values():
+        rows = ", ".join(str(step.decode_rows) for step in (first, *more))
+        name = f"decode of {rows} sequences" if more else first.step
+        yield f"{name} by {first.executor}{_passed(first.refused)}"
+        operations: dict[tuple[str, str], list[str]] = {}
+        for it in first.operations:
+            key = it.kernel, _passed(it.refused)
+            operations.setdefault(key, []).append(it.operation)
+        for (kernel, passed), names in operations.items():
+            yield from _row(kernel, ", ".join(names) + passed)
+    yield "reasons"
+    shown = {row.kernel for phase in report.phases for row in phase.refused}
+    for kernel, texts in reasons.items():
+        if kernel not in shown:
+            yield from _row(kernel, "; ".join(texts))
+
+
+def _passed(refused: list[RefusedRow]) -> str:
+    return f"; not {', '.join(row.kernel for row in refused)}" if refused else ""
+
+
+def _row(kernel: str, text: str) -> list[str]:
+    first = f"  {kernel} ".ljust(_KERNEL_WIDTH)
+    return textwrap.wrap(
+        text, _STEPS_WIDTH, initial_indent=first, subsequent_indent=" " * _KERNEL_WIDTH
     )
 
 

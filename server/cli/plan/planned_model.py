@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,8 +10,11 @@ from kernels import FP8, detect
 from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import gpu_dtype, resolve_dtype, weight_dtype
+from model.checkpoint.formats.table import kept
+from model.device.dtypes import gpu_dtype, resolve_dtype
+from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
+from model.network.decoder import DecoderLM
 from server.cli.command_settings import engine_config
 from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.start.startup import resolved_quantization
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kernels import GPUArch
+    from kernels.weight_format import WeightFormat
     from server.cli.settings import Settings
 
 
@@ -28,24 +31,17 @@ class NoDeviceError(Exception):
     """The requested device is absent; the text names the flag for an absent one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedModel:
+class PlannedModel(NamedTuple):
     """A model as a processor would run it.
 
     Attributes:
-        config: of the checkpoint.
-        ranks: what the model knows of the ranks that share it; None for a model that is whole.
-        dtype: of weights that are not quantized, and of activations.
-        quantization: of the weights, resolved.
-        weight_dtype: of quantized layer weights; None without.
+        model: without weights, on the device "meta"; that of one rank.
+        quantization: of the weights, resolved; None for full numbers.
         kv_dtype: of a quantized KV cache; None if the cache has the model's dtype.
     """
 
-    config: ModelConfig
-    ranks: AbsentRanks | None
-    dtype: torch.dtype
-    quantization: str
-    weight_dtype: torch.dtype | None
+    model: DecoderLM
+    quantization: WeightFormat | None
     kv_dtype: str | None
 
 
@@ -68,7 +64,7 @@ def find_arch(key: str | None, device: str, name: str) -> GPUArch:
 
 
 def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedModel:
-    """Resolve dtypes and quantization of a service with these settings on a processor.
+    """Resolve the model of a service with these settings on a processor.
 
     Args:
         settings: of the service.
@@ -82,16 +78,16 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     num_ranks = settings.tensor_parallel
     if reasons := config.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
-    kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
     quantization = resolved_quantization(engine_config(settings, folder), config, arch)
-    return PlannedModel(
-        config=config,
-        ranks=AbsentRanks(num_ranks) if num_ranks > 1 else None,
-        dtype=_dtype(settings.dtype, config, arch),
-        quantization=quantization,
-        weight_dtype=weight_dtype(quantization),
-        kv_dtype=kv_dtype,
+    model = DecoderLM(
+        config,
+        _dtype(settings.dtype, config, arch),
+        "meta",
+        loaded_format(quantization, kept(config.weight_format)),
+        AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
+    model.unmeasured_kernels = settings.unmeasured_kernels
+    return PlannedModel(model, quantization, FP8 if settings.kv_cache_dtype == "fp8" else None)
 
 
 def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:

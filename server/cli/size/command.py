@@ -41,7 +41,7 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
     try:
         arch = find_arch(options.gpu, settings.device, "--gpu")
         planned = resolve_model(settings, folder, arch)
-        _check(options, settings, arch, planned.config.max_context)
+        _check(options, settings, arch, planned.model.config.max_context)
         config = engine_config(settings, folder)
         report = estimate(planned, config, arch, options.input_len, options.output_len)
     except (ModelError, NoDeviceError, NotEnoughMemoryError) as error:

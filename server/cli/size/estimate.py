@@ -8,8 +8,6 @@ import msgspec
 
 from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import bytes_per_token
-from model.network.decoder import DecoderLM
-from model.network.parallel import shard_network
 from server.engine.core.memory.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.explain.model_work import ModelWork, Rows
 from server.engine.runner.start.kv_memory import SHARE, size_within
@@ -19,7 +17,8 @@ from server.engine.runner.step.recordings import recorded_bytes
 
 if TYPE_CHECKING:
     from kernels import GPUArch
-    from model.network.spec import Layer
+    from model.network.decoder import DecoderLM
+    from model.network.spec import Layer, Network
     from server.cli.plan.planned_model import PlannedModel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
@@ -107,27 +106,20 @@ def estimate(
         NotEnoughMemoryError: weights and activations leave no room for a block of the KV cache, or the size that the
             operator set does not fit.
     """
-    limits = step_limits(config, planned.config, arch)
-    memory = _memory(planned, config, arch, limits)
+    model = planned.model
+    limits = step_limits(config, model.config, arch)
+    memory = _memory(model, config, arch, limits)
     lengths = dict.fromkeys((input_len + output_len, limits.max_model_len))
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
-    num_ranks = 1 if planned.ranks is None else planned.ranks.size
-    work = ModelWork(
-        shard_network(planned.config.network, num_ranks),
-        planned.dtype,
-        config.block_size,
-        arch,
-        planned.kv_dtype,
-        planned.weight_dtype,
-    )
+    work = ModelWork(model, config.block_size, arch, planned.kv_dtype)
     at_once = min(capacity[0].sequences, limits.max_num_seqs)
     context = input_len + (output_len + 1) // 2
-    dtype = str(planned.dtype).removeprefix("torch.")
+    dtype = str(model.embed_tokens.dtype).removeprefix("torch.")
     return Estimate(
         gpu=arch.key,
         gpu_name=arch.name,
         dtype=dtype,
-        weight_dtype=str(planned.weight_dtype or dtype).removeprefix("torch."),
+        weight_dtype=model.weight_format.name,
         kv_dtype=planned.kv_dtype or dtype,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -141,20 +133,19 @@ def estimate(
 
 
 def _memory(
-    planned: PlannedModel, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
+    model: DecoderLM, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
-    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
-    layers = model.network.layers
+    layers, dtype = model.network.layers, model.embed_tokens.dtype
     weight_bytes = model.weight_bytes
-    activation_bytes = _activations(planned, limits)
+    activation_bytes = _activations(model.config.network, dtype.itemsize, limits)
     if config.cuda_graphs:
-        row_bytes = model.network.vocab * planned.dtype.itemsize
+        row_bytes = model.network.vocab * dtype.itemsize
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
     per_token = bytes_per_token(
         len(layers),
         layers[0].mixer.num_kv_heads,
         layers[0].mixer.head_dim,
-        resolve_kv_dtype(config.kv_cache_dtype, planned.dtype),
+        resolve_kv_dtype(config.kv_cache_dtype, dtype),
     )
     blocks_per_sequence = -(-limits.max_model_len // config.block_size)
     demand = KVCacheDemand(
@@ -185,13 +176,12 @@ def _memory(
     )
 
 
-def _activations(planned: PlannedModel, limits: SchedulerConfig) -> int:
+def _activations(network: Network, element: int, limits: SchedulerConfig) -> int:
     """Estimate the tensors of the largest step that exist at the same time.
 
     Of a token: the residual stream and its addend, the normed input, queries, keys and values, the attention's output,
     and the MLP's two products and their gate. Of a row of logits: the logits, and two float32 copies for sampling.
     """
-    network, element = planned.config.network, planned.dtype.itemsize
 
     def of_token(layer: Layer) -> int:
         heads = 2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads

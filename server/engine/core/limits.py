@@ -15,12 +15,19 @@ class SchedulerConfig:
         max_model_len: tokens of one sequence, prompt and output, at least 2.
         max_prefill_tokens: tokens computed in a step in which no sequence decodes, at least
             `max_num_batched_tokens`, which None stands for.
+        max_queries: tokens of a decode row, its draft included, for which memory is reserved, at least 1.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_prefill_tokens: int | None = None
+    max_queries: int = 1
+
+    @property
+    def max_logits(self) -> int:
+        """Rows of logits of a recorded step."""
+        return self.max_num_seqs * self.max_queries
 
     @property
     def prefill_budget(self) -> int:
@@ -38,6 +45,7 @@ class SchedulerConfig:
             ("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs),
             ("max_model_len", self.max_model_len, 2),
             ("max_prefill_tokens", self.prefill_budget, self.max_num_batched_tokens),
+            ("max_queries", self.max_queries, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")

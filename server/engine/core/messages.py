@@ -6,82 +6,39 @@ processes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal
 
 import msgspec
 
 from server.engine.core.plan_report import PlanReport
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
+from server.engine.settings import EngineSettings
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configuration of an engine.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineSettings):
+    """Configuration of an engine: its settings, and what the service knows beside them.
 
     Attributes:
         model_path: checkpoint folder on this machine.
         model_id: name of the model as the operator gave it.
-        device: "auto", "cpu" or "cuda".
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        quantization: as the setting of that name.
-        load_format: "auto", "safetensors" or "dummy".
-        compiled_kernels: folder of compiled kernels that is read in addition to Triton's cache; None for none.
-        max_model_len: limit of prompt and output tokens of a sequence; None uses the model's own limit.
-        max_num_seqs: limit of sequences that run at the same time; None uses the device's default.
-        max_num_batched_tokens: limit of tokens in one step, over all sequences; None uses the device's default.
-        max_prefill_tokens: the same for a step in which no sequence decodes; None uses `max_num_batched_tokens`, or,
-            where that is None too, a default for the model and the device.
-        block_size: tokens in a block of the KV cache.
-        kv_cache_dtype: "auto" or "fp8".
-        kv_cache_tokens: capacity of the KV cache in tokens; None derives it from the free memory.
-        kv_cache_gib: capacity of the KV cache in GiB; excludes `kv_cache_tokens`.
-        cuda_graphs: whether steps are recorded and replayed on a GPU.
-        overlap: whether the engine launches a step on a GPU before it commits the results of the previous one.
-        enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
-        deterministic: whether all requests are deterministic; see `GenerateRequest`.
-        tensor_parallel: number of ranks that share the model, each on a GPU of its own.
-        unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU.
-        cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
         engine: number of this engine among those of the service, from 0.
         num_engines: engines of the service. On a CPU they share processors and memory by default.
-        log_level: name of a logging level.
-        log_format: "text" or "json".
     """
 
     model_path: str
     model_id: str
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str = "none"
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    compiled_kernels: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_prefill_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    kv_cache_tokens: int | None = None
-    kv_cache_gib: float | None = None
-    cuda_graphs: bool = True
-    overlap: bool = True
-    enable_prefix_caching: bool = True
-    deterministic: bool = False
-    tensor_parallel: int = 1
-    unmeasured_kernels: bool = False
-    cpu_threads: int | None = None
     engine: int = 0
     num_engines: int = 1
-    log_level: str = "info"
-    log_format: Literal["text", "json"] = "text"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a started engine; constant until it is restarted.
 
     Attributes:
-        quantization: of the weights: "none", "fp8", "int8" or "int4".
+        quantization: of the weights: "none", "fp8", "int8", "int4", or the format in which the checkpoint has them.
         max_model_len: limit of prompt and output tokens by the model.
         max_total_tokens: limit of one request's tokens: the smaller of `max_model_len` and the KV cache's capacity.
         num_blocks: blocks of `block_size` tokens in the KV cache.

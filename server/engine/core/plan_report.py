@@ -1,4 +1,4 @@
-"""The attention plan: the records that the engine sends and `GET /plan` and `tessera plan` show.
+"""The plan: the records that the engine sends and `GET /plan` and `tessera plan` show.
 
 The fields are in the order of the reply. This module imports no kernels, so that the front end can import it.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 
 class RefusedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A more preferred kernel that does not support the problem, with every reason."""
+    """A more preferred kernel or executor that does not support the problem, with every reason."""
 
     kernel: str
     reasons: list[str]
@@ -54,6 +54,31 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     launches: list[LaunchPlan]
 
 
+class OperationPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The kernel of one operation of a step; `measured` tells whether timings on this architecture decided."""
+
+    operation: str
+    kernel: str
+    why: str
+    measured: bool
+    refused: list[RefusedRow]
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How one kind of step is computed: `decode_rows` sequences with a token each, or `prompt_tokens` of one prompt.
+
+    `operations` are those with a kernel of their own; an executor may compute all others in one launch or call.
+    """
+
+    step: str
+    decode_rows: int
+    prompt_tokens: int
+    executor: str
+    why: str
+    refused: list[RefusedRow]
+    operations: list[OperationPlan]
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that a model needs, besides the activations of a step.
 
@@ -74,7 +99,7 @@ class DeterminismPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The attention kernels of a model on a processor; constant while the engine runs.
+    """How a processor computes a model; constant while the engine runs.
 
     `num_engines` is the number of engines that run it, each on processors of its own. With `num_ranks` above 1, several
     processors share the model, and the plan is that of one: its heads, its part of the weights and of the cache.
@@ -97,6 +122,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryPlan
     one_sequence: str
     phases: list[PhasePlan]
+    steps: list[StepPlan]
     deterministic: DeterminismPlan
     num_engines: int = 1
     num_ranks: int = 1

@@ -7,8 +7,9 @@ GPU, a token id outside the vocabulary would end the process.
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING
+
+from model.sampling.parameters import NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -94,24 +95,12 @@ def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def _check_numbers(sampling: SamplingParams, vocab_size: int) -> None:
-    finite = sys.float_info.max
-    if (
-        0.0 <= sampling.temperature <= finite
-        and sampling.top_k >= 0
-        and 0.0 <= sampling.top_p <= 1.0
-        and 0.0 <= sampling.min_p <= 1.0
-        and 0.0 <= sampling.typical_p <= 1.0
-        and 0.0 < sampling.repetition_penalty <= finite
-        and -finite <= sampling.presence_penalty <= finite
-        and -finite <= sampling.frequency_penalty <= finite
-        and 0 <= sampling.top_logprobs <= vocab_size
-        and 0 <= sampling.prompt_top_logprobs <= vocab_size
+    counts = sampling.top_logprobs, sampling.prompt_top_logprobs
+    if all(0 <= count <= vocab_size for count in counts) and all(
+        number.allows(getattr(sampling, name)) for name, number in NUMBERS.items()
     ):
         return
-    names = (
-        "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "top_logprobs", "prompt_top_logprobs",
-    )  # fmt: skip
+    names = (*NUMBERS, "top_logprobs", "prompt_top_logprobs")
     values = ", ".join(f"{name} {getattr(sampling, name)!r}" for name in names)
     raise InvalidRequestError(
         f"a number is outside its range, or there are more likely tokens than {vocab_size}: {values}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from model.device.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
+from model.device.quantizations import CPU_QUANTIZATIONS
 from server.engine.core.memory.kv_demand import (
     GIB,
     KVCacheDemand,
@@ -59,7 +60,7 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         )
     if config.device == "cpu" or has_gpu is False:
         _check_on_cpu(config, model)
-    elif (config.device == "cuda" or has_gpu) and config.quantization in ("int8", "int4"):
+    elif (config.device == "cuda" or has_gpu) and config.quantization in CPU_QUANTIZATIONS:
         raise StartupError(
             f"--quantization {config.quantization}: weights in int8 and int4 need --device cpu; on a GPU use "
             "--quantization fp8, none or auto"
@@ -67,7 +68,7 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
 
 
 def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
-    if config.tensor_parallel > 1 and config.quantization in ("int8", "int4"):
+    if config.tensor_parallel > 1 and config.quantization in CPU_QUANTIZATIONS:
         raise StartupError(
             f"--quantization {config.quantization}: the library for weights in int8 and int4 does not share a model "
             f"among --tensor-parallel {config.tensor_parallel} ranks; use none or auto"

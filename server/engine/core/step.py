@@ -63,12 +63,25 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         num_tokens: at least 1.
         num_logits: number of the last tokens that get a row of logits: 0 if the step ends before the last known token,
             1 to sample the next token, more to verify proposed tokens.
+        draft: of a decode row, the tokens that were proposed to follow its own.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     num_logits: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a decode row: one token, and maybe its draft."""
+        return self.num_tokens == 1 + len(self.draft)
+
+    @property
+    def sampled_positions(self) -> range:
+        """Positions of the tokens that its rows of logits sample."""
+        stop = self.start + self.num_tokens + 1
+        return range(stop - self.num_logits, stop)
 
 
 class DecodeBatch:
@@ -83,41 +96,76 @@ class DecodeBatch:
         sequences: of the rows.
         request_ids: theirs.
         deterministic: whether one of them is.
+        extra_columns: of the steps with these sequences, see `Bucket`; None until they are known.
     """
 
-    __slots__ = ("__weakref__", "deterministic", "request_ids", "sequences")
+    __slots__ = ("__weakref__", "deterministic", "extra_columns", "request_ids", "sequences")
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.request_ids = [sequence.request_id for sequence in sequences]
         self.deterministic = any(map(_deterministic, sequences))
+        self.extra_columns: tuple[str, ...] | None = None
 
 
 class DecodeRows(TypingSequence[ScheduledSequence]):
-    """The rows of a step with exactly one token, by column: a row that only continues decoding needs no object.
+    """The rows of a step with one token, and maybe a draft, by column: a row that only continues needs no object.
+
+    A draft are tokens proposed to follow the row's own token. They are computed with it, and each of them has a row of
+    logits too. The sampled tokens up to the first that is not the draft's are those that as many steps would sample.
+    The host knows the own token of a row with a draft: no token of its sequence is in flight.
 
     Read as a sequence, its entries are made when they are read.
 
     Attributes:
         batch: the sequences.
         starts: position of each row's token.
-        num_logits: number of leading rows that have a row of logits; the others have none.
+        num_sampling: number of leading rows whose tokens all have a row of logits; the others have none, and no draft.
+        drafts: by row; None if no row has one.
+        num_logits: rows of logits.
     """
 
-    __slots__ = ("batch", "num_logits", "starts")
+    __slots__ = ("batch", "drafts", "num_logits", "num_sampling", "starts")
 
-    def __init__(self, batch: DecodeBatch, starts: list[int], num_logits: int) -> None:
-        assert num_logits <= len(starts) == len(batch.sequences)
-        self.batch, self.starts, self.num_logits = batch, starts, num_logits
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        starts: list[int],
+        num_sampling: int,
+        drafts: list[tuple[int, ...]] | None = None,
+    ) -> None:
+        assert num_sampling <= len(starts) == len(batch.sequences)
+        self.batch, self.starts, self.num_sampling = batch, starts, num_sampling
+        self.drafts, self.num_logits = drafts, num_sampling
+        if drafts is not None:
+            assert len(drafts) == len(starts)
+            assert not any(drafts[num_sampling:]), "rows without logits have no draft"
+            self.num_logits += sum(map(len, drafts))
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledSequence]) -> DecodeRows:
-        """Return columns of rows that have one token each, those without logits last."""
+        """Return columns of rows for which `is_decode`, those without logits last."""
         rows = list(rows)
-        has_logits = [row.num_logits for row in rows]
+        has_logits = [row.num_logits > 0 for row in rows]
         assert has_logits == sorted(has_logits, reverse=True), "rows without logits come last"
         batch = DecodeBatch([row.sequence for row in rows])
-        return cls(batch, [row.start for row in rows], sum(has_logits))
+        drafts = [row.draft for row in rows]
+        starts = [row.start for row in rows]
+        return cls(batch, starts, sum(has_logits), drafts if any(drafts) else None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return len(self.starts) + self.num_logits - self.num_sampling
+
+    @property
+    def sampling_sequences(self) -> list[Sequence]:
+        """The sequence of each row of logits."""
+        sequences = self.batch.sequences[: self.num_sampling]
+        if self.drafts is None:
+            return sequences
+        pairs = zip(sequences, self.drafts, strict=False)
+        return [sequence for sequence, draft in pairs for _ in range(1 + len(draft))]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -131,14 +179,17 @@ class DecodeRows(TypingSequence[ScheduledSequence]):
     def __getitem__(self, row: int | slice) -> ScheduledSequence | list[ScheduledSequence]:
         if isinstance(row, slice):
             return list(self)[row]
-        row = range(len(self.starts))[row]
-        has_logits = int(row < self.num_logits)
-        return ScheduledSequence(self.batch.sequences[row], self.starts[row], 1, has_logits)
+        return self._row(range(len(self.starts))[row])
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
-        pairs = zip(self.batch.sequences, self.starts, strict=True)
-        for row, (sequence, start) in enumerate(pairs):
-            yield ScheduledSequence(sequence, start, 1, int(row < self.num_logits))
+        return map(self._row, range(len(self.starts)))
+
+    def _row(self, row: int) -> ScheduledSequence:
+        draft = () if self.drafts is None else self.drafts[row]
+        num_tokens = 1 + len(draft)
+        num_logits = num_tokens if row < self.num_sampling else 0
+        sequence, start = self.batch.sequences[row], self.starts[row]
+        return ScheduledSequence(sequence, start, num_tokens, num_logits, draft)
 
 
 NO_ROWS = DecodeRows(DecodeBatch([]), [], 0)
@@ -149,7 +200,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         step: number of this step.
-        decode: sequences with exactly one token, those without logits last.
+        decode: sequences with one token and maybe a draft, those without logits last.
         prefill: sequences with two tokens or more.
         num_tokens: total tokens; 0 if there is nothing to do.
         first_scheduled: sequences that are scheduled for the first time.
@@ -182,10 +233,10 @@ class SampledRows(msgspec.Struct, frozen=True):
     """The sampled tokens of a step.
 
     Attributes:
-        token_ids: of the decode rows with logits; -1 for a row of `others`.
+        token_ids: of the decode rows' rows of logits, in their order; -1 for one of `others`.
         prefill: for each prefill row, the tokens that continue its sequence.
-        logprobs: by decode row, the natural logarithms of the probabilities of tokens, if requested.
-        others: by decode row, the results with more than that: most likely tokens, or an error.
+        logprobs: by index in `token_ids`, the natural logarithms of the probabilities of tokens, if requested.
+        others: by index in `token_ids`, the results with more than that: most likely tokens, or an error.
     """
 
     token_ids: list[int]
@@ -197,7 +248,7 @@ class SampledRows(msgspec.Struct, frozen=True):
     def of(
         cls, decode: Iterable[SampledResult], prefill: TypingSequence[TypingSequence[SampledResult]]
     ) -> SampledRows:
-        """Return the columns of the results of the decode rows with logits."""
+        """Return the columns of the results of the decode rows' rows of logits."""
         token_ids: list[int] = []
         logprobs: dict[int, float] = {}
         others: dict[int, SampledResult] = {}
@@ -211,17 +262,20 @@ class SampledRows(msgspec.Struct, frozen=True):
                 logprobs[row] = result.logprob
         return cls(token_ids, prefill, logprobs, others)
 
-    def decode_row(self, row: int) -> tuple[SampledResult, ...]:
-        """Return the result of a decode row; none if it has no logits."""
-        if row >= len(self.token_ids):
-            return ()
-        if (other := self.others.get(row)) is not None:
-            return (other,)
-        return (TokenResult(self.token_ids[row], self.logprobs.get(row)),)
+    def result(self, index: int) -> SampledResult:
+        """Return the result of a row of logits of a decode row."""
+        if (other := self.others.get(index)) is not None:
+            return other
+        return TokenResult(self.token_ids[index], self.logprobs.get(index))
 
-    def by_row(self, num_decode: int) -> list[TypingSequence[SampledResult]]:
-        """Return the results of each row, of which the first `num_decode` are decode rows."""
-        return [*map(self.decode_row, range(num_decode)), *self.prefill]
+    def by_row(self, counts: Iterable[int]) -> list[TypingSequence[SampledResult]]:
+        """Return the results of each row, decode rows first; `counts` are the rows of logits of each of those."""
+        found: list[TypingSequence[SampledResult]] = []
+        end = 0
+        for count in counts:
+            first, end = end, end + count
+            found.append([self.result(index) for index in range(first, end)])
+        return [*found, *self.prefill]
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -138,8 +138,3 @@ def with_output_limit(
             f"Given: {sampling.min_new_tokens}"
         )
     return msgspec.structs.replace(sampling, max_new_tokens=wanted)
-
-
-def given(value: float | None, default: float) -> float:
-    """Return a number of a request, or its default if it was left out."""
-    return default if value is None else float(value)

@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Field, create_model
 
-from model.sampling.parameters import SamplingParams
+from model.sampling.parameters import NUMBERS, SamplingDefaults, SamplingParams
+from server.docstrings import attribute_texts
 from server.http.body.field_types import BadWords, LogitBias, StopTokenIds
-from server.http.body.limits import MAX_BAD_WORD_CHARACTERS, given, logit_biases
+from server.http.body.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE, logit_biases
 from server.http.body.request_options import RequestOptionFields
 
 if TYPE_CHECKING:
-    from model.checkpoint.generation_config import SamplingDefaults
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
+SMALLEST: Final = f"; else at least {SMALLEST_TEMPERATURE}"
+"""Note of the field `temperature`."""
+_TEXTS: Final = attribute_texts(SamplingDefaults) | attribute_texts(SamplingParams)
+# Their limits differ between dialects.
+_DECLARED_BY_DIALECTS: Final = ("temperature", "top_k")
 
-class CommonSamplingFields(RequestOptionFields):
+
+def number(name: str, note: str = "", **limits: int | float) -> Any:  # noqa: ANN401 - as pydantic's `Field`
+    """Return the description and the limits of the field of a sampling parameter that is a number.
+
+    Args:
+        name: of the parameter.
+        note: that ends the description.
+        limits: `ge`, `gt` and `le`, where they differ from the parameter's own.
+    """
+    options: dict[str, Any] = NUMBERS[name].limits | limits
+    return Field(description=f"{_TEXTS[name].removesuffix('.')}{note}.", **options)
+
+
+if TYPE_CHECKING:
+    _Numbers = RequestOptionFields
+else:
+    _Numbers = create_model(
+        "_Numbers",
+        __base__=RequestOptionFields,
+        **{
+            name: (Annotated[it.type | None, number(name)], None)
+            for name, it in NUMBERS.items()
+            if name not in _DECLARED_BY_DIALECTS
+        },
+    )
+
+
+class CommonSamplingFields(_Numbers):
     """The fields; bodies of dialects inherit them. Null means the default."""
 
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Sample from the most likely tokens that together have this probability."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None,
-        description="Sample from tokens at least this likely, relative to the most likely one.",
-    )
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="Sample from the locally typical tokens that together have this probability.",
-    )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None,
-        description="Divides the positive and multiplies the negative logits of tokens seen so "
-        "far; 1 is off.",
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted from a token's logit once for each time it was generated."
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted once from the logit of every token that was generated."
-    )
     logit_bias: LogitBias | None = Field(
         None,
         description="Numbers to add to the logits of tokens, by token id, before penalties and "
@@ -70,21 +80,20 @@ class CommonSamplingFields(RequestOptionFields):
             config: the model's end tokens.
             info: limits of the engine.
             defaults: of fields that the request leaves out.
-            own: the parameters whose fields differ between dialects.
+            own: parameters that the dialect determines itself.
 
         Raises:
             ValidationError: a key of `logit_bias` is not a token id.
         """
+        numbers: dict[str, Any] = {}
+        for name, it in NUMBERS.items():
+            given = getattr(self, name)
+            numbers[name] = getattr(defaults, name, it.neutral) if given is None else given
+        numbers["top_k"] = min(max(numbers["top_k"], 0), info.vocab_size)
         return SamplingParams(
             max_new_tokens=1,
-            top_p=given(self.top_p, defaults.top_p),
-            min_p=given(self.min_p, defaults.min_p),
-            typical_p=given(self.typical_p, defaults.typical_p),
-            repetition_penalty=given(self.repetition_penalty, defaults.repetition_penalty),
-            presence_penalty=given(self.presence_penalty, 0.0),
-            frequency_penalty=given(self.frequency_penalty, 0.0),
             logit_bias=logit_biases(self.logit_bias or {}, info),
             eos_token_ids=() if self.ignore_eos else config.eos_token_ids,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            **own,
+            **numbers | own,
         )

@@ -40,20 +40,20 @@ def install_edge(
         render: returns the status and body of an error for a path.
     """
     build = app.build_middleware_stack
-    if config.api_keys:
+    if config.api_key:
         document_keys(app)
 
     def build_with_edge() -> ASGIApp:
         stack: ASGIApp = DrainMiddleware(build(), lifecycle, render)
-        if config.api_keys:
+        if config.api_key:
             isolate = config.prefix_cache_sharing == "key"
-            stack = ApiKeyMiddleware(stack, config.api_keys, render, isolate_caches=isolate)
-        stack = OriginMiddleware(stack, config.cors_allow_origins, render)
-        if config.cors_allow_origins:
+            stack = ApiKeyMiddleware(stack, config.api_key, render, isolate_caches=isolate)
+        stack = OriginMiddleware(stack, config.cors_allow_origin, render)
+        if config.cors_allow_origin:
             # Outside of the keys: a browser asks for permission without one.
             stack = CORSMiddleware(
                 stack,
-                allow_origins=config.cors_allow_origins,
+                allow_origins=config.cors_allow_origin,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 expose_headers=["*"],

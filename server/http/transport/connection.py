@@ -138,7 +138,7 @@ class HTTP11Protocol(asyncio.Protocol):
             "server": tuple(server[:2]) if server else None,
             "root_path": "",
         }
-        self._wait(self._limits.header_timeout_seconds)
+        self._wait(self._limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - of asyncio
         """End all requests of the connection."""
@@ -331,7 +331,7 @@ class HTTP11Protocol(asyncio.Protocol):
         if not cycle.keep_alive:
             self._close()
         elif cycle.more_body:
-            self._wait(self._limits.header_timeout_seconds)
+            self._wait(self._limits.header_timeout)
         else:
             self._run_next()
 
@@ -400,9 +400,9 @@ class HTTP11Protocol(asyncio.Protocol):
             self.write(self._final_reply)
             self._close()
         elif self._in_head:
-            self._wait(self._limits.header_timeout_seconds)
+            self._wait(self._limits.header_timeout)
         else:
-            self._wait(self._limits.keep_alive_timeout_seconds)
+            self._wait(self._limits.keep_alive_timeout)
 
     def _wait(self, seconds: float) -> None:
         """Wait for data for so long; the connection may be closed in favor of another."""
@@ -437,7 +437,7 @@ class HTTP11Protocol(asyncio.Protocol):
         """
         if self._began:
             if self._in_head and self._running is None:
-                self._wait(self._limits.header_timeout_seconds)
+                self._wait(self._limits.header_timeout)
             return
         if not self._in_head and self._arriving is None:
             return

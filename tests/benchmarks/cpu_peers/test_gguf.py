@@ -80,14 +80,14 @@ def configure(folder, config):
 
 @pytest.mark.parametrize("config", [CONFIG, QWEN, CONFIG | {"tie_word_embeddings": False}])
 def test_a_file_holds_every_weight_of_the_model(folder, tmp_path, config):
-    expected = configure(folder, config)
+    expected = configure(folder, config).network
     gguf.write(tmp_path / "m.gguf", folder, random=True)
 
     file = Reader(tmp_path / "m.gguf")
 
     assert sum(tensor.numel() for tensor in file.tensors.values()) == expected.num_parameters
-    assert ("output.weight" in file.tensors) == (not expected.tie_word_embeddings)
-    assert ("blk.0.attn_q_norm.weight" in file.tensors) == expected.qk_norm
+    assert ("output.weight" in file.tensors) == (not expected.tied)
+    assert ("blk.0.attn_q_norm.weight" in file.tensors) == (config == QWEN)
     assert file.tensors["blk.0.ffn_down.weight"].shape == (32, 64)
 
 

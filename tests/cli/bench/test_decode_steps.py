@@ -45,5 +45,5 @@ def test_a_step_continues_from_the_tokens_of_the_previous_one():
     compute()
 
     assert len(sampled) == 3
-    assert ((sampled >= 0) & (sampled < model.config.vocab_size)).all()
+    assert ((sampled >= 0) & (sampled < model.network.vocab)).all()
     assert not sampled.equal(first)

@@ -14,7 +14,11 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 def engine(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     config = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_tokens": 1024, "block_size": 8}
-    return EngineRun(EngineConfig(model_path=str(folder), model_id="tiny", device="cpu", **config))
+    return EngineRun(
+        EngineConfig(
+            model_path=str(folder), model_id="tiny", device="cpu", quantization="none", **config
+        )
+    )
 
 
 @pytest.mark.parametrize(("concurrency", "expected"), [(3, 3), (1, 1), (None, 8)])

@@ -8,6 +8,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
+from model.network.decoder import DecoderLM
 from server.cli.bench.engine.measures import EngineMeasures
 from server.cli.bench.engine.run import EngineRun
 from server.cli.bench.engine.workloads import Plan, Workload
@@ -33,12 +34,13 @@ def measures(checkpoint, said, **changes):
             model_path=str(checkpoint),
             model_id="tiny",
             device="cpu",
+            quantization="none",
             block_size=BLOCK,
             **settings | changes,
         )
     )
-    model = ModelConfig.from_folder(checkpoint)
-    work = ModelWork(model.network, torch.float32, BLOCK, CATALOGUE["h100"])
+    model = DecoderLM(ModelConfig.from_folder(checkpoint), torch.float32, "meta")
+    work = ModelWork(model, BLOCK, CATALOGUE["h100"])
     plan = Plan((), 16, STEPS, Lengths(1, 2))
     return EngineMeasures(engine, work, plan, np.random.default_rng(0), said.append), work
 

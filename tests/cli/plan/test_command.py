@@ -148,6 +148,42 @@ def test_the_printed_plan_has_every_reason_and_launch_within_its_width(tessera, 
     assert words.count("launch") == sum(len(phase["launches"]) for phase in plan["phases"])
 
 
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "gemma-3-1b", "gpt2"])
+@pytest.mark.parametrize("arch", CATALOGUE)
+def test_the_printed_plan_names_every_kernel_of_a_step_and_every_reason_in_100_columns(
+    tessera, arch, shape
+):
+    asked = ("plan", shape, "--arch", arch)
+    plan = json.loads(tessera(*asked, "--json")[1])
+    lines = tessera(*asked)[1].splitlines()
+
+    starts = [i for i, line in enumerate(lines) if line.startswith(("decode of", "prompt of"))]
+    part = lines[starts[0] : lines.index("", starts[0])]
+    assert max(map(len, part)) <= 100
+    words = " ".join(" ".join(lines).split())
+    for step in plan["steps"]:
+        assert f" by {step['executor']}" in words
+        for row in (step, *step["operations"]):
+            assert row.get("kernel", "") in words
+            assert all(reason in words for it in row["refused"] for reason in it["reasons"])
+
+
+def test_steps_that_are_computed_alike_are_printed_once():
+    prompt = PLAN.steps[1]
+    steps = [
+        msgspec.structs.replace(prompt, step=f"decode of {n} sequences", decode_rows=n)
+        for n in (2, 4)
+    ]
+
+    text = render(msgspec.structs.replace(PLAN, steps=[*PLAN.steps, *steps]), "a model")
+
+    assert "decode of 1 sequence by single_launch\n" in text
+    assert "prompt of 1024 tokens by layers; not single_launch\n" in text
+    assert "decode of 2, 4 sequences by layers; not single_launch\n" in text
+    assert text.count("  persistent              gate_up product; not vector\n") == 2
+    assert text.count("  vector                  1024 rows; odd sizes\n") == 1
+
+
 def test_a_launch_line_states_its_steps_and_its_provenance():
     launch = PLAN.phases[1].launches[0]
     launches = [
@@ -352,6 +388,23 @@ def test_float8_weights_are_in_the_plan_or_refused_if_the_gpu_does_not_support_t
     assert status == 1
     assert "quantization fp8" in error
     assert "needs a GPU" in error
+
+
+def test_a_checkpoint_in_fp8_blocks_is_planned_in_its_format(tessera, checkpoint):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = checkpoint(quantization_config=blocks, torch_dtype="bfloat16")
+    asked = ("plan", "--arch=h100", "--model", folder)
+
+    plan = json.loads(tessera(*asked, "--json")[1])
+    full = json.loads(tessera("plan", "--arch=h100", "--json", "--model=bundled")[1])
+    size = json.loads(tessera("size", "--gpu=h100", "--json", "--model", folder)[1])
+
+    assert plan["weight_dtype"] == size["weight_dtype"] == "fp8-blocks"
+    assert "no weights in fp8-blocks" in plan["one_sequence"]
+    assert plan["memory"]["weight_bytes"] < 0.65 * full["memory"]["weight_bytes"]
+    status, _, error = tessera(*asked, "--quantization=fp8")
+    assert status == 1
+    assert "the checkpoint's weights are quantized already, as fp8-blocks" in error
 
 
 def test_a_float16_checkpoint_stays_float16(tessera, checkpoint):

@@ -12,7 +12,7 @@ from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
-from server.engine.core.step import NO_ROWS, SampledRows
+from server.engine.core.step import NO_ROWS, DecodeRows, SampledRows
 
 VOCAB_SIZE = 11
 
@@ -79,9 +79,11 @@ def rows_of(output):
 
 def sampled_rows(output, results):
     """Return the results of a step, which are given as a list for each row."""
-    count, num_decode = output.decode.num_logits, len(output.decode)
+    count, num_decode = output.decode.num_sampling, len(output.decode)
     assert not any(results[count:num_decode])
-    return SampledRows.of([result for (result,) in results[:count]], results[num_decode:])
+    return SampledRows.of(
+        [result for row in results[:count] for result in row], results[num_decode:]
+    )
 
 
 def commit(scheduler: Scheduler, output, results, seconds=0.0):
@@ -146,26 +148,32 @@ class NumberModel:
         sampled = {}
         for row in rows:
             sequence = row.sequence
+            drafted = dict(enumerate(row.draft, row.start + 1))
+            assert not (drafted and sequence.num_tokens_in_flight)
             for position in range(row.start, row.start + row.num_tokens):
                 before = self.read(sequence, position - 1) if position else 0
-                if position < sequence.num_tokens:
+                if position in drafted:
+                    token_id = drafted[position]
+                elif position < sequence.num_tokens:
                     token_id = sequence.token_ids[position]
                 else:
                     assert position == sequence.num_tokens
                     token_id = self.last_sampled[sequence]
                 self.slots[self.slot(sequence, position)] = hash((before, token_id))
-            if row.num_logits:
-                numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
-                sampled[sequence] = sample_token(numbers, banned_ids(sequence))
-        self.last_sampled = sampled
-        return [[Token(sampled[row.sequence])] if row.num_logits else [] for row in rows]
+            numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
+            sampled[sequence] = [
+                sample_token(numbers[:position], banned_ids(sequence, position))
+                for position in row.sampled_positions
+            ]
+        self.last_sampled = {sequence: ids[-1] for sequence, ids in sampled.items() if ids}
+        return [[Token(token_id) for token_id in sampled[row.sequence]] for row in rows]
 
     def check_batch(self, decode) -> None:
         """Check what the same batch in two steps in sequence means."""
         tables = [sequence.block_table for sequence in decode.batch.sequences]
         if decode.batch is self.last_decode.batch:
             assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
-            rows = [*decode][: min(decode.num_logits, self.last_decode.num_logits)]
+            rows = [*decode][: min(decode.num_sampling, self.last_decode.num_sampling)]
             assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
             for row in rows:
                 assert row.start == row.sequence.num_known_tokens - 1
@@ -186,8 +194,29 @@ class NumberModel:
         return number
 
 
-def banned_ids(sequence: Sequence) -> tuple[int, ...]:
-    return sequence.sampling.banned_ids(sequence.token_ids, sequence.num_known_output_tokens)
+def banned_ids(sequence: Sequence, position: int | None = None) -> tuple[int, ...]:
+    position = sequence.num_known_tokens if position is None else position
+    return sequence.sampling.banned_ids(sequence.token_ids, position - sequence.num_prompt_tokens)
+
+
+def propose(scheduler: Scheduler, output, drafts):
+    """Add drafts, by request id, to the rows of a scheduled step that can have one; return the step to start."""
+    decode, found = output.decode, []
+    for row in decode:
+        sequence = row.sequence
+        draft = drafts.get(sequence.request_id, ()) if row.num_logits else ()
+        num_blocks = len(sequence.block_table)
+        stop = row.start + 1 + len(draft)
+        if sequence.num_tokens_in_flight or not scheduler.block_manager.grow(sequence, stop):
+            draft = ()
+        scheduler.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
+        found.append(tuple(draft))
+    if any(found):
+        rows = DecodeRows(decode.batch, decode.starts, decode.num_sampling, found)
+        num_tokens = output.num_tokens + rows.num_tokens - decode.num_tokens
+        output = msgspec.structs.replace(output, decode=rows, num_tokens=num_tokens)
+        scheduler._scheduled = output
+    return output
 
 
 def sample_token(numbers: list[int], banned) -> int:

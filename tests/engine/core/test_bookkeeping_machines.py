@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 
 import msgspec
@@ -26,6 +26,7 @@ from tests.engine.core.bookkeeping import (
     generate_alone,
     make_request,
     make_sequence,
+    propose,
     rows_of,
 )
 
@@ -158,6 +159,17 @@ class Bills:
             self.recomputed[request_id] += len(positions & (cached | computed))
             computed |= positions - cached
 
+    def reject(self, output, events):
+        """Count the tokens of drafts that a sequence does not have: they are computed again, if at all."""
+        kept = Counter(request_id for request_id, event in events if event.token_id is not None)
+        for row in output.decode:
+            request_id = row.sequence.request_id
+            if row.draft and request_id in kept:
+                stop = row.start + row.num_tokens
+                rejected = range(row.start + kept[request_id], stop)
+                self.recomputed[request_id] += len(rejected)
+                self.computed[request_id] -= set(rejected)
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Serves requests with an arithmetic model; each request must get the text that it gets alone, and pay for what it
@@ -198,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight = None
         self.culprits: set[int] = set()
         self.runs_ahead = False
+        self.num_proposed = 0
         self.bills = Bills()
         self.ended = []
         self.head = None
@@ -315,7 +328,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             results = self.model.execute(output)
             sampling = [index for index, tokens in enumerate(results) if tokens]
             if sampling:
-                results[data.draw(st.sampled_from(sampling))] = [Token(None, error="not a number")]
+                row = data.draw(st.sampled_from(sampling))
+                results[row] = [Token(None, error="not a number")] * len(results[row])
             return results
 
         self.serve(execute)
@@ -341,6 +355,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_ahead_or_not(self, runs_ahead):
         """From now on, schedule the next step before the results of the last are committed, or after."""
         self.runs_ahead = runs_ahead
+
+    @rule(num_proposed=st.integers(0, 7))
+    def propose_tokens_or_not(self, num_proposed):
+        """From now on, decode rows have drafts of up to so many tokens, the right ones or not."""
+        self.num_proposed = num_proposed
+
+    def propose(self, output):
+        """Add drafts of different lengths to the decode rows of a step; some are wrong from some token on."""
+        drafts = {}
+        for row in output.decode:
+            sequence = row.sequence
+            text, _ = generate_alone(self.requests[sequence.request_id])
+            known = sequence.num_output_tokens
+            draft = text[known : known + (output.step + row.start) % (self.num_proposed + 1)]
+            if draft and output.step % 3 == 0:
+                draft[row.start % len(draft)] += 1
+            drafts[sequence.request_id] = draft
+        return propose(self.scheduler, output, drafts)
 
     def wait(self, seconds):
         self.bills.wait(seconds, self.live.values())
@@ -371,11 +403,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run a step; every running sequence must advance in it, or have its last token in flight."""
         scheduler = self.scheduler
         before, self.in_flight = self.in_flight, None
-        if before is not None and before[1] is READ_LOST:
+        if before is not None and (before[1] is READ_LOST or before[0].decode.drafts is not None):
             self.end(*before)  # the next step cannot read its results on the device
             before = None
         self.wait(0.25)
-        output = self.schedule()
+        output = self.propose(self.schedule())
         results = execute(output)
         scheduler.start(output)
         scheduler.check_invariants()
@@ -468,6 +500,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if is_lost
             else commit(self.scheduler, output, results, seconds)
         )
+        self.bills.reject(output, events)
         for request_id, event in events:
             self.receive(request_id, event)
 
@@ -480,8 +513,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.model.slots[self.model.slot(row.sequence, position)] = None
             healthy = [row for row in rows if row.sequence.request_id not in self.culprits]
             for part in (healthy[::2], healthy[1::2]):
-                decode = tuple(row for row in part if row.num_tokens == 1)
-                prefill = tuple(row for row in part if row.num_tokens > 1)
+                decode = tuple(row for row in part if row.is_decode)
+                prefill = tuple(row for row in part if not row.is_decode)
                 again = msgspec.structs.replace(
                     output, decode=DecodeRows.of(decode), prefill=prefill
                 )

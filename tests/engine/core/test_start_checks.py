@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from model.checkpoint.config import ModelConfig
 from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import StartupError, check_start
+from tests.model.configs import model_config
 
-MODEL = ModelConfig(
+MODEL = model_config(
     architecture="LlamaForCausalLM",
     vocab_size=100,
     hidden_size=64,
@@ -107,7 +107,7 @@ def test_a_cache_of_less_than_a_block_is_refused():
 
 
 def test_a_cache_whose_dtype_depends_on_the_processor_is_checked_with_the_smaller_one(memory):
-    large = ModelConfig(
+    large = model_config(
         architecture="LlamaForCausalLM", vocab_size=200_000, hidden_size=2048, num_heads=32,
         intermediate_size=8192, num_layers=2, max_position_embeddings=2048, dtype="bfloat16",
     )  # fmt: skip

@@ -12,10 +12,8 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-
-import msgspec
 
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
@@ -141,7 +139,7 @@ def main():
     launch = read_config(EngineLaunch)
     config = launch.config
     if behaviour := sys.argv[1:]:
-        config = msgspec.structs.replace(config, model_path=behaviour[0])
+        config = replace(config, model_path=behaviour[0])
     dump_stacks_on_signal()
     progress = Progress()
     watch_engine(launch, progress)

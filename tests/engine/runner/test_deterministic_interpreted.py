@@ -18,6 +18,7 @@ from kernels.arch import CATALOGUE
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.engine.runner import drafts
 from tests.kernels.triton_interpreter import interpreted
 from tests.marks import slow_except
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
@@ -128,3 +129,13 @@ def test_requests_have_the_bits_that_they_have_alone(checkpoint, answers, compan
         assert [found[i] for i in range(4)] == answers
     if "kv_cache_tokens" in company:
         assert together.engine.stats().num_preemptions > 0
+
+
+def test_a_step_with_drafts_has_the_bits_of_as_many_steps(checkpoint):
+    rng = random.Random(3)
+    ways = [{"temperature": 0.0, "logprobs": True}, {"seed": 5, "logprobs": True}]
+    asked = drafts.requests(rng, ways, max_new_tokens=8, deterministic=True)
+
+    steps = drafts.check(lambda: engine(checkpoint, max_num_seqs=2), asked, rng, exact=True)
+
+    assert all(step.decode.batch.deterministic for step in steps)

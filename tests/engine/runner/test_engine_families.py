@@ -39,7 +39,9 @@ def config_of(folder, **changes):
         model_id="tiny",
         device="cpu",
         cpu_threads=1,
-        **{"block_size": 4, "kv_cache_tokens": 2048, "max_num_batched_tokens": 16} | changes,
+        **{"block_size": 4, "kv_cache_tokens": 2048, "max_num_batched_tokens": 16}
+        | {"quantization": "none"}
+        | changes,
     )
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import random
+from collections import Counter
 
+import msgspec
 import pytest
 
 import model.network.attention
@@ -14,6 +16,7 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig
 from server.engine.runner.start import warm_up
 from server.engine.runner.start.dummy_steps import crowds
+from tests.engine.runner.drafts import WAYS, check, requests
 from tests.engine.runner.test_engine_model import greedy, random_prompt, tokens
 from tests.kernels.triton_interpreter import interpreted, is_loaded
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -113,3 +116,35 @@ def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
     # Twice, once per layer, for the single length at which the tiles of a decode change.
     assert prefixes == [64, 64]
     assert engine.engine._runner.sharing_rule is not None
+
+
+def test_a_step_with_drafts_samples_what_as_many_steps_sample(
+    monkeypatch, as_on_a_gpu, prefixes, tmp_path
+):
+    from kernels.attention.portable.decode import PortableDecode
+
+    monkeypatch.setattr("server.engine.runner.start.runner_start.warm_up", lambda *_: None)
+    monkeypatch.setattr(
+        server.engine.runner.step.model_runner, "shared_prefix_is_faster", lambda *_: True
+    )
+    queries = Counter()
+    make = PortableDecode.__init__
+
+    def counted(self, problem, batch, selection):
+        queries[problem.max_query_tokens, batch.max_seqlen_q] += 1
+        make(self, problem, batch, selection)
+
+    monkeypatch.setattr(PortableDecode, "__init__", counted)
+    folder = write_tiny_checkpoint(tmp_path, head_dim=32, num_hidden_layers=1)
+    rng = random.Random(2)
+    asked = requests(rng, WAYS[:3], most_prompt=9, max_new_tokens=10)
+    common = random_prompt(rng, 64, 64)
+    asked = [
+        msgspec.structs.replace(it, prompt_token_ids=common + it.prompt_token_ids) for it in asked
+    ]
+
+    check(lambda: LocalEngine(config(folder)), asked, rng)
+
+    assert {most for most, _ in queries} > {1, 2}
+    assert all(most == found for most, found in queries)
+    assert set(prefixes) == {64}

@@ -212,14 +212,14 @@ def test_results_that_fail_after_the_next_step_was_launched_lose_no_token(
 def test_a_sampler_that_fails_for_one_row_ends_one_sequence(checkpoint, start, monkeypatch):
     requests = steady_requests(SAMPLED, count=5)
     expected = make_engine(checkpoint, max_num_seqs=20).generate(requests)
-    row_of = ModelRunner._sampling_row
+    history_of = ModelRunner._history
 
     def fail(runner, sequence):
         if sequence.request_id == 3 and sequence.num_known_output_tokens > 4:
             raise ValueError("a defect of the sampler")
-        return row_of(runner, sequence)
+        return history_of(runner, sequence)
 
-    monkeypatch.setattr(ModelRunner, "_sampling_row", fail)
+    monkeypatch.setattr(ModelRunner, "_history", fail)
     engine = start()
 
     events = engine.generate(requests)

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE, detect
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
-from model.device.kv_cache import KVCache
+from model.families.parts import with_windows
 from model.network.decoder import DecoderLM
 from server.engine.core.plan_report import PlanReport
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.model_runner import ModelRunner
+from tests.model.configs import read_again
+from tests.model.network.paged import new_cache
 from tests.plans import PLAN
 
 
@@ -62,7 +65,7 @@ def test_a_phase_reports_its_flash_attention_generation_and_whether_it_is_tested
 
 
 def test_a_kernel_that_never_ran_is_planned_only_if_it_is_allowed_and_is_not_tested(config):
-    wide = dataclasses.replace(config, head_dim=128)
+    wide = read_again(config, head_dim=128)
     model = DecoderLM(wide, torch.bfloat16, "meta")
     default = explain_model(model, 16, CATALOGUE["b200"])
     model.unmeasured_kernels = True
@@ -77,7 +80,7 @@ def test_a_kernel_that_never_ran_is_planned_only_if_it_is_allowed_and_is_not_tes
 
 
 def test_a_kernel_that_is_not_measured_for_a_head_dim_has_run_and_needs_to_be_allowed(config):
-    model = DecoderLM(dataclasses.replace(config, head_dim=128), torch.bfloat16, "meta")
+    model = DecoderLM(read_again(config, head_dim=128), torch.bfloat16, "meta")
     default = explain_model(model, 16, CATALOGUE["h100"]).phases[1]
     model.unmeasured_kernels = True
     allowed = explain_model(model, 16, CATALOGUE["h100"]).phases[1]
@@ -93,7 +96,7 @@ def test_a_kernel_that_is_not_measured_for_a_head_dim_has_run_and_needs_to_be_al
 
 def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config):
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-    model = DecoderLM(dataclasses.replace(config, **changes), torch.bfloat16, "meta")
+    model = DecoderLM(read_again(config, **changes), torch.bfloat16, "meta")
     model.unmeasured_kernels = True
 
     found = [explain_model(model, 16, CATALOGUE[arch]).one_sequence for arch in ("h100", "b200")]
@@ -106,12 +109,10 @@ def test_the_plan_says_how_steps_of_a_few_sequences_are_computed_and_why(config)
 
 def test_the_plan_says_that_steps_with_weights_in_fp8_are_one_launch_up_to_a_size(config):
     changes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-    small = dataclasses.replace(config, **changes)
-    large = dataclasses.replace(small, hidden_size=4160)
+    small = read_again(config, **changes)
+    large = read_again(small, hidden_size=4160)
     found = [
-        explain_model(
-            DecoderLM(it, torch.bfloat16, "meta", torch.float8_e4m3fn), 16, CATALOGUE["h100"]
-        )
+        explain_model(DecoderLM(it, torch.bfloat16, "meta", FP8_ROWS), 16, CATALOGUE["h100"])
         for it in (small, large)
     ]
 
@@ -120,7 +121,7 @@ def test_the_plan_says_that_steps_with_weights_in_fp8_are_one_launch_up_to_a_siz
 
 
 def test_launches_are_in_order_of_preference(config):
-    wide = dataclasses.replace(config, head_dim=128)
+    wide = read_again(config, head_dim=128)
     launches = planned(wide, "h100").phases[1].launches
 
     steps = [(launch.min_num_seqs, launch.max_seqlen_k) for launch in launches]
@@ -130,7 +131,7 @@ def test_launches_are_in_order_of_preference(config):
 
 def test_a_runner_reports_the_plan_for_its_device_and_cache(config):
     model = DecoderLM(config, torch.float32)
-    cache = KVCache(1, 2, 32, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    cache = new_cache(model, 2, 32)
 
     report = ModelRunner(model, cache).describe_plan()
 
@@ -150,11 +151,8 @@ def test_the_weights_of_a_model_that_is_packed_for_a_cpu_are_those_of_the_plan_w
 
 
 def test_a_model_with_two_kinds_of_layer_has_a_plan_for_each(config):
-    mixed = dataclasses.replace(
-        config,
-        sliding_window=100,
-        layer_types=("full_attention", "sliding_attention") * (config.num_layers // 2),
-    )
+    layers = with_windows(config.network.layers[0], (None, 100) * 3)
+    mixed = dataclasses.replace(config, network=dataclasses.replace(config.network, layers=layers))
 
     plan = planned(mixed, "h100")
 

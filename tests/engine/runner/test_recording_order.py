@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.network.step import Bucket
+from model.network.columns import Bucket
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.step import DecodeRows, ScheduledSequence
 from server.engine.runner.step.recordings import RecordedSteps
@@ -20,7 +20,7 @@ BROKEN = 13
 
 
 def bucket(rows):
-    return Bucket(rows, 0, 0, 8, rows)
+    return Bucket(rows=rows, columns=8, num_logits=rows)
 
 
 class Steps(RecordedSteps):

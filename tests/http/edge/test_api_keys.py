@@ -12,7 +12,7 @@ KEYS = ("first-key", "second/key==")
 
 @pytest.fixture
 async def client(open_client):
-    return await open_client(api_keys=KEYS)
+    return await open_client(api_key=KEYS)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ async def test_the_openapi_document_says_which_routes_need_a_key(client):
 def test_the_keys_are_not_part_of_the_configuration_s_text(make_app):
     from tests.http.conftest import CONFIG
 
-    assert "first-key" not in repr(CONFIG.__class__(model_id="m", api_keys=KEYS))
+    assert "first-key" not in repr(CONFIG.__class__(model_id="m", api_key=KEYS))

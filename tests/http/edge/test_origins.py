@@ -12,7 +12,7 @@ SIMPLE_TYPES = [{}, {"Content-Type": "text/plain"}, {"Content-Type": "applicatio
 
 @pytest.fixture
 async def client(open_client):
-    return await open_client(cors_allow_origins=(ALLOWED,))
+    return await open_client(cors_allow_origin=(ALLOWED,))
 
 
 async def post(client, headers, path="/generate"):
@@ -64,7 +64,7 @@ async def test_programs_allowed_origins_and_the_service_s_own_pages_pass(client,
 
 
 async def test_all_origins_can_be_allowed(open_client):
-    client = await open_client(cors_allow_origins=("*",))
+    client = await open_client(cors_allow_origin=("*",))
 
     assert (await post(client, {"Origin": "https://evil.example"})).status_code == 200
 

@@ -30,7 +30,7 @@ async def test_without_origins_no_cors_headers_are_sent(client):
 
 
 async def test_a_preflight_is_answered_without_a_key(open_client):
-    client = await open_client(cors_allow_origins=(ORIGIN,), api_keys=("key",))
+    client = await open_client(cors_allow_origin=(ORIGIN,), api_key=("key",))
 
     response = await client.options("/generate", headers=PREFLIGHT)
 
@@ -44,7 +44,7 @@ async def test_a_preflight_is_answered_without_a_key(open_client):
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/nowhere"])
 async def test_answers_and_errors_can_be_read_by_an_allowed_origin(open_client, path):
-    client = await open_client(cors_allow_origins=(ORIGIN, "https://other.example.com"))
+    client = await open_client(cors_allow_origin=(ORIGIN, "https://other.example.com"))
 
     response = await client.post(path, json={"inputs": "x"}, headers={"Origin": ORIGIN})
 
@@ -55,7 +55,7 @@ async def test_answers_and_errors_can_be_read_by_an_allowed_origin(open_client, 
 
 
 async def test_a_refusal_for_want_of_a_key_can_be_read_by_an_allowed_origin(open_client):
-    client = await open_client(cors_allow_origins=("*",), api_keys=("key",))
+    client = await open_client(cors_allow_origin=("*",), api_key=("key",))
 
     response = await client.post("/generate", json={"inputs": "x"}, headers={"Origin": ORIGIN})
 
@@ -64,7 +64,7 @@ async def test_a_refusal_for_want_of_a_key_can_be_read_by_an_allowed_origin(open
 
 
 async def test_other_origins_cannot_read_answers(open_client):
-    client = await open_client(cors_allow_origins=(ORIGIN,))
+    client = await open_client(cors_allow_origin=(ORIGIN,))
 
     response = await client.get("/info", headers={"Origin": "https://evil.example.com"})
 
@@ -73,7 +73,7 @@ async def test_other_origins_cannot_read_answers(open_client):
 
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"cors_allow_origins": (ORIGIN,), "api_keys": ("key",), "access_log": True}],
+    [{}, {"cors_allow_origin": (ORIGIN,), "api_key": ("key",), "access_log": True}],
     ids=["plain", "all-layers"],
 )
 async def test_the_frames_of_a_stream_bypass_the_layers(make_app, engine, monkeypatch, limits):

@@ -202,7 +202,7 @@ async def test_a_refused_request_gets_429_with_retry_after_and_never_reaches_the
 @pytest.mark.anyio
 async def test_requests_share_the_engine_by_api_key_or_by_address(open_client, engine):
     body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}
-    keyed = await open_client(api_keys=("one", "two"))
+    keyed = await open_client(api_key=("one", "two"))
     for name, key in (("authorization", "Bearer one"), ("x-api-key", "two"), ("x-api-key", "one")):
         reply = await keyed.post("/generate", json=body, headers={name: key})
         assert reply.status_code == 200

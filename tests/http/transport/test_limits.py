@@ -107,7 +107,7 @@ async def test_a_head_below_the_limits_is_served(open_server):
 
 
 async def test_trailers_do_not_become_headers(open_server, engine):
-    server = await open_server(api_keys=("key",))
+    server = await open_server(api_key=("key",))
     chunks = b"%x\r\n%b\r\n0\r\nX-API-Key: key\r\n\r\n" % (len(BODY), BODY)
 
     reader, writer = await server.connect()
@@ -138,7 +138,7 @@ async def test_a_body_in_chunks_of_one_byte_is_read(open_server, engine):
     ("sent", "answer"), [(b"", []), (b"\r\n\r\n", []), (b"G", [408]), (START, [408])]
 )
 async def test_a_head_that_does_not_come_is_not_waited_for(open_server, sent, answer):
-    server = await open_server(header_timeout_seconds=0.1)
+    server = await open_server(header_timeout=0.1)
     loop = asyncio.get_running_loop()
     start = loop.time()
 
@@ -149,7 +149,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(open_server, sent, an
 
 
 async def test_a_head_that_comes_byte_by_byte_is_not_waited_for(open_server):
-    server = await open_server(header_timeout_seconds=0.1)
+    server = await open_server(header_timeout=0.1)
 
     data = await exchange(server, *[b"%c" % byte for byte in START + b"X: " + b"x" * 150])
 
@@ -157,7 +157,7 @@ async def test_a_head_that_comes_byte_by_byte_is_not_waited_for(open_server):
 
 
 async def test_a_connection_without_requests_is_closed(open_server):
-    server = await open_server(keep_alive_timeout_seconds=0.1)
+    server = await open_server(keep_alive_timeout=0.1)
     loop = asyncio.get_running_loop()
     start = loop.time()
 
@@ -169,7 +169,7 @@ async def test_a_connection_without_requests_is_closed(open_server):
 
 
 async def test_a_request_that_runs_longer_than_the_timeouts_is_answered(open_server, engine):
-    server = await open_server(header_timeout_seconds=0.05, keep_alive_timeout_seconds=0.05)
+    server = await open_server(header_timeout=0.05, keep_alive_timeout=0.05)
     engine.script = say([72] * 4, FinishReason.LENGTH, wait=0.06)
     reader, writer = await server.post("/generate")
 
@@ -255,7 +255,7 @@ async def test_an_unread_body_is_skipped_or_ends_the_connection(anyio_backend, m
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async with Server(app, header_timeout_seconds=1) as server:
+    async with Server(app, header_timeout=1) as server:
         reader, writer = await server.connect()
         writer.write(head("/", size))
         answer = await reader.readuntil(b"\r\n\r\nok")
@@ -349,7 +349,7 @@ async def test_malformed_requests_are_refused_and_the_connection_is_closed(open_
 
 
 async def test_white_space_around_a_field_is_not_part_of_it(open_server, engine):
-    server = await open_server(api_keys=("key",))
+    server = await open_server(api_key=("key",))
     body = b"%b: %d \t\r\nX-API-Key: \t key \r\nX-Request-Id: a\t\r\n\r\n%b"
     start = b"POST /generate HTTP/1.1\r\nHost: t \r\nConnection: close\r\n"
 
@@ -360,7 +360,7 @@ async def test_white_space_around_a_field_is_not_part_of_it(open_server, engine)
 
 
 async def test_malformed_requests_are_logged_together(open_server, caplog):
-    server = await open_server(header_timeout_seconds=0.2)
+    server = await open_server(header_timeout=0.2)
 
     for _ in range(20):
         await exchange(server, b"NONSENSE\r\n\r\n")

@@ -55,6 +55,23 @@ def test_tensors_that_do_not_fit_the_plan_are_rejected(case, q, kv, out):
         kernels.decode_attention(q, case.kv if kv is None else kv, plan, out)
 
 
+@pytest.mark.parametrize("queries", [[3, 1, 2], [4, 0, 4]], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+def test_several_queries_per_sequence_are_planned_as_a_prefill_where_no_decode_takes_them(
+    queries, window
+):
+    asked = dataclasses.replace(problem(), max_query_tokens=4, sliding_window=window)
+    case = make_case(asked, queries, [20, 0 if not queries[1] else 5, 33])
+
+    plan = kernels.plan_attention(asked, case.batch)
+
+    assert plan.problem.phase is Phase.PREFILL
+    assert "no decode row takes 4 query tokens per sequence here" in plan.selection.why
+    out = torch.empty_like(case.q)
+    kernels.prefill_attention(case.q, case.kv, plan, out)
+    case.check(out)
+
+
 def test_a_plan_of_the_other_phase_is_rejected(case):
     plan = kernels.plan_attention(case.problem, case.batch)
 

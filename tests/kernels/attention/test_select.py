@@ -16,10 +16,11 @@ from kernels.attention import functional
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import DTYPES, AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
-from kernels.attention.select import select, select_for
+from kernels.attention.select import select, select_for, select_for_queries
 from kernels.attention.spec import KernelSpec
 from kernels.errors import NoKernelError, ShapeError
 from kernels.fp8 import FP8
+from kernels.selection import load
 
 HALF = frozenset({"float16", "bfloat16"})
 TILES = TunedLaunch(LaunchConfig(128, 64, 8, 3), None, "a test", measured=False)
@@ -236,6 +237,42 @@ def test_only_our_kernels_support_packed_keys_full_attention_and_several_queries
     assert kernels.select(asked, CATALOGUE["a100"]).spec.name == f"portable_{asked.phase.value}"
     with pytest.raises(NoKernelError):
         kernels.select(asked, CPU)
+
+
+QUERIES = [
+    ("h100", {}, "hopper_decode"),
+    ("a100", {}, "portable_decode"),
+    ("cpu", {}, "torch_prefill"),
+    ("cpu", {"kv_dtype": FP8, "sliding_window": 8}, "torch_prefill"),
+    ("t4", {"dtype": "float16"}, "torch_prefill"),
+    ("h100", {"batch_invariant": True}, "hopper_invariant_prefill"),
+    ("a100", {"batch_invariant": True}, "invariant_prefill"),
+]
+
+
+@pytest.mark.parametrize(("arch", "more", "expected"), QUERIES, ids=str)
+def test_rows_of_prefill_take_several_queries_where_no_decode_row_does(arch, more, expected):
+    asked = problem(Phase.DECODE, max_query_tokens=4, **more)
+
+    found = select_for_queries(asked, CATALOGUE[arch])
+
+    assert found.spec.name == expected
+    if found.spec.phase is Phase.DECODE:
+        assert found == kernels.select(asked, CATALOGUE[arch])
+        return
+    registry = INVARIANT_REGISTRY if asked.batch_invariant else REGISTRY
+    rows = [row for row in registry if row.phase is Phase.DECODE]
+    assert found.why.startswith("no decode row takes 4 query tokens per sequence here; ")
+    assert [it.kernel for it in found.refusals[: len(rows)]] == [row.name for row in rows]
+    assert all(it.reasons for it in found.refusals)
+    same = [it for it in found.refusals if it.kernel == expected.replace("prefill", "decode")]
+    assert same[0].reasons == ("decodes 1 query token per sequence, not 4",)
+
+
+def test_a_decode_of_one_query_or_an_unsupported_prefill_has_no_other_rows():
+    for asked in (problem(Phase.DECODE, lse=True), problem(lse=True)):
+        with pytest.raises(NoKernelError):
+            select_for_queries(asked, CPU)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -512,7 +549,7 @@ def test_names_in_the_registry_are_unique_and_their_targets_exist():
     names = [row.name for row in REGISTRY]
 
     assert len(set(names)) == len(names)
-    assert all(callable(functional._factory(row.target)) for row in REGISTRY if row.cpu)
+    assert all(callable(load(row.target)) for row in REGISTRY if row.cpu)
 
 
 def decode_batch():

@@ -17,7 +17,6 @@ from kernels.attention.training.hopper import backward
 from kernels.attention.training.portable import launch as training
 from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
-from kernels.fp8 import FP8
 from kernels.linear.gpu.invariant import InvariantLinear
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.gpu.persistent import PersistentLinear
@@ -25,7 +24,7 @@ from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
-from kernels.linear.weights import LinearArguments, LinearWeights, Norm
+from kernels.linear.weights import LinearArguments, Norm
 from kernels.norms.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
 from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
@@ -37,12 +36,15 @@ from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.sampling.tile_best import TileBest
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
-from kernels.step.single_launch import LayerWeights, MatrixScales, StepShape, StepWeights
+from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from kernels.step.sizes import on_tensor_cores
+from kernels.weight_format import FP8_ROWS
+from kernels.weights import Weight, quantize
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
 from tests.kernels.linear.layer import linear
+from tests.kernels.linear.weights import linear_weights
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
 VOCABULARY = 151936
@@ -208,12 +210,11 @@ class FusedCompiler(Compiler):
         norm = None
         if "norm" in job.around:
             norm = Norm(empty(problem.inputs), 1e-6)
-        scale, weight_dtype = None, dtype
-        if problem.weight_dtype is not None:
-            scale, weight_dtype = torch.empty(weights), getattr(torch, problem.weight_dtype)
+        numbers_dtype = getattr(torch, problem.format.dtype)
+        scale = torch.empty(weights) if problem.format.is_quantized else None
         linear(
             x,
-            torch.empty((weights, problem.inputs), dtype=weight_dtype),
+            torch.empty((weights, problem.inputs), dtype=numbers_dtype),
             choice,
             out,
             scale=scale,
@@ -237,11 +238,16 @@ class FusedCompiler(Compiler):
         if "fp8" in job.around:
             weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(outputs)
         gated = "gated" in job.around
+        weights = linear_weights(weight, bias, scale)
         problem = LinearProblem(
-            job.tokens, outputs // (1 + gated), inputs, gated=gated, residual="parts" in job.around
+            job.tokens,
+            outputs // (1 + gated),
+            inputs,
+            gated=gated,
+            format=weights.weight.format,
+            residual="parts" in job.around,
+            batch_invariant=batch_invariant,
         )
-        problem = dataclasses.replace(problem, batch_invariant=batch_invariant)
-        weights = LinearWeights(weight, bias, scale)
         x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
         layer(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
 
@@ -250,18 +256,18 @@ class FusedCompiler(Compiler):
         weight, scale = torch.empty((1001, 1024), dtype=dtype), None
         if "fp8" in job.around:
             weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(len(weight))
+        weights = linear_weights(weight, weight[:, 0].to(dtype), scale)
         problem = LinearProblem(
             job.tokens,
             *weight.shape,
             str(dtype).removeprefix("torch."),
-            weight_dtype=None if scale is None else FP8,
+            format=weights.weight.format,
             residual="parts" in job.around,
             batch_invariant=True,
         )
         choice = select_linear(problem, ARCHES[job.sm])
         x = torch.empty((job.tokens, 1024), dtype=dtype)
-        layer = InvariantLinear(LinearWeights(weight, weight[:, 0].to(dtype), scale), problem)
-        layer(x, choice, None, LinearArguments(pdl=pdl))
+        InvariantLinear(weights, problem)(x, choice, None, LinearArguments(pdl=pdl))
 
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
         x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
@@ -333,15 +339,11 @@ class FusedCompiler(Compiler):
         norm = gain(dim) if "norm" in job.around else None
         bias = empty(stacked) if "bias" in job.around else None
         matrices = (empty(stacked, c), empty(c, heads * dim), empty(2 * inner, c), empty(c, inner))
-        matrix_scales = None
-        if "fp8 weights" in job.around:
-            matrix_scales = MatrixScales(*(torch.empty(len(matrix)) for matrix in matrices))
-            matrices = tuple(matrix.to(torch.float8_e4m3fn) for matrix in matrices)
+        is_fp8 = "fp8 weights" in job.around
         layer = LayerWeights(
-            *matrices,
+            *(quantize(it, FP8_ROWS) if is_fp8 else Weight.full(it) for it in matrices),
             *(gain(c), gain(c), norm, norm, bias),
             window=512 if "window" in job.around else None,
-            scales=matrix_scales,
             output_norm=gain(c) if gemma else None,
             down_norm=gain(c) if gemma else None,
         )
@@ -365,7 +367,7 @@ class FusedCompiler(Compiler):
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
         if rows == 1:
-            tensor_cores = on_tensor_cores(shape, fp8_weights=matrix_scales is not None)
+            tensor_cores = on_tensor_cores(shape, fp8_weights=is_fp8)
             caches = (cache,) * layers, (scales,) * layers
             StepKernel(weights, *caches, arch, tensor_cores=tensor_cores)(*inputs)
         else:

@@ -30,6 +30,7 @@ from kernels.arch import CATALOGUE
 from kernels.gpu import kernel_cache
 from kernels.gpu.absent_gpu import absent_gpu
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
+from kernels.weight_format import FP8_ROWS
 
 @triton.jit
 def add(x, n, SIZE: tl.constexpr):
@@ -207,19 +208,20 @@ def test_only_the_files_of_kernels_are_counted_and_lose_their_sources(tmp_path):
 
 
 ONE_STEP = """
-import dataclasses
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket
+from model.network.step import StepInput
 
 config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
-config = dataclasses.replace(config, num_layers=1, layer_types=(), vocab_size=512, hidden_size=HIDDEN_SIZE)
+keys = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": HIDDEN_SIZE, "bos_token_id": 0, "eos_token_id": 0}
+config = ModelConfig.from_dict(config.content | keys)
 with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
-    model = DecoderLM(config, torch.bfloat16, device, torch.float8_e4m3fn)
+    model = DecoderLM(config, torch.bfloat16, device, FP8_ROWS)
     model.optimize()
-    cache = KVCache(1, 8, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
-    model.step(StepInput(Bucket(1, 0, 0, columns=8, num_logits=1), 16, device), cache)
+    cache = KVCache(1, 8, 16, 8, 128, torch.bfloat16, device)
+    model.step(StepInput(Bucket(rows=1, columns=8, num_logits=1), 16, device), cache)
 print(json.dumps(sorted({p.stem for p in Path(knobs.cache.dir).glob("*/[!_]*.cubin")})))
 """
 

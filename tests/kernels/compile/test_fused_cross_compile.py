@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR as VECTOR_ROW
 from kernels.linear.select import LinearChoice, select_linear
 from kernels.linear.tuned import find, linear_table
 from kernels.sampling.rows import SAMPLE_SIZES
 from kernels.step.single_launch import ROW_COUNTS, unsupported
+from kernels.weight_format import FP8_ROWS, WeightFormat, unquantized
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.fused_compile_worker import MATRICES, STEPS, FusedJob
 from tests.kernels.triton_interpreter import HAS_TRITON
@@ -45,10 +45,10 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = {
     around: most
     for around, shape in STEPS.items()
-    for weight_dtype in (torch.float8_e4m3fn if "fp8 weights" in around else None,)
+    for weight_format in (FP8_ROWS if "fp8 weights" in around else None,)
     for most in ROW_COUNTS
     if "gemma" not in around
-    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], most, weight_dtype)
+    and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], most, weight_format)
 }
 """Of `STEPS`: those that a step of several sequences supports, and the largest number of sequences."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
@@ -63,10 +63,10 @@ def layer(
     around: tuple[str, ...],
     rows: int,
     dtype: str,
-    weight_dtype: str | None = None,
+    form: WeightFormat | None = None,
 ) -> FusedJob:
     outputs, inputs, gated = shape
-    problem = LinearProblem(rows, outputs, inputs, dtype, gated, weight_dtype)
+    problem = LinearProblem(rows, outputs, inputs, dtype, gated, form or unquantized(dtype))
     choice = select_linear(problem, ARCHES[sm])
     assert choice.spec is VECTOR_ROW
     return FusedJob(sm, "linear", choice, around)
@@ -104,7 +104,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
     linears.append(layer(sm, *GATE_UP, 2, "float16"))
     linears.append(layer(sm, *QKV, 1, "float32"))
     linears += timed(sm)
-    linears += [layer(sm, *case, rows, "bfloat16", FP8) for case, rows in fp8_cases(sm)]
+    linears += [layer(sm, *case, rows, "bfloat16", FP8_ROWS) for case, rows in fp8_cases(sm)]
     quantizing = [FusedJob(sm, "quantize", around=("norm",), tokens=64), FusedJob(sm, "quantize")]
     return [
         *linears,
@@ -172,12 +172,12 @@ def representative_jobs() -> list[FusedJob]:
     found: dict[tuple[Any, ...], FusedJob] = {}
     for job in JOBS:
         if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
-            weight_dtype = job.choice and job.choice.problem.weight_dtype
+            form = job.choice and job.choice.problem.format
             step = job.operation == "step" and (
                 job.tokens > 1,
                 "fp8 weights" in job.around,
             )
-            found.setdefault((job.sm, job.operation, job.function, weight_dtype, step), job)
+            found.setdefault((job.sm, job.operation, job.function, form, step), job)
     return list(found.values())
 
 
@@ -186,7 +186,7 @@ def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]
     launch, problem = choice.launch, choice.problem
     assert launch is not None
     chunks = -(-problem.inputs // launch.block_k)
-    a_row = launch.block_k * problem.item_bytes // (launch.num_warps * 32 * 16)
+    a_row = launch.block_k * problem.format.bits // 8 // (launch.num_warps * 32 * 16)
     weights = chunks * problem.matrices * launch.block_n * a_row
     others = chunks * a_row * (choice.padded_rows + ("norm" in around))
     return weights, others
@@ -254,7 +254,7 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
             found.append("scales a vector after its conversion to float16, whose range is smaller")
     if job.choice is None:
         return found
-    if job.choice.problem.weight_dtype is not None:
+    if job.choice.problem.format.is_quantized:
         return found + fp8_load_faults(job, job.choice, facts["sass"], facts["shared"])
     return found + load_faults(job, job.choice, facts["sass"])
 
@@ -289,7 +289,7 @@ FACTS = {
 ROPE = FusedJob(HOPPER, "rope", tokens=4096)
 WIDE_ROPE = {"early LDG.32": 2, "LDG.128": 8, "STG.128": 24}
 VECTOR = layer(HOPPER, *QKV, 1, "bfloat16")
-IN_FP8 = layer(HOPPER, *GATE_UP, 1, "bfloat16", FP8)
+IN_FP8 = layer(HOPPER, *GATE_UP, 1, "bfloat16", FP8_ROWS)
 WEIGHTS, OTHERS = wide_loads(VECTOR.choice, VECTOR.around)
 GOOD = FACTS | {"sass": {"early LDG.128": WEIGHTS, "LDG.128": OTHERS}}
 

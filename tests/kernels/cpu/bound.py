@@ -8,7 +8,9 @@ import torch
 from kernels.cpu.decoder import CPUDecoder, LayerMatrices, StepTensors
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
-from kernels.norms.pytorch import rope_tables
+from kernels.rope.pytorch import rope_tables
+from kernels.weights import Weight
+from tests.kernels.cpu.reference import FORMATS
 
 POSITIONS = 1024
 
@@ -18,10 +20,11 @@ def bind(decoder, threads=2):
     library = load()
     assert not isinstance(library, str), library
 
+    form = FORMATS[decoder.bits]
+
     def pack(layer, name, *, gated=False):
-        return PackedMatrix(
-            library, layer[name], decoder.bits, layer.get(f"{name}_bias"), gated=gated
-        )
+        weight = Weight.full(layer[name])
+        return PackedMatrix(library, weight, form, layer.get(f"{name}_bias"), gated=gated)
 
     layers = [
         LayerMatrices(
@@ -36,10 +39,10 @@ def bind(decoder, threads=2):
         )
         for layer in decoder.layers
     ]
-    head = PackedMatrix(library, decoder.head, decoder.bits)
+    head = PackedMatrix(library, Weight.full(decoder.head), form)
     embedding = head
     if decoder.embedding is not decoder.head:
-        embedding = PackedMatrix(library, decoder.embedding, decoder.bits)
+        embedding = PackedMatrix(library, Weight.full(decoder.embedding), form)
     return CPUDecoder(decoder.shape, layers, decoder.norm, head, embedding, threads)
 
 
@@ -57,11 +60,24 @@ class Driver:
         random.Random(0).shuffle(self._free)
         self._blocks, self._lengths = {}, {}
 
-    def step(self, chunks, *, hidden=False):
-        """Run a step with {sequence: token ids}; return {sequence: logits of all its tokens}."""
-        ordered = sorted(chunks.items(), key=lambda item: len(item[1]) > 1)
+    def step(self, chunks, *, hidden=False, queries=1):
+        """Run a step with {sequence: token ids}; return {sequence: logits of all its tokens}.
+
+        Sequences with at most `queries` tokens are decode rows.
+        """
+        ordered = sorted(chunks.items(), key=lambda item: len(item[1]) > queries)
+        rows = sum(len(tokens) <= queries for _, tokens in ordered)
+        unused = rows * queries - sum(len(tokens) for _, tokens in ordered[:rows])
         ids, positions, slots = [], [], []
-        for name, tokens in ordered:
+
+        def pad():
+            ids.extend([0] * unused)
+            positions.extend([0] * unused)
+            slots.extend([-1] * unused)
+
+        for index, (name, tokens) in enumerate(ordered):
+            if index == rows:
+                pad()
             start, blocks = self._lengths.get(name, 0), self._blocks.setdefault(name, [])
             while len(blocks) * self.block_size < start + len(tokens):
                 blocks.append(self._free.pop())
@@ -71,7 +87,8 @@ class Driver:
                 positions.append(position)
             ids += tokens
             self._lengths[name] = start + len(tokens)
-        rows = sum(len(tokens) == 1 for _, tokens in ordered)
+        if rows == len(ordered):
+            pad()
         columns = max(len(self._blocks[name]) for name, _ in ordered)
         cu_seqlens, seq_lens, table = self._batch(ordered[:rows], columns)
         prompt_cu_seqlens, prompt_seq_lens, prompt_table = self._batch(ordered[rows:], columns)
@@ -87,14 +104,17 @@ class Driver:
             prompt_block_table=prompt_table,
         )
         step = StepTensors(
-            arrays, rows, len(ordered) - rows, columns, None, self.caches, self._rope
+            arrays, rows, queries, len(ordered) - rows, columns, None, self.caches, self._rope
         )
         self.last = step
         if hidden:
             result = self.bound.project(self.bound.hidden_states(step))
         else:
             result, self.best = self.bound.logits(step, None, len(ids))
-        parts = result.split([len(tokens) for _, tokens in ordered])
+        sizes = [len(tokens) for _, tokens in ordered]
+        sizes.insert(rows, unused)
+        parts = list(result.split(sizes))
+        assert parts.pop(rows).isfinite().all()
         return {name: part for (name, _), part in zip(ordered, parts, strict=True)}
 
     def run(self, tokens, chunks, name=0):

@@ -2,16 +2,21 @@
 
 import torch
 
-from kernels.cpu.matrix import GROUP4, GROUP8, QUANTIZERS
+from kernels.cpu.matrix import GROUP8
+from kernels.weight_format import INT4_GROUPS, INT8_ROWS
+from kernels.weights import quantize
+
+FORMATS = {8: INT8_ROWS, 4: INT4_GROUPS}
+GROUP4 = INT4_GROUPS.group
 
 
 def rounded_weights(weight, bits):
     """Return the weights that a packed matrix stands for, float64."""
-    numbers, scale = QUANTIZERS[bits](weight)
-    values = numbers.double() - (128 if bits == 8 else 8)
+    rounded = quantize(weight, FORMATS[bits])
+    values = rounded.unpacked().double() - (128 if bits == 8 else 8)
     if bits == 8:
-        return values * scale.double()[:, None]
-    return (values.view(len(weight), -1, GROUP4) * scale.double()[..., None]).flatten(1)
+        return values * rounded.scale.double()[:, None]
+    return (values.view(len(weight), -1, GROUP4) * rounded.scale.double()[..., None]).flatten(1)
 
 
 def rounded_activations(x, bits):

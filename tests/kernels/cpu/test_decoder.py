@@ -119,6 +119,29 @@ def test_a_result_depends_neither_on_chunks_nor_on_other_rows_nor_on_threads(bit
         assert torch.equal(torch.cat(parts), alone), (threads, chunks)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("heads", [(6, 2), (16, 1)], ids=str)
+def test_decode_rows_of_several_tokens_have_the_bits_of_steps_of_one(bits, heads):
+    of = shape(*heads, 64, windows=(0, 40))
+    decoder = Decoder(of, VOCAB, bits)
+    texts = {name: tokens(90, seed=name) for name in range(4)}
+    alone = {name: Driver(bind(decoder), of).run(text, [90]) for name, text in texts.items()}
+    driver = Driver(bind(decoder, threads=3), of, num_blocks=400)
+    at = dict.fromkeys(texts, 0)
+
+    for step in range(12):
+        # Decode rows of 1 to 8 tokens, in a step with a prompt at times; rows with fewer leave tokens unused.
+        counts = {name: 1 + (3 * name + 5 * step) % 8 for name in texts}
+        counts[step % 4] += 9 * (step % 3 == 0)
+        chunks = {name: text[at[name] : at[name] + counts[name]] for name, text in texts.items()}
+        found = driver.step({name: it for name, it in chunks.items() if it}, queries=8)
+        for name, part in found.items():
+            stop = at[name] + len(part)
+            assert torch.equal(part, alone[name][at[name] : stop]), (step, name)
+            at[name] = stop
+    assert min(at.values()) > 40
+
+
 def test_hidden_states_give_the_logits_of_the_step():
     decoder = Decoder(SMALL, VOCAB, 8)
     ids = tokens(33)

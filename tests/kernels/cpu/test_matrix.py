@@ -5,8 +5,10 @@ import torch
 
 from kernels.cpu.decoder import CPUDecoder, DecoderShape
 from kernels.cpu.library import load
-from kernels.cpu.matrix import PackedMatrix, quantize_4_bits, quantize_8_bits
-from tests.kernels.cpu.reference import product, rounded_activations, rounded_weights
+from kernels.cpu.matrix import PackedMatrix
+from kernels.weight_format import INT4_GROUPS, INT8_ROWS
+from kernels.weights import Weight, quantize
+from tests.kernels.cpu.reference import FORMATS, product, rounded_activations, rounded_weights
 
 LIBRARY = load()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
@@ -19,7 +21,7 @@ def random_matrix(rows, columns, seed=0, dtype=torch.float32):
 
 def multiply(x, weight, bits, bias=None, threads=2):
     """Multiply through a decoder without layers, whose head is the matrix."""
-    matrix = PackedMatrix(LIBRARY, weight, bits, bias)
+    matrix = PackedMatrix(LIBRARY, Weight.full(weight), FORMATS[bits], bias)
     shape = DecoderShape(weight.shape[1], 64, 2, 2, 32, 1e-6, 1.0, ())
     norm = torch.ones(weight.shape[1])
     return CPUDecoder(shape, [], norm, matrix, matrix, threads).project(x)
@@ -98,11 +100,11 @@ def test_weights_of_every_dtype_are_quantized_as_their_float32_values(dtype):
 def test_int8_weights_have_at_most_half_a_step_of_error():
     weight = random_matrix(50, 256)
 
-    numbers, scale = quantize_8_bits(weight)
+    rounded = quantize(weight, INT8_ROWS)
 
-    assert numbers.dtype is torch.uint8
-    assert numbers.min() >= 1
-    assert ((rounded_weights(weight, 8) - weight).abs() <= 0.5001 * scale[:, None]).all()
+    assert rounded.numbers.dtype is torch.uint8
+    assert rounded.numbers.min() >= 1
+    assert ((rounded_weights(weight, 8) - weight).abs() <= 0.5001 * rounded.scale[:, None]).all()
 
 
 def test_int4_scales_have_no_larger_error_than_those_of_the_extreme_number():
@@ -111,7 +113,7 @@ def test_int4_scales_have_no_larger_error_than_those_of_the_extreme_number():
     plain_scale = (groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8).half().float()
     plain = torch.round(groups / plain_scale).clamp(-8, 7) * plain_scale
 
-    numbers, _ = quantize_4_bits(weight)
+    numbers = quantize(weight, INT4_GROUPS).unpacked()
 
     assert numbers.max() <= 15
     error = (rounded_weights(weight, 4) - weight).view(50, -1, 32).square().sum(-1)
@@ -128,7 +130,9 @@ def test_activations_lose_at_most_half_a_step_of_their_group():
 
 
 def test_a_packed_matrix_has_eight_or_four_and_a_half_bits_for_each_weight():
-    weight = random_matrix(64, 128)
+    weight = Weight.full(random_matrix(64, 128))
 
-    assert PackedMatrix(LIBRARY, weight, 8).num_bytes == 64 * 128 + 64 * 4
-    assert PackedMatrix(LIBRARY, weight, 4).num_bytes == 64 * 128 // 2 + 64 * 128 // 32 * 2
+    assert PackedMatrix(LIBRARY, weight, INT8_ROWS).num_bytes == 64 * 128 + 64 * 4
+    assert (
+        PackedMatrix(LIBRARY, weight, INT4_GROUPS).num_bytes == 64 * 128 // 2 + 64 * 128 // 32 * 2
+    )

@@ -1,8 +1,9 @@
 """Computes a linear layer with a given kernel, and the norm and gate around it, as a projection does."""
 
-from kernels.linear.projection import _load
-from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.linear.weights import LinearArguments
 from kernels.norms.gpu import norm_and_gate
+from kernels.selection import load
+from tests.kernels.linear.weights import linear_weights
 
 
 def linear(
@@ -11,7 +12,7 @@ def linear(
 ):  # fmt: skip
     """Compute the layer; norm and gate are separate launches where the product does not absorb them."""
     spec, gated = choice.spec, choice.problem.gated
-    product = _load(spec.target)(LinearWeights(weight, bias, scale), choice.problem)
+    product = load(spec.target)(linear_weights(weight, bias, scale), choice.problem)
     if norm is not None and not spec.absorbs_norm:
         x, norm = norm_and_gate.add_rms_norm(x, *norm, pdl=pdl), None
     apart = gated and not spec.absorbs_gate

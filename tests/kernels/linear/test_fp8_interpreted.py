@@ -9,7 +9,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.errors import ShapeError
-from kernels.fp8 import FP8, dequantize_rows, quantize_rows
+from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
@@ -17,6 +17,7 @@ from kernels.linear.weights import Norm
 from kernels.norms.gpu import quantize_rows as fused
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
+from kernels.weight_format import FP8_ROWS
 from tests.kernels import float8_library, triton_interpreter
 from tests.kernels.linear.layer import linear
 
@@ -37,7 +38,7 @@ def _poison(monkeypatch):
 
 
 def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, unpacks=False, **launch):
-    problem = LinearProblem(rows, outputs, inputs, dtype, gated, FP8)
+    problem = LinearProblem(rows, outputs, inputs, dtype, gated, FP8_ROWS)
     config = dataclasses.replace(LAUNCH, **launch) if kernel is VECTOR else None
     choice = LinearChoice(problem, kernel, config, "for the test", unpacks=unpacks)
     assert launch_mistakes(choice) == []
@@ -208,7 +209,7 @@ def test_a_row_with_nan_or_infinity_has_no_finite_output():
     ],
 )
 def test_the_selected_kernel_computes_the_layer(rows, sm, kernel):
-    choice = select_linear(LinearProblem(rows, 80, 384, "float16", weight_dtype=FP8), CATALOGUE[sm])
+    choice = select_linear(LinearProblem(rows, 80, 384, "float16", format=FP8_ROWS), CATALOGUE[sm])
 
     assert choice.spec.name == kernel
     check(choice, *tensors(choice))

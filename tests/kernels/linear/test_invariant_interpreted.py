@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from kernels.arch import CATALOGUE, CPU
 from kernels.errors import NoKernelError
-from kernels.fp8 import FP8, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear.gpu.invariant import InvariantLinear, num_splits
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.select import select_linear
-from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.linear.weights import LinearArguments
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
+from kernels.weight_format import FP8_ROWS
 from tests.kernels import triton_interpreter
+from tests.kernels.linear.weights import linear_weights
 
 pytestmark = triton_interpreter.interpreted
 
@@ -39,7 +43,7 @@ class Layer:
         if kind != "plain":
             weight, scale = quantize_rows(weight)
             self.truth = reference.dequantize(weight, scale)
-            more["weight_dtype"] = FP8
+            more["format"] = FP8_ROWS
         else:
             weight = weight.to(self.dtype)
             self.truth = weight.float()
@@ -47,7 +51,7 @@ class Layer:
         problem = LinearProblem(1, outputs, inputs, dtype, batch_invariant=True, **more)
         self.arch = CATALOGUE[ARCHS[kind]]
         self.problem = problem
-        self.layer = InvariantLinear(LinearWeights(weight, self.bias, scale), problem)
+        self.layer = InvariantLinear(linear_weights(weight, self.bias, scale), problem)
 
     def __call__(self, x, out=None):
         problem = LinearProblem(
@@ -117,7 +121,7 @@ def test_layers_with_few_outputs_are_split_into_parts_that_are_worth_a_program(o
         ({"layer_weights": 1 << 20}, "h100", "matrix"),
         ({}, "h100", "matrix"),
         ({"bias": True, "residual": True, "layer_weights": 1}, "h100", "invariant"),
-        ({"weight_dtype": FP8}, "h100", "invariant"),
+        ({"format": FP8_ROWS}, "h100", "invariant"),
         ({}, "a100", "invariant"),
         ({}, "rtx5090", "invariant"),
     ],
@@ -139,4 +143,4 @@ def test_processors_without_a_batch_invariant_product_are_refused_with_every_rea
         select_linear(LinearProblem(1, 64, 64, batch_invariant=True), arch)
 
     for row in ("vector", "matrix", "invariant", "library", "packed", "pytorch"):
-        assert f"\n  {row}: " in str(raised.value)
+        assert re.search(rf"[:;] {row}: ", str(raised.value))

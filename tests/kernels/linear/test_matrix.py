@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from kernels.fp8 import FP8
 from kernels.linear import matrix_tiles
 from kernels.linear.matrix_tiles import (
     MANY_ROWS,
@@ -18,8 +17,10 @@ from kernels.linear.matrix_tiles import (
     plan_matrix,
 )
 from kernels.linear.problem import LinearProblem
-from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.linear.weights import LinearArguments
 from kernels.testing import reference
+from kernels.weight_format import FP8_ROWS
+from tests.kernels.linear.weights import linear_weights
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 if HAS_TRITON:
@@ -101,12 +102,12 @@ class Layer:
             residual=kind == "residual", layer_weights=1, batch_invariant=invariant,
             dtype=str(dtype).removeprefix("torch."),
         )  # fmt: skip
-        weights = LinearWeights(self.weight, self.bias)
+        weights = linear_weights(self.weight, self.bias)
         if fp8:
             scales = scale * 2.0 ** -(torch.arange(outputs) % 3)
             self.weight = numbers * scales[:, None].to(dtype)
-            weights = LinearWeights(numbers.to(torch.float8_e4m3fn), self.bias, scales)
-            problem = dataclasses.replace(problem, weight_dtype=FP8)
+            weights = linear_weights(numbers.to(torch.float8_e4m3fn), self.bias, scales)
+            problem = dataclasses.replace(problem, format=FP8_ROWS)
         self.linear = matrix.MatrixLinear(weights, problem)
 
     def __call__(self, x, out=None, *, pdl=False):
@@ -294,4 +295,4 @@ def test_a_bias_with_a_gate_or_partial_sums_is_refused(kind):
     weight = whole_numbers(128 if kind == "gated" else 64, 64, seed=1)
 
     with pytest.raises(AssertionError):
-        matrix.MatrixLinear(LinearWeights(weight, weight[:, 0].contiguous()), problem)
+        matrix.MatrixLinear(linear_weights(weight, weight[:, 0].contiguous()), problem)

@@ -25,8 +25,8 @@ from kernels.linear.persistent_tiles import (
 from kernels.linear.problem import LinearProblem
 from kernels.linear.projection import SWIGLU, Operations, Purpose, bind_projection
 from kernels.linear.select import select_linear
-from kernels.linear.weights import LinearWeights
 from kernels.testing import reference
+from tests.kernels.linear.weights import linear_weights
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 if HAS_TRITON:
@@ -79,7 +79,7 @@ def test_every_output_is_the_formula(kind, outputs, inputs, launch, rows, num_sm
     weight, x = whole_numbers(outputs, inputs, seed=1), whole_numbers(rows, inputs, seed=2)
     bias = whole_numbers(outputs, seed=3) if kind == "bias" else None
     linear = persistent.PersistentLinear(
-        LinearWeights(weight, bias), problem(outputs, inputs, kind)
+        linear_weights(weight, bias), problem(outputs, inputs, kind)
     )
     linear._num_sms = num_sms
     with mock.patch.object(persistent, "persistent_linear", PersistentOnCPU()):
@@ -207,7 +207,7 @@ def test_every_kernel_of_a_projection_is_compiled_by_its_numbers_of_rows(
     kind, layer_weights, purpose, expected
 ):
     layer = bind_projection(
-        LinearWeights(torch.empty(256, 128, dtype=torch.bfloat16)),
+        linear_weights(torch.empty(256, 128, dtype=torch.bfloat16)),
         torch.bfloat16,
         H100,
         Operations(activation=SWIGLU if kind == "gated" else None),

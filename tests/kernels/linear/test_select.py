@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from kernels.arch import CATALOGUE, CPU
-from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, launch_mistakes, select_linear
 from kernels.linear.tuned import find, linear_mistakes, linear_table, tuned_linear
+from kernels.weight_format import FP8_ROWS
 
 H100 = CATALOGUE["h100"]
 SHAPES = [
@@ -42,12 +42,12 @@ def test_every_choice_fits_its_kernel(arch, rows):
 
 
 def test_weights_in_fp8_without_a_kernel_on_tensor_cores_are_multiplied_as_others():
-    odd = problem(4, 1000, layer_weights=1, weight_dtype=FP8)
+    odd = problem(4, 1000, layer_weights=1, format=FP8_ROWS)
 
-    assert select_linear(problem(2, layer_weights=1, weight_dtype=FP8), H100).spec.name == "vector"
+    assert select_linear(problem(2, layer_weights=1, format=FP8_ROWS), H100).spec.name == "vector"
     assert select_linear(odd, H100).spec.name == "vector"
     assert (
-        select_linear(problem(4, layer_weights=1, weight_dtype=FP8), CATALOGUE["a100"]).spec.name
+        select_linear(problem(4, layer_weights=1, format=FP8_ROWS), CATALOGUE["a100"]).spec.name
         == "vector"
     )
 
@@ -71,7 +71,7 @@ def test_the_number_of_rows_decides_the_kernel(rows, kernel):
         (problem(inputs=1020), H100, "library", "1020 inputs are not a multiple of 8"),
         (problem(3, 8192, gated=True), H100, "library", "3 rows of a wide gate"),
         (
-            problem(3, weight_dtype=FP8, layer_weights=1),
+            problem(3, format=FP8_ROWS, layer_weights=1),
             H100,
             "matrix",
             "faster from 3 rows on with weights in FP8",
@@ -98,11 +98,11 @@ LAYER = 15_000_000
         (problem(16, layer_weights=LAYER, bias=True), "h100", None),
         (problem(16, layer_weights=LAYER, bias=True, residual=True), "h100", "no bias with a gate or a residual"),
         (problem(16, layer_weights=LAYER, bias=True, gated=True), "h100", "no bias with a gate or a residual"),
-        (problem(3, layer_weights=LAYER, weight_dtype=FP8), "h100", None),
-        (problem(256, layer_weights=LAYER, weight_dtype=FP8), "h100", None),
-        (problem(64, layer_weights=4 * LAYER, weight_dtype=FP8), "h100", None),
-        (problem(65, layer_weights=4 * LAYER, weight_dtype=FP8), "h100", "65 rows: others are faster outside 3 to 64"),
-        (problem(16, batch_invariant=True, weight_dtype=FP8), "h100", "weights are quantized"),
+        (problem(3, layer_weights=LAYER, format=FP8_ROWS), "h100", None),
+        (problem(256, layer_weights=LAYER, format=FP8_ROWS), "h100", None),
+        (problem(64, layer_weights=4 * LAYER, format=FP8_ROWS), "h100", None),
+        (problem(65, layer_weights=4 * LAYER, format=FP8_ROWS), "h100", "65 rows: others are faster outside 3 to 64"),
+        (problem(16, batch_invariant=True, format=FP8_ROWS), "h100", "weights are quantized"),
         (problem(16, inputs=96, layer_weights=LAYER), "h100", "a size of 96 is not a multiple of 64"),
         (problem(16, dtype="float32", layer_weights=LAYER), "h100", "no float32"),
         (problem(16, layer_weights=LAYER, trainable=True), "h100", "not differentiable"),
@@ -139,7 +139,7 @@ def test_projections_of_5_to_256_rows_use_the_matrix_kernel_or_give_the_reason(a
     ],
 )  # fmt: skip
 def test_fp8_weights_use_the_fp8_product_where_it_is_supported(rows, arch, changes, kernel, why):
-    asked = dataclasses.replace(problem(rows), weight_dtype=FP8, **changes)
+    asked = dataclasses.replace(problem(rows), format=FP8_ROWS, **changes)
     choice = select_linear(asked, CATALOGUE[arch], tuned_linear)
 
     assert choice.spec.name == kernel
@@ -149,7 +149,7 @@ def test_fp8_weights_use_the_fp8_product_where_it_is_supported(rows, arch, chang
 
 
 def test_fp8_weights_are_converted_by_bit_operations_without_an_instruction():
-    asked = dataclasses.replace(problem(), weight_dtype=FP8)
+    asked = dataclasses.replace(problem(), format=FP8_ROWS)
     choices = {key: select_linear(asked, CATALOGUE[key]) for key in ("a100", "l4", "h100")}
 
     assert {key: choice.unpacks for key, choice in choices.items()} == {

@@ -6,16 +6,18 @@ import types
 import pytest
 import torch
 
-from kernels.fp8 import dequantize_rows, quantize_kv_rows, quantize_rows
+from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.single_launch import (
     LayerWeights,
-    MatrixScales,
     StepShape,
     StepWeights,
     unsupported,
 )
 from kernels.step.sizes import on_tensor_cores
+from kernels.step.weights import MATRICES
+from kernels.weight_format import FP8_ROWS
+from kernels.weights import Weight, quantize
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
@@ -154,20 +156,18 @@ def random(*shape, std=0.1):
 def in_fp8(layer):
     """Round a layer's matrices to FP8; the scales of neighbouring rows differ by a factor of about 2 or 4."""
     quantized = {}
-    for name in MatrixScales._fields:
-        matrix = getattr(layer, name)
+    for name in MATRICES:
+        matrix = getattr(layer, name).numbers
         apart = torch.exp2(torch.arange(len(matrix)) % 3 - 1.0)[:, None]
-        quantized[name] = quantize_rows(matrix * apart)
-    scales = MatrixScales(**{name: scale for name, (_, scale) in quantized.items()})
-    return layer._replace(**{name: rows for name, (rows, _) in quantized.items()}, scales=scales)
+        quantized[name] = quantize(matrix * apart, FP8_ROWS)
+    return layer._replace(**quantized)
 
 
 def wide_matrix(layer, name):
     """Return a layer's matrix, float64."""
-    matrix = getattr(layer, name).double()
-    return (
-        matrix if layer.scales is None else matrix * getattr(layer.scales, name).double()[:, None]
-    )
+    weight = getattr(layer, name)
+    numbers = weight.numbers.double()
+    return numbers if weight.scale is None else numbers * weight.scale.double()[:, None]
 
 
 class Model:
@@ -187,9 +187,9 @@ class Model:
             norms = [gain(dim) if case.around else None for _ in range(2)]
             post_norms = [gain(c) if POST_NORMS in case.parts else None for _ in range(2)]
             return LayerWeights(
-                random(stacked, c), random(c, heads * dim), random(2 * case.inner, c),
-                random(c, case.inner, std=0.05), gain(c), gain(c), *norms,
-                random(stacked) if case.around else None, case.window if number % 2 else None, None, *post_norms,
+                *map(Weight.full, (random(stacked, c), random(c, heads * dim), random(2 * case.inner, c),
+                random(c, case.inner, std=0.05))), gain(c), gain(c), *norms,
+                random(stacked) if case.around else None, case.window if number % 2 else None, *post_norms,
             )  # fmt: skip
 
         layers = [layer(number) for number in range(case.layers)]
@@ -317,8 +317,8 @@ def model(request, monkeypatch):
     case = request.param
     if not case.early:
         monkeypatch.setattr(kernel, "_LITTLE_HIDDEN", 0)
-    weight_dtype = torch.float8_e4m3fn if case.fp8_weights else None
-    assert not unsupported(case.shape, torch.bfloat16, case.arch, case.rows, weight_dtype)
+    form = FP8_ROWS if case.fp8_weights else None
+    assert not unsupported(case.shape, torch.bfloat16, case.arch, case.rows, form)
     return Model(case)
 
 

@@ -31,13 +31,19 @@ class Case:
         False  # whether weights are rounded to bfloat16, although the files hold float32
     )
     model: str = "ForCausalLM"  # the class of the model, after the family
+    in_half: bool = False  # whether logits in bfloat16 are compared too
+    others: dict = dataclasses.field(
+        default_factory=dict
+    )  # configurations of other models beside the language model
 
     @property
     def architecture(self):
         return self.family.removesuffix("Text") + self.model
 
     def config(self):
-        return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
+        stated = _SHAPE | self.changes
+        kind = getattr(transformers, f"{self.family}Config")
+        return kind(text_config=stated, **self.others) if self.others else kind(**stated)
 
     def build(self):
         """Return the model in transformers; all parameters are random, including norms and biases."""
@@ -83,6 +89,22 @@ def _gemma(**changes):
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+
+
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
 
 
 def _layers(count, **changes):
@@ -171,11 +193,13 @@ CASES = {
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
     ),
-    "gemma2": Case("Gemma2", _gemma(attn_logit_softcapping=3.0, final_logit_softcapping=5.0)),
+    "gemma2": Case(
+        "Gemma2", _gemma(attn_logit_softcapping=3.0, final_logit_softcapping=5.0), in_half=True
+    ),
     "gemma2 untied": Case(
         "Gemma2", _gemma() | {"tie_word_embeddings": False, "attention_bias": True}
     ),
-    "gemma3": Case("Gemma3Text", _gemma(layer_types=_KINDS)),
+    "gemma3": Case("Gemma3Text", _gemma(layer_types=_KINDS), in_half=True),
     "gemma3 ropes": Case(
         "Gemma3Text",
         _gemma(
@@ -184,15 +208,21 @@ CASES = {
             rope_parameters={"full_attention": _LINEAR_ROPE, "sliding_attention": _LOCAL_ROPE},
         ),
     ),
+    "gemma3 multimodal": Case(
+        "Gemma3",
+        _gemma(layer_types=_KINDS),
+        model="ForConditionalGeneration",
+        others={"vision_config": _VISION, "mm_tokens_per_image": 4, "image_token_index": 127},
+    ),
     "gemma3 by pattern": Case("Gemma3Text", _gemma(sliding_window_pattern=2)),
-    "gpt2": Case("GPT2", model="LMHeadModel"),
+    "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),
     "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),
     "gpt2 untied": Case(
         "GPT2",
         {"n_inner": 96, "activation_function": "gelu", "tie_word_embeddings": False},
         model="LMHeadModel",
     ),
-    "opt": Case("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "opt": Case("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}, in_half=True),
     "opt untied": Case(
         "OPT",
         {"ffn_dim": 96, "word_embed_proj_dim": 64, "tie_word_embeddings": False}
@@ -200,5 +230,14 @@ CASES = {
     ),
     "opt without biases": Case(
         "OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False}
+    ),
+    "granite": Case("Granite", _GRANITE, in_half=True),
+    "granite tied biases": Case(
+        "Granite",
+        _GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "starcoder2": Case("Starcoder2", {"sliding_window": 24}, in_half=True),
+    "starcoder2 untied without biases": Case(
+        "Starcoder2", {"tie_word_embeddings": False, "use_bias": False}
     ),
 }

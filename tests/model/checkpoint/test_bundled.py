@@ -87,7 +87,7 @@ def test_the_configuration_is_a_llama_of_the_size_in_the_card():
     config = ModelConfig.from_folder(FOLDER)
     assert config.architecture == "LlamaForCausalLM"
     assert config.max_context >= 2048
-    assert config.num_parameters == _read("evaluation.json")["parameters"]
+    assert config.network.num_parameters == _read("evaluation.json")["parameters"]
 
 
 @settings(max_examples=200, deadline=None)

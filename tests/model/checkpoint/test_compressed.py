@@ -7,9 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from model.checkpoint.compressed import compress, decompress
-from model.checkpoint.compression_config import check_compression, to_config
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.formats.int_quantized import compress, to_config
+from model.checkpoint.formats.table import detect
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import UnsupportedModelError, WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES
@@ -32,6 +32,10 @@ def compress_file(folder, change=lambda tensors: None, names=lambda name: True):
     safetensors.torch.save_file(tensors, folder / SINGLE)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
+
+
+def decompress(numbers, scale):
+    return numbers.float() * scale
 
 
 def weights(model):
@@ -162,14 +166,14 @@ WEIGHTS = ("config_groups", "group_0", "weights")
 )  # fmt: skip
 def test_other_formats_are_refused_by_name(path, value, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        check_compression(changed(path, value))
+        detect(changed(path, value))
 
 
 def test_what_does_not_change_the_weights_is_accepted():
-    check_compression({})
-    check_compression({"quantization_config": None, "compression_config": CONFIG})
-    check_compression(changed(("config_groups", "group_0", "format"), None))
-    check_compression(
+    detect({})
+    detect({"quantization_config": None, "compression_config": CONFIG})
+    detect(changed(("config_groups", "group_0", "format"), None))
+    detect(
         changed(("config_groups", "group_0", "input_activations"), {"dynamic": True, "num_bits": 8})
     )
 

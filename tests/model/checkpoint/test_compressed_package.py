@@ -28,7 +28,7 @@ def test_transformers_gives_the_logits_of_a_checkpoint_stored_in_8_bits(case, tm
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "small", dtype=torch.float32
     )
-    ids = torch.arange(7, 27)[None] % config.vocab_size
+    ids = torch.arange(7, 27)[None] % config.network.vocab
 
     with torch.no_grad():
         expected = theirs(ids).logits

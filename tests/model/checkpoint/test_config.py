@@ -1,7 +1,9 @@
 import json
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from model.checkpoint.config import ModelConfig
 from model.errors import ModelFolderError, UnsupportedModelError
+from model.families.table import FAMILIES
 from model.network.rope import RotaryEmbedding, inverse_frequencies
-from model.network.spec import Rotary
+from model.network.spec import Norm, Rotary
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 LLAMA = {
@@ -69,6 +72,17 @@ LONGROPE = {
 }
 
 
+OTHER_MODELS = re.compile(r"vision_tower|multi_modal_projector")
+
+
+def mixer(config, layer=0):
+    return config.network.layers[layer].mixer
+
+
+def windows(config):
+    return [layer.mixer.window for layer in config.network.layers]
+
+
 def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
@@ -81,13 +95,15 @@ def test_the_classic_and_the_transformers_5_form_give_the_same_configuration():
     }
 
     assert ModelConfig.from_dict(classic) == ModelConfig.from_dict(new)
-    assert ModelConfig.from_dict(new).rope == Rotary("llama3", 500000.0, 8.0, 256, 1.0, 4.0)
+    assert mixer(ModelConfig.from_dict(new)).rotary == Rotary(
+        "llama3", 500000.0, 8.0, 256, 1.0, 4.0
+    )
 
 
 def test_the_oldest_key_of_the_rope_type_is_read():
     config = ModelConfig.from_dict(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
 
-    assert config.rope == Rotary("linear", 500000.0, 2.0)
+    assert mixer(config).rotary == Rotary("linear", 500000.0, 2.0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -110,28 +126,59 @@ def test_end_tokens_of_both_files_are_merged(tmp_path):
 
 
 def test_absent_keys_have_the_defaults_of_transformers():
-    assert ModelConfig.from_dict(without(MISTRAL, "sliding_window")).sliding_window == 4096
-    assert ModelConfig.from_dict(without(QWEN3, "head_dim")).head_dim == 128
-    assert ModelConfig.from_dict(without(LLAMA, "num_key_value_heads")).num_kv_heads == 4
+    assert windows(ModelConfig.from_dict(without(MISTRAL, "sliding_window"))) == [4096, 4096]
+    assert mixer(ModelConfig.from_dict(without(QWEN3, "head_dim"))).head_dim == 128
+    assert mixer(ModelConfig.from_dict(without(LLAMA, "num_key_value_heads"))).num_kv_heads == 4
     assert ModelConfig.from_dict(without(LLAMA, "torch_dtype")).dtype == "float32"
-    assert ModelConfig.from_dict(QWEN2).attention_bias
-    assert not ModelConfig.from_dict(QWEN2).attention_output_bias
+    assert mixer(ModelConfig.from_dict(QWEN2)).bias
+    assert not mixer(ModelConfig.from_dict(QWEN2)).output_bias
+    assert ModelConfig.from_dict(GPT2).network.norm == Norm(1e-5, "layer")
 
 
 def test_absent_keys_of_gemma_have_the_defaults_of_transformers():
+    changes = {"num_attention_heads": 8, "num_hidden_layers": 6}
     second, third = (
-        ModelConfig.from_dict(without(it, "rope_theta", "num_key_value_heads"))
-        for it in (GEMMA2 | {"num_attention_heads": 8}, GEMMA3 | {"num_attention_heads": 8})
+        ModelConfig.from_dict(without(it | changes, "rope_theta", "num_key_value_heads")).network
+        for it in (GEMMA2, GEMMA3)
     )
 
-    assert (second.attention_softcap, second.logit_softcap) == (50.0, 30.0)
-    assert (third.attention_softcap, third.logit_softcap) == (None, None)
-    assert (second.rope.theta, second.local_rope) == (10_000.0, None)
-    assert (third.rope.theta, third.local_rope.theta) == (1_000_000.0, 10_000.0)
-    for config in (second, third):
-        assert (config.head_dim, config.num_kv_heads, config.softmax_scale) == (256, 4, 1 / 16)
-        assert config.tie_word_embeddings
-        assert config.activation == "gelu_tanh"
+    assert (second.layers[0].mixer.softcap, second.logit_softcap) == (50.0, 30.0)
+    assert (third.layers[0].mixer.softcap, third.logit_softcap) == (None, None)
+    assert second.rotaries == ((Rotary(theta=10_000.0), 256),)
+    assert third.rotaries == ((Rotary(theta=1_000_000.0), 256), (Rotary(theta=10_000.0), 256))
+    for network in (second, third):
+        first = network.layers[0]
+        assert (first.mixer.head_dim, first.mixer.num_kv_heads, first.mixer.scale) == (
+            256,
+            4,
+            1 / 16,
+        )
+        assert first.mlp.activation == "gelu_tanh"
+        assert network.tied
+
+
+def test_the_language_model_of_a_multimodal_gemma_has_the_defaults_of_its_class():
+    stated = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "model_type": "gemma3",
+            "text_config": stated | rope | {"model_type": "gemma3_text"},
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+    assert config.network.num_parameters == 3_880_263_168
+    assert (config.network.vocab, config.max_context) == (262_208, 131_072)
+    assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
+    assert config.network.rotaries[0] == (Rotary("linear", 1e6, 8.0), 256)
 
 
 def test_a_softcap_of_null_is_no_softcap():
@@ -139,7 +186,7 @@ def test_a_softcap_of_null_is_no_softcap():
         GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     )
 
-    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+    assert (mixer(config).softcap, config.network.logit_softcap) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +197,17 @@ def test_a_softcap_of_null_is_no_softcap():
 def test_layers_of_gemma_attend_to_a_window_and_to_all_tokens_in_turn(base, changes, full):
     config = ModelConfig.from_dict(base | changes | {"num_hidden_layers": 6, "sliding_window": 8})
 
-    assert [i for i in range(6) if config.layer_window(i) is None] == full
+    assert [i for i, window in enumerate(windows(config)) if window is None] == full
 
 
 def test_the_local_theta_of_gemma_is_read_in_both_forms():
-    classic = GEMMA3 | {
+    gemma3 = GEMMA3 | {"num_hidden_layers": 6}
+    classic = gemma3 | {
         "rope_theta": 5000.0,
         "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }
-    new = without(GEMMA3, "rope_theta") | {
+    new = without(gemma3, "rope_theta") | {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -167,20 +215,20 @@ def test_the_local_theta_of_gemma_is_read_in_both_forms():
     }
 
     assert ModelConfig.from_dict(classic) == ModelConfig.from_dict(new)
-    assert ModelConfig.from_dict(new).rope == Rotary("linear", 5000.0, 8.0)
-    assert ModelConfig.from_dict(new).local_rope == Rotary("default", 100.0)
+    assert mixer(ModelConfig.from_dict(new), 5).rotary == Rotary("linear", 5000.0, 8.0)
+    assert mixer(ModelConfig.from_dict(new), 0).rotary == Rotary("default", 100.0)
 
 
 def test_gpt2_without_an_inner_size_has_four_times_the_hidden_size():
-    assert ModelConfig.from_dict(GPT2).intermediate_size == 256
-    assert ModelConfig.from_dict(GPT2 | {"n_inner": 96}).intermediate_size == 96
+    for changes, inner in (({}, 256), ({"n_inner": None}, 256), ({"n_inner": 96}, 96)):
+        assert ModelConfig.from_dict(GPT2 | changes).network.layers[0].mlp.inner == inner
 
 
 def test_the_context_of_learned_positions_is_the_length_of_their_table():
     for base in (GPT2, OPT):
         config = ModelConfig.from_dict(base)
-        assert config.rope is None
-        assert config.max_context == 512
+        assert mixer(config).rotary is None
+        assert config.max_context == config.network.positions.count == 512
 
 
 @pytest.mark.parametrize(
@@ -233,10 +281,8 @@ def test_a_qwen_window_applies_only_if_it_is_enabled():
     unused = ModelConfig.from_dict(QWEN2 | stated)
     used = ModelConfig.from_dict(QWEN2 | stated | {"use_sliding_window": True})
 
-    assert [unused.layer_window(layer) for layer in (0, 1)] == [None, None]
-    assert unused.sliding_window is None
-    assert [used.layer_window(layer) for layer in (0, 1)] == [None, 32]
-    assert used.mixes_attention
+    assert windows(unused) == [None, None]
+    assert windows(used) == [None, 32]
 
 
 def test_a_window_that_no_layer_uses_is_dropped():
@@ -244,8 +290,7 @@ def test_a_window_that_no_layer_uses_is_dropped():
         QWEN2 | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
     )
 
-    assert config.sliding_window is None
-    assert not config.mixes_attention
+    assert windows(config) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -269,8 +314,8 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
 
     config = ModelConfig.from_dict(LLAMA | {"rope_scaling": rope})
 
-    assert config.rope.factor == 4.0
-    assert config.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert mixer(config).rotary.factor == 4.0
+    assert mixer(config).rotary.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +482,16 @@ def test_the_parameter_count_equals_that_of_the_checkpoint():
         model = case.build()
         config = ModelConfig.from_dict(model.config.to_dict())
 
-        assert config.num_parameters == sum(p.numel() for p in model.parameters())
+        language_model = [
+            it.numel() for name, it in model.named_parameters() if not OTHER_MODELS.search(name)
+        ]
+        assert config.network.num_parameters == sum(language_model)
+
+
+def test_every_family_is_in_the_document_of_models():
+    table = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+
+    assert [name for name in FAMILIES if f"| `{name}` |" not in table] == []
 
 
 NUMBERS = st.one_of(st.integers(-1, 300), st.integers(), st.floats(), st.floats(0.5, 64))
@@ -498,11 +552,11 @@ def test_any_value_of_any_key_is_either_read_or_rejected(base, changes):
     except (ModelFolderError, UnsupportedModelError):
         return
 
-    assert config.num_parameters > 0
+    assert config.network.num_parameters > 0
     assert config.max_context >= 1
-    frequencies = inverse_frequencies(config.rope, config.head_dim)
-    assert frequencies.shape == (config.head_dim // 2,)
-    RotaryEmbedding(config.rope, config.head_dim).dense(torch.arange(3), torch.float32)
+    for rotary, dim in config.network.rotaries:
+        assert inverse_frequencies(rotary, dim).shape == (dim // 2,)
+        RotaryEmbedding(rotary, dim).dense(torch.arange(3), torch.float32)
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 

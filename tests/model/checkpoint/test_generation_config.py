@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
-from model.checkpoint.generation_config import SamplingDefaults, read_sampling_defaults
+from model.checkpoint.generation_config import read_sampling_defaults
 from model.errors import ModelFolderError
+from model.sampling.parameters import SamplingDefaults
 
 
 def write(folder, **content):

@@ -36,15 +36,16 @@ def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
 ):
     config = ModelConfig.from_folder(SHAPES / name)
 
-    assert config.num_parameters == num_parameters
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
+    assert config.network.num_parameters == num_parameters
+    mixer = config.network.layers[0].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == heads
     assert config.max_context == context
 
 
 def test_the_shape_of_gemma_has_a_window_in_five_of_six_layers():
     config = ModelConfig.from_folder(SHAPES / "gemma-3-1b")
 
-    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    windows = [layer.mixer.window for layer in config.network.layers]
     assert windows == [None if layer % 6 == 5 else 512 for layer in range(26)]
 
 

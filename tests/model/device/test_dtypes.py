@@ -3,13 +3,15 @@ import torch
 
 from kernels.arch import CATALOGUE, CPU
 from kernels.torch_private import onednn_has_bfloat16
-from model.checkpoint.config import ModelConfig
-from model.device.dtypes import resolve_dtype, resolve_quantization, weight_dtype
+from kernels.weight_format import FP8_ROWS, INT8_ROWS, LIBRARY_FORMATS
+from model.device.dtypes import resolve_dtype, resolve_quantization
+from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
+from tests.model.configs import model_config
 
 
 def config_of(num_layers, dtype):
-    return ModelConfig(
+    return model_config(
         architecture="LlamaForCausalLM",
         vocab_size=32000,
         hidden_size=1024,
@@ -103,12 +105,12 @@ def never():
 @pytest.mark.parametrize(
     ("arch", "dtype", "reasons", "resolved"),
     [
-        (CPU, "auto", supported, "int8"),
-        (CPU, "auto", unsupported, "none"),
-        (CPU, "float32", supported, "none"),
-        (CPU, "bfloat16", supported, "none"),
-        (CATALOGUE["h100"], "auto", never, "none"),
-        (CATALOGUE["t4"], "auto", never, "none"),
+        (CPU, "auto", supported, INT8_ROWS),
+        (CPU, "auto", unsupported, None),
+        (CPU, "float32", supported, None),
+        (CPU, "bfloat16", supported, None),
+        (CATALOGUE["h100"], "auto", never, None),
+        (CATALOGUE["t4"], "auto", never, None),
     ],
 )
 def test_auto_is_int8_only_on_a_cpu_that_supports_it_and_without_a_requested_dtype(
@@ -119,20 +121,23 @@ def test_auto_is_int8_only_on_a_cpu_that_supports_it_and_without_a_requested_dty
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_integer_weights_on_a_cpu_that_supports_them_are_used(quantization):
-    assert resolve_quantization(quantization, CPU, "auto", supported) == quantization
-    assert weight_dtype(quantization) is None
+    form = resolve_quantization(quantization, CPU, "auto", supported)
+    assert form in LIBRARY_FORMATS
+    assert quantization_name(form) == quantization
+    assert loaded_format(form, None) is None
 
 
 @pytest.mark.parametrize("arch", [CPU, CATALOGUE["h100"]])
 def test_weights_that_are_not_to_be_quantized_are_not(arch):
-    assert resolve_quantization("none", arch, "float32", never) == "none"
-    assert weight_dtype("none") is None
+    assert resolve_quantization("none", arch, "float32", never) is None
+    assert quantization_name(None) == "none"
 
 
 @pytest.mark.parametrize("arch", ["a100", "l4", "h100"])
 def test_gpus_with_triton_kernels_support_float8_weights(arch):
-    assert resolve_quantization("fp8", CATALOGUE[arch], "bfloat16", never) == "fp8"
-    assert weight_dtype("fp8") is torch.float8_e4m3fn
+    form = resolve_quantization("fp8", CATALOGUE[arch], "bfloat16", never)
+    assert form == loaded_format(form, None) == FP8_ROWS
+    assert quantization_name(form) == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,22 @@ from model.device.kv_cache import KVCache
 BLOCK_SIZE = 4
 
 
+def new_cache(model, num_blocks, block_size, dtype=None):
+    """Return a cache for a model, on its device, by default of its dtype."""
+    layers, weight = model.network.layers, model.embed_tokens
+    heads = layers[0].mixer.num_kv_heads, layers[0].mixer.head_dim
+    return KVCache(
+        len(layers), num_blocks, block_size, *heads, dtype or weight.dtype, weight.device
+    )
+
+
 class PagedDriver:
     """Runs steps with arbitrary chunks of arbitrary sequences; blocks come from a shuffled pool."""
 
     def __init__(self, model, num_blocks=160, cache_dtype=None):
-        layers = model.network.layers
         self.model = model
         self.device = model.embed_tokens.device
-        self.cache = KVCache(
-            len(layers),
-            num_blocks,
-            BLOCK_SIZE,
-            layers[0].mixer.num_kv_heads,
-            layers[0].mixer.head_dim,
-            cache_dtype or model.embed_tokens.dtype,
-            self.device,
-        )
+        self.cache = new_cache(model, num_blocks, BLOCK_SIZE, cache_dtype)
         for layer in (*self.cache.layers, *self.cache.scales):
             if layer is not None:
                 layer.fill_(float("nan"))

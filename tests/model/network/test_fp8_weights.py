@@ -13,8 +13,10 @@ from torch.nn import functional
 import model as package
 from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.pytorch import PyTorchLinear
+from kernels.weight_format import FP8_ROWS
+from kernels.weights import Weight
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.tensor_names import named_parts
+from model.checkpoint.parameter_parts import named_parts
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS
@@ -22,13 +24,12 @@ from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.network.paged import logits_in_chunks
 
 FOLDER = Path(package.__file__).parent / "bundled"
-FP8 = torch.float8_e4m3fn
 
 
-def load(folder, dtype=torch.float32, weight_dtype=FP8, **options):
+def load(folder, dtype=torch.float32, weight_format=FP8_ROWS, **options):
     config = ModelConfig.from_folder(folder)
     return load_model(
-        folder, config, dtype, "cpu", pack=False, weight_dtype=weight_dtype, **options
+        folder, config, dtype, "cpu", pack=False, weight_format=weight_format, **options
     )
 
 
@@ -45,22 +46,25 @@ def code():
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 tied biases", "gemma3", "gpt2"])
 def test_each_row_of_a_layers_matrices_is_quantized_with_its_own_scale(tmp_path, name):
     CASES[name].save(tmp_path)
-    stored = named_parts(load(tmp_path, weight_dtype=None))
+    stored = named_parts(load(tmp_path, weight_format=None))
 
     held = load(tmp_path, torch.bfloat16)
 
     parts = named_parts(held)
     assert parts.keys() == stored.keys()
-    scaled = {name for name, part in parts.items() if part.scale is not None}
+    matrices = {it: part.values for it, part in parts.items() if isinstance(part.values, Weight)}
+    scaled = {it for it, matrix in matrices.items() if matrix.scale is not None}
     assert scaled == {name for name in stored if re.search(MATRICES, name)}
     for name, part in parts.items():
-        exact = stored[name].values
-        if part.scale is not None:
+        exact, found = (
+            it.values.numbers if name in matrices else it.values for it in (stored[name], part)
+        )
+        if name in scaled:
             numbers, scale = quantize_rows(exact)
-            assert torch.equal(part.values.view(torch.uint8), numbers.view(torch.uint8))
-            assert torch.equal(part.scale, scale)
+            assert torch.equal(found.view(torch.uint8), numbers.view(torch.uint8))
+            assert torch.equal(part.values.scale, scale)
         else:
-            assert torch.equal(part.values, exact.to(part.values.dtype)), name
+            assert torch.equal(found, exact.to(found.dtype)), name
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -76,18 +80,20 @@ def test_outputs_of_a_row_that_is_not_finite_are_not_finite(bad):
 
 def test_a_model_without_quantization_has_no_scales(tmp_path):
     CASES["llama"].save(tmp_path)
-    plain = load(tmp_path, weight_dtype=None)
+    plain = load(tmp_path, weight_format=None)
 
-    assert all(part.scale is None for part in named_parts(plain).values())
-    assert plain.layers[0].qkv_scale is None
+    assert not plain.is_quantized
+    assert all(it.scale is None for layer in plain.decoder_layers for it in layer.matrices.values())
 
 
 def test_dummy_weights_are_quantized():
     held = load(FOLDER, load_format="dummy")
 
-    weight = dequantize_rows(held.layers[0].down, held.layers[0].down_scale, torch.float32)
-    assert float(weight.std()) == pytest.approx(held.config.initializer_range, rel=0.02)
-    assert held.layers[0].down.dtype is FP8
+    weight = held.layers[0].down.weight
+    assert float(weight.dequantize().std()) == pytest.approx(
+        held.config.initializer_range, rel=0.02
+    )
+    assert weight.format == FP8_ROWS
 
 
 def test_a_float8_checkpoint_is_rejected_with_the_reason(tmp_path):
@@ -95,7 +101,9 @@ def test_a_float8_checkpoint_is_rejected_with_the_reason(tmp_path):
     config = ModelConfig.from_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
-    save_file(tensors | {name: tensors[name].to(FP8)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors"
+    )
 
     with pytest.raises(WeightsError, match=r"stored as F8_E4M3; .* quantization fp8 makes"):
         load_model(tmp_path, config, torch.float32, "cpu")
@@ -121,16 +129,15 @@ def test_a_quantized_model_cannot_be_saved(tmp_path):
 
 def both_in_float8(self, x):
     """Compute a linear layer like the FP8 product, which quantizes the activations too."""
-    if self._scale is None:
-        return functional.linear(x, self._weight, self._bias)
+    if self._numbers is not None:
+        return functional.linear(x, self._numbers, self._bias)
     rounded = dequantize_rows(*quantize_rows(x), x.dtype)
-    weight = dequantize_rows(self._weight, self._scale, x.dtype)
-    return functional.linear(rounded, weight, self._bias)
+    return functional.linear(rounded, self._weight.dequantize(x.dtype), self._bias)
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["weights only", "weights and activations"])
 def test_float8_changes_the_predicted_distribution_only_slightly(code, both, monkeypatch):
-    exact = logits_in_chunks(load(FOLDER, weight_dtype=None), code, 300)
+    exact = logits_in_chunks(load(FOLDER, weight_format=None), code, 300)
     if both:
         monkeypatch.setattr(PyTorchLinear, "__call__", both_in_float8)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from unittest import mock
 
 import pytest
@@ -11,18 +12,19 @@ import kernels
 import kernels.linear.projection
 import kernels.linear.registry
 import kernels.linear.select
-import model.network.attention
 import model.network.decoder
 from kernels.arch import CATALOGUE, CPU
 from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
-from kernels.rope.cache import unsupported
-from model.checkpoint.config import ModelConfig
+from kernels.rope.registry import PYTORCH, TRITON
+from kernels.selection import VectorProblem, triton_unsupported
+from kernels.weight_format import FP8_ROWS, WeightFormat
 from model.network.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.kernels import float8_library, triton_interpreter
+from tests.model.configs import model_config
 from tests.model.network.paged import PagedDriver
 from tests.model.network.test_fp8_weights import both_in_float8
 
@@ -93,13 +95,13 @@ FAMILIES = {
     },
 }
 H100 = CATALOGUE["h100"]
-LOAD = kernels.linear.projection._load
-FP8 = torch.float8_e4m3fn
+NOT_READ = WeightFormat("blocks that no kernel reads", 8, group=12, scales="block")
+LOAD = kernels.linear.projection.load
 
 
-def build(weight_dtype=None, dtype=torch.float32, communicator=None, **changes):
-    config = ModelConfig(**SHAPE | changes)
-    made = DecoderLM(config, dtype, weight_dtype=weight_dtype, communicator=communicator)
+def build(weight_format=None, dtype=torch.float32, communicator=None, **changes):
+    config = model_config(**SHAPE | changes)
+    made = DecoderLM(config, dtype, weight_format=weight_format, communicator=communicator)
     made.init_weights(std=0.15, seed=0)
     # Random numbers of a seed in float16 differ between PyTorch versions.
     single = torch.Generator().manual_seed(0)
@@ -135,7 +137,7 @@ def on_a_gpu(monkeypatch):
 def optimized(*arguments, **changes):
     made = build(*arguments, **changes).requires_grad_(requires_grad=False)
     made.optimize()
-    assert made._bound.fused
+    assert made._bound.rotation is TRITON
     return made
 
 
@@ -190,7 +192,7 @@ class Product:
         self.weights, self.problem = weights, problem
 
     def __call__(self, x, choice, out, arguments):
-        weight, bias, _ = self.weights
+        weight, bias = self.weights.weight.numbers, self.weights.bias
         assert out is None
         assert set(arguments[:3]) == {None}
         assert len(x) <= 64
@@ -218,11 +220,11 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
         products.append(target)
         return Product if target == "matrix" else LOAD(target)
 
-    matrix = dataclasses.replace(MATRIX, target="matrix", unsupported=unsupported)
+    matrix = dataclasses.replace(MATRIX, target="matrix", limits=unsupported)
     rows = (matrix, *(row for row in kernels.linear.registry.REGISTRY if row is not MATRIX))
     monkeypatch.setattr(kernels.linear.select, "REGISTRY", rows)
     monkeypatch.setattr(kernels.linear.projection, "REGISTRY", rows)
-    monkeypatch.setattr(kernels.linear.projection, "_load", load)
+    monkeypatch.setattr(kernels.linear.projection, "load", load)
     fused = optimized(**changes)
 
     found = drive(fused, (3,))
@@ -283,7 +285,8 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
     on_a_gpu()
     fused = optimized(num_layers=2)
     expected = drive(fused, (1,))
-    rope_and_write_kv, fetched = model.network.attention.rope_and_write_kv, []
+    rope_cache = sys.modules["kernels.rope.gpu.rope_cache"]
+    rope_and_write_kv, fetched = rope_cache.rope_and_write_kv, []
 
     def fetching(*arguments, ahead, **more):
         assert (
@@ -293,7 +296,7 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
         weights = fused._bound.layers[0].next_weights
         return rope_and_write_kv(*arguments, ahead=weights, **more)
 
-    monkeypatch.setattr(model.network.attention, "rope_and_write_kv", fetching)
+    monkeypatch.setattr(rope_cache, "rope_and_write_kv", fetching)
 
     for ours, theirs in zip(drive(fused, (1,)), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -314,10 +317,11 @@ def test_a_float8_cache_receives_the_keys_and_values_of_separate_operations(on_a
 @pytest.mark.parametrize(
     "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3"]
 )
-def test_float8_weights_match_the_logits_of_separate_operations(family, on_a_gpu):
-    expected = drive(build(FP8, **FAMILIES[family]), (1, 3))
+@pytest.mark.parametrize("form", [FP8_ROWS, NOT_READ], ids=lambda form: form.name)
+def test_quantized_weights_match_the_logits_of_separate_operations(family, form, on_a_gpu):
+    expected = drive(build(form, **FAMILIES[family]), (1, 3))
     on_a_gpu()
-    fused = optimized(FP8, **FAMILIES[family])
+    fused = optimized(form, **FAMILIES[family])
 
     with triton_interpreter.poisoned_memory():
         found = drive(fused, (1, 3))
@@ -329,13 +333,13 @@ def test_float8_weights_match_the_logits_of_separate_operations(family, on_a_gpu
 @triton_interpreter.interpreted
 def test_activations_of_many_rows_are_quantized_to_float8(on_a_gpu, monkeypatch):
     """In half precision, the only one with an FP8 product in the library; with steps of 6 and of 4 rows."""
-    weight_only = drive(build(FP8, torch.float16, qk_norm=True), ())
+    weight_only = drive(build(FP8_ROWS, torch.float16, qk_norm=True), ())
     with monkeypatch.context() as patch:
         patch.setattr(PyTorchLinear, "__call__", both_in_float8)
-        both = drive(build(FP8, torch.float16, qk_norm=True), ())
+        both = drive(build(FP8_ROWS, torch.float16, qk_norm=True), ())
     float8_library.provide(monkeypatch)
     on_a_gpu()
-    fused = optimized(FP8, torch.float16, qk_norm=True)
+    fused = optimized(FP8_ROWS, torch.float16, qk_norm=True)
 
     found = drive(fused, ())
 
@@ -418,7 +422,7 @@ def test_attention_without_a_kernel_falls_back_to_pytorch_between_triton_project
     ids=str,
 )
 def test_unsupported_fusion_is_reported_with_the_reason(arch, dtype, reason):
-    found = unsupported(dtype, arch)
+    found = triton_unsupported(VectorProblem(dtype), arch)
 
     assert bool(found) == bool(reason)
     assert reason in "; ".join(found)
@@ -430,6 +434,6 @@ def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monke
 
     plain.optimize()
 
-    assert not plain._bound.fused
+    assert plain._bound.rotation is PYTORCH
     assert "slower: needs" in caplog.text
     assert plain.row_counts == ()

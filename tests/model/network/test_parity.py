@@ -101,7 +101,7 @@ def test_greedy_generation_matches_the_tokens_of_transformers(pair):
     assert_close(our_logits, torch.cat(theirs.logits))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_half])
 def test_logits_in_bfloat16_are_as_exact_as_those_of_transformers(name, tmp_path):
     oracle = CASES[name].save(tmp_path)
     model = load_model(tmp_path, ModelConfig.from_folder(tmp_path), torch.bfloat16, "cpu")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from kernels import apply_rope
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.parameter_parts import head_order
+from model.families.keys import Keys
+from model.families.rotary import read_rotary
+from model.families.tensors import LLAMA
 from model.network.rope import RotaryEmbedding
+from model.network.spec import Attention
 
 CPU = torch.device("cpu")
 ORIGINAL = 4096
@@ -74,10 +82,10 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
 ):
     config, oracle = both(scaling, theta, stated)
     positions = torch.tensor([0, 1, 4095, 4096, 9000, context // 2, context - 2, context - 1])
-    rope = RotaryEmbedding(config.rope, config.head_dim)
+    rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(context, torch.float32, CPU)
 
-    cos, sin = rope.table(positions)
+    cos, sin = [table[positions] for table in rope.tables]
 
     assert config.max_context == context
     their_cos, their_sin = oracle(torch.empty(1, dtype=torch.float32), positions[None])
@@ -89,12 +97,12 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
 def test_a_longrope_service_within_the_original_context_has_the_short_factors():
     config, oracle = both(LONGROPE, 1e4, 131072)
     positions = torch.tensor([0, 5, ORIGINAL - 1])
-    rope = RotaryEmbedding(config.rope, config.head_dim)
+    rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(ORIGINAL, torch.float32, CPU)
 
-    short = rope.table(positions)[0]
+    short = rope.tables[0][positions]
     rope.reserve(ORIGINAL + 1, torch.float32, CPU)
-    long = rope.table(positions)[0]
+    long = rope.tables[0][positions]
 
     theirs, _ = oracle(torch.empty(1, dtype=torch.float32), positions[None])
     torch.testing.assert_close(short[:, 0], theirs[0], rtol=0, atol=1e-6)
@@ -104,9 +112,54 @@ def test_a_longrope_service_within_the_original_context_has_the_short_factors():
     assert not torch.equal(short, long)
 
 
+PARTIAL = {
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "llama 3.1": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "longrope": LONGROPE | {
+        "original_max_position_embeddings": 128, "short_factor": [1.0 + 0.1 * i for i in range(12)],
+        "long_factor": [1.0 + 0.4 * i for i in range(12)],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("scaling", PARTIAL.values(), ids=PARTIAL)
+def test_scores_of_heads_that_rotate_in_part_are_those_of_their_definition(scaling, interleaved):
+    """The definition in float64: the first 24 of 32 dimensions rotate, in pairs of either layout; the others do not."""
+    dim, dims, count = 32, 24, 200
+    keys = Keys(
+        {"max_position_embeddings": 512, "rope_scaling": {"partial_rotary_factor": 0.75} | scaling}
+    )
+    rotary = read_rotary(keys, dim, partial=1.0)
+    assert rotary.dims == dims
+    mixer = Attention(1, 1, dim, 1.0, rotary=rotary)
+    order = head_order(mixer, dataclasses.replace(LLAMA, interleaved_rotary=interleaved))
+    rope = RotaryEmbedding(rotary, dim)
+    rope.reserve(count, torch.float64, CPU)
+    queries, keys = torch.randn(2, count, 1, dim, dtype=torch.float64)
+
+    ours = [apply_rope(x[..., list(order)], *rope.tables)[:, 0] for x in (queries, keys)]
+
+    whole = RotaryEmbedding(dataclasses.replace(rotary, dims=None), dims)
+    whole.reserve(count, torch.float64, CPU)
+    cos, sin = (table[:, 0, dims // 2 :] for table in whole.tables)
+    theirs = []
+    for x in (queries[:, 0], keys[:, 0]):
+        first, second = (x[:, 0:dims:2], x[:, 1:dims:2]) if interleaved else x[:, :dims].chunk(2, 1)
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+        theirs.append(torch.cat((*rotated, x[:, dims:]), 1))
+    torch.testing.assert_close(ours[0] @ ours[1].T, theirs[0] @ theirs[1].T, rtol=0, atol=1e-12)
+
+
 def test_training_on_a_longrope_model_uses_the_factors_for_the_length():
     config, oracle = both(LONGROPE | {"original_max_position_embeddings": 16}, 1e4, 64)
-    rope = RotaryEmbedding(config.rope, config.head_dim)
+    rope = RotaryEmbedding(*config.network.rotaries[0])
     for length in (16, 17):
         positions = torch.arange(length)
 

@@ -8,14 +8,15 @@ import torch
 from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
-from model.checkpoint.config import ModelConfig
+from kernels.weight_format import FP8_ROWS, INT8_ROWS
 from model.network.decoder import DecoderLM
 from model.network.single_launch import step_shape
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.model.configs import changed, model_config
 
 HOPPER = ARCHES[90]
-CONFIG = ModelConfig(
+CONFIG = model_config(
     architecture="LlamaForCausalLM",
     vocab_size=64,
     hidden_size=32,
@@ -130,7 +131,7 @@ def test_a_reason_names_the_value_and_the_limit(change, message):
     assert message in "; ".join(reasons)
 
 
-WEIGHTS_IN_FP8 = torch.float8_e4m3fn
+WEIGHTS_IN_FP8 = FP8_ROWS
 
 
 @pytest.mark.parametrize("name", [*KNOWN, "Llama-3.1-8B"])
@@ -162,17 +163,17 @@ def test_several_sequences_are_for_smaller_models_than_one():
     assert unsupported(
         QWEN._replace(hidden_size=2048), torch.bfloat16, HOPPER, 8, WEIGHTS_IN_FP8
     ) == ("a hidden size of 2048, at most 1536",)
-    for weight_dtype in (None, WEIGHTS_IN_FP8):
-        assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, weight_dtype) == ()
-        most = 3072 if weight_dtype is None else 2048
+    for weight_format in (None, WEIGHTS_IN_FP8):
+        assert unsupported(QWEN, torch.bfloat16, HOPPER, 8, weight_format) == ()
+        most = 3072 if weight_format is None else 2048
         assert f"a hidden size of 4096, at most {most}" in unsupported(
-            wide, torch.bfloat16, HOPPER, 2, weight_dtype
+            wide, torch.bfloat16, HOPPER, 2, weight_format
         )
-        assert unsupported(wide, torch.bfloat16, HOPPER, 1, weight_dtype) == ()
-        assert unsupported(wider, torch.bfloat16, HOPPER, 1, weight_dtype) == (
+        assert unsupported(wide, torch.bfloat16, HOPPER, 1, weight_format) == ()
+        assert unsupported(wider, torch.bfloat16, HOPPER, 1, weight_format) == (
             "a hidden size of 5120, at most 4096",
         )
-    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, torch.int8) == ("no weights in int8",)
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, INT8_ROWS) == ("no weights in int8",)
 
 
 def test_all_reasons_are_listed():
@@ -242,7 +243,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
-    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+    model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
@@ -271,7 +272,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
-    model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
+    model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ()
     assert model.single_launch_unsupported(HOPPER, 8) == (f"no {message}",)
@@ -279,7 +280,7 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
     plain = DecoderLM(CONFIG, torch.bfloat16)
-    local = DecoderLM(dataclasses.replace(CONFIG, **LOCAL_ROPE), torch.bfloat16)
+    local = DecoderLM(changed(CONFIG, **LOCAL_ROPE), torch.bfloat16)
     for model in (plain, local):
         model.reserve_positions(20)
 
@@ -291,11 +292,7 @@ def test_layers_with_a_window_may_have_rotary_tables_of_their_own():
 def test_the_step_shape_equals_the_models():
     shape = step_shape(CONFIG.network)
 
-    assert shape.hidden_size == CONFIG.hidden_size
-    assert shape.inner_size == CONFIG.intermediate_size
-    assert shape.softmax_scale == CONFIG.head_dim**-0.5
+    assert (shape.hidden_size, shape.inner_size, shape.softmax_scale) == (32, 48, 8**-0.5)
     assert shape[-3:] == ("silu", 1.0, False)
-    gemma = dataclasses.replace(
-        CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True
-    )
-    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", CONFIG.hidden_size**0.5, True)
+    gemma = changed(CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True)
+    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", 32**0.5, True)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kernels import PagedBatch
-from model.checkpoint.config import ModelConfig
-from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
+from tests.model.configs import changed, model_config
+from tests.model.network import paged
 
 if HAS_TRITON:
     from tests.kernels.step.step_on_cpu import steps_on_cpu
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 BLOCK, BLOCKS = 16, 12
-QWEN = ModelConfig(
+QWEN = model_config(
     architecture="Qwen3ForCausalLM",
     vocab_size=101,
     hidden_size=128,
@@ -36,7 +36,7 @@ QWEN = ModelConfig(
     qk_norm=True,
     rope=Rotary(theta=1e6),
 )
-GEMMA = dataclasses.replace(
+GEMMA = changed(
     QWEN,
     architecture="Gemma3ForCausalLM",
     norms_add_one=True,
@@ -65,9 +65,7 @@ def by_layers(model, cache, ids, slots, table, context):
 
 
 def new_cache(model):
-    c = model.config
-    dtype = model.embed_tokens.dtype
-    cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cpu")
+    cache = paged.new_cache(model, BLOCKS, BLOCK)
     for number, layer in enumerate(cache.layers):
         rows = torch.randn(layer.shape, generator=torch.Generator().manual_seed(number))
         layer.copy_(rows.bfloat16())

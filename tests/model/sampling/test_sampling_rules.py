@@ -272,6 +272,30 @@ def test_a_reused_history_gives_the_same_tokens_as_a_new_one(forward) -> None:
         tokens.append(anew.token_id)
 
 
+def test_a_history_with_further_tokens_gives_the_tokens_of_a_new_one_and_stays_as_it_is(forward):
+    kept = TokenHistory([1, 2, 3, 3], num_prompt_tokens=2)
+    kept.seen_ids()
+    for step in range(9):
+        logits = logits_of(step, 1, vocab=12)
+        drafted = [3, 5, 5, 7][: step % 5]
+        row = sampling_row(
+            seed=4,
+            position=step,
+            repetition_penalty=1.3,
+            frequency_penalty=0.5,
+            bad_words=((5, 7), (3, 4)),
+            prompt_ids=[1, 2],
+            output_ids=[3, 3, *drafted],
+        )
+        longer = kept.followed_by(drafted)
+
+        assert longer.token_ids == [1, 2, 3, 3, *drafted]
+        assert forward(logits, [msgspec.structs.replace(row, history=longer)]) == forward(
+            logits, [row]
+        )
+    assert [it.tolist() for it in kept.output_counts()] == [[3], [2]]
+
+
 @pytest.mark.usefixtures("each_token_in_turn")
 @pytest.mark.parametrize(
     ("words", "banned"),

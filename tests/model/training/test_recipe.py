@@ -178,7 +178,7 @@ def test_the_command_line_trains_in_one_process_or_in_several(data, tmp_path):
     train.main(common)
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["student"]["steps"] == record["teacher"]["steps"] == 2
-    assert ModelConfig.from_folder(tmp_path / "out").hidden_size == 64
+    assert ModelConfig.from_folder(tmp_path / "out").network.hidden == 64
 
     def weights() -> bytes:
         return b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob("*tensors")))

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from kernels import FP8, KernelError, detect
+from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import weight_dtype
-from model.network.parallel import shard_network
+from model.checkpoint.formats.table import kept
+from model.device.quantizations import QUANTIZATIONS, loaded_format
+from model.network.decoder import DecoderLM
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -68,15 +70,19 @@ def main(
         freeze_startup_objects()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
-        dtype = getattr(torch, engine.info.dtype)
+        quantization = QUANTIZATIONS.get(engine.info.quantization, kept(model.weight_format))
+        # The C library's cache in float16 and its weights count as the model's dtype: a CPU's peaks are not known.
         work = ModelWork(
-            shard_network(model.network, config.tensor_parallel),
-            dtype,
+            DecoderLM(
+                model,
+                getattr(torch, engine.info.dtype),
+                "meta",
+                loaded_format(quantization, None),
+                AbsentRanks(config.tensor_parallel) if config.tensor_parallel > 1 else None,
+            ),
             config.block_size,
             arch,
-            # The C library's cache in float16 and its weights count as `dtype`: a CPU's peaks are not known.
             kv_dtype if kv_dtype == FP8 else None,
-            weight_dtype(engine.info.quantization),
         )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from server.cli.bench.engine.workloads import LONG_CONTEXT, USUAL, Plan, parse
 from server.cli.bench.flags import add_result_flags
@@ -92,4 +91,4 @@ def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -
         "enable_prefix_caching": plan.repeats_prompts,
     }
     changes = {name: value for name, value in wanted.items() if name not in given}
-    return msgspec.structs.replace(config, **changes)
+    return dataclasses.replace(config, **changes)

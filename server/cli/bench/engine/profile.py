@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
     from numpy.random import Generator
 
-    from kernels.roofline import Work
     from server.cli.bench.engine.device_trace import Interval
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
-    from server.engine.runner.explain.model_work import ModelWork
+    from server.engine.runner.explain.model_work import ModelWork, Work
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64

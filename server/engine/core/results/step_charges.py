@@ -57,6 +57,11 @@ class StepCharges:
         for row in output.prefill:
             if row.sequence.finish_reason is None:
                 row.sequence.account.charge(row.num_tokens - 1, price)
+        if output.decode.drafts is not None:
+            sequences = output.decode.batch.sequences
+            for sequence, draft in zip(sequences, output.decode.drafts, strict=True):
+                if sequence.finish_reason is None:
+                    sequence.account.charge(len(draft), price)
         if self._left:
             for row in chain(output.decode, output.prefill):
                 if row.sequence in self._left and row.sequence.finish_reason is None:

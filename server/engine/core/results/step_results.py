@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from server.engine.core.queue.live_sequences import RUNNING
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.results.step_events import StepEvents
-from server.engine.core.results.token_events import append_forced, append_sampled
+from server.engine.core.results.token_events import append_forced, append_sampled, leading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,6 +80,11 @@ class StepResults:
         self, decode: DecodeRows, sampled: SampledRows, events: StepEvents, failures: StepEvents
     ) -> None:
         """Enter the results of the decode rows."""
+        if decode.drafts is not None:
+            counts = [row.num_logits for row in decode]
+            for drafted, results in zip(decode, sampled.by_row(counts), strict=False):
+                self._enter_row(drafted, results, events, failures)
+            return
         sequences, request_ids = decode.batch.sequences, decode.batch.request_ids
         token_ids, logprobs = sampled.token_ids, sampled.logprobs
         others: list[int] = []
@@ -104,7 +109,7 @@ class StepResults:
             if first < row:
                 events.add_tokens(request_ids, token_ids, logprobs, first, row)
             first = row + 1
-            self._enter_row(decode[row], sampled.decode_row(row), events, failures)
+            self._enter_row(decode[row], (sampled.result(row),), events, failures)
         if first < len(token_ids):
             events.add_tokens(request_ids, token_ids, logprobs, first, len(token_ids))
         for row in range(len(token_ids), len(decode)):
@@ -127,9 +132,12 @@ class StepResults:
             self._cache_blocks(sequence, row.start + row.num_tokens)
             return
         sequence.num_tokens_in_flight -= num_logits
+        if row.draft:
+            sampled = leading(sampled, row.draft)
+        num_known = len(sequence.token_ids)
         reason = append_sampled(sequence, sampled, events)
         if reason is not FinishReason.ERROR:
-            num_rejected = num_logits - len(sampled)
+            num_rejected = num_logits - (len(sequence.token_ids) - num_known)
             if sequence.status is RUNNING:
                 sequence.num_computed_tokens -= num_rejected
             stop = row.start + row.num_tokens - num_rejected

@@ -102,8 +102,8 @@ def retry_step(
             continue
         num_computed += 1
         retried.prompt_logprobs |= result.prompt_logprobs
-        num_decode = sum(row.num_tokens == 1 for row in part)
-        for row, sampled in zip(part, result.sampled.by_row(num_decode), strict=True):
+        counts = [row.num_logits for row in part if row.is_decode]
+        for row, sampled in zip(part, result.sampled.by_row(counts), strict=True):
             retried.results[row.sequence] = sampled
     if retried.is_broken or not num_computed:
         retried.error = last_error
@@ -119,8 +119,8 @@ def _compute(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> St
     """Compute some rows of a step, in their order, and wait for the results."""
     part = SchedulerOutput(
         step=step,
-        decode=DecodeRows.of(row for row in rows if row.num_tokens == 1),
-        prefill=tuple(row for row in rows if row.num_tokens > 1),
+        decode=DecodeRows.of(row for row in rows if row.is_decode),
+        prefill=tuple(row for row in rows if not row.is_decode),
         num_tokens=sum(row.num_tokens for row in rows),
         first_scheduled=(),
         preempted=(),

@@ -19,12 +19,25 @@ log = logging.getLogger("tessera.engine")
 _GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 
 
+def leading(
+    sampled: TypingSequence[SampledResult], draft: tuple[int, ...]
+) -> TypingSequence[SampledResult]:
+    """Return the results of a decode row up to the first that is not its draft's token.
+
+    Those after it were computed from a token that the sequence does not have.
+    """
+    for count, (result, token_id) in enumerate(zip(sampled, draft, strict=False), 1):
+        if result.token_id != token_id:
+            return sampled[:count]
+    return sampled
+
+
 def append_sampled(
     sequence: Sequence,
     sampled: TypingSequence[SampledResult],
     events: StepEvents,
 ) -> FinishReason | None:
-    """Append the sampled tokens of a row, up to the first that ends the sequence.
+    """Append the sampled tokens of a row, up to the first that ends the sequence or after which others are forced.
 
     Args:
         sequence: of the row.
@@ -34,12 +47,17 @@ def append_sampled(
     Returns:
         Why the sequence ends, if it does. `ERROR` comes with the sequence's `error` and without an event.
     """
-    for result in sampled:
+    matcher = sequence.matcher if sequence.sampling.skips_forced_tokens else None
+    for count, result in enumerate(sampled, 1):
         if result.error is not None:
             return _fail(sequence, result.error)
         assert result.token_id is not None, "a result has a token or an error"
         try:
             reason = sequence.append(result.token_id)
+            ends = reason is not None
+            if matcher is not None and not ends and count < len(sampled):
+                # The model may choose other tokens for the text than those that the tokenizer makes of it.
+                ends = bool(matcher.forced_tokens())
         except Exception:
             log.exception("the grammar of request %d failed", sequence.request_id)
             return _fail(sequence, _GRAMMAR_FAILED)
@@ -52,7 +70,7 @@ def append_sampled(
             finish_reason=reason,
         )
         events.add(sequence.request_id, event)
-        if reason is not None:
+        if ends:
             return reason
     return None
 

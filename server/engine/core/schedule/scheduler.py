@@ -279,9 +279,14 @@ class Scheduler:
             if sequence.status is RUNNING:
                 sequence.num_computed_tokens = start + 1
                 sequence.num_tokens_in_flight += 1
-        for sequence in sequences[decode.num_logits :]:
+        for sequence in sequences[decode.num_sampling :]:
             if sequence.status is RUNNING:
                 sequence.num_tokens_in_flight -= 1
+        if decode.drafts is not None:
+            for sequence, draft in zip(sequences, decode.drafts, strict=True):
+                if sequence.status is RUNNING:
+                    sequence.num_computed_tokens += len(draft)
+                    sequence.num_tokens_in_flight += len(draft)
         for row in output.prefill:
             sequence = row.sequence
             if sequence.status is RUNNING:
@@ -295,9 +300,9 @@ class Scheduler:
 
         Args:
             output: the earliest started step that has not ended.
-            sampled: the tokens that continue the sequences: one for each decode row with logits, and for a prefill row
-                at most as many as its `num_logits`. A shorter list means that proposed tokens were rejected; they then
-                count as not computed.
+            sampled: the tokens that continue the sequences: one for each row of logits of the decode rows, of which
+                those are kept up to the first that is not the draft's; and for a prefill row at most as many as its
+                `num_logits`. Tokens that were proposed and are not kept count as not computed.
             device_seconds: time that the step took on the device.
 
         Returns:
@@ -306,7 +311,7 @@ class Scheduler:
         """
         counts = [row.num_logits for row in output.prefill]
         results = sampled.prefill
-        assert len(sampled.token_ids) == output.decode.num_logits, "a token for each decode row"
+        assert len(sampled.token_ids) == output.decode.num_logits, "a token for each row of logits"
         assert len(counts) == len(results), f"{len(results)} results of {len(counts)} rows"
         assert all(bool(n) >= bool(r) and n >= len(r) for n, r in zip(counts, results, strict=True))
         self._begin_end(output, device_seconds)
@@ -395,7 +400,7 @@ class Scheduler:
             self.output_rate.add(self.num_generated_tokens - self._num_counted, device_seconds)
         self._num_counted = self.num_generated_tokens
         if output.num_tokens >= self.config.max_num_batched_tokens and output.prefill:
-            self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
+            self.prompt_rate.add(output.num_tokens - output.decode.num_tokens, device_seconds)
 
     def idle_violations(self) -> list[str]:
         """Return what contradicts the bookkeeping of a scheduler without work; fast enough for idle times."""

@@ -6,10 +6,9 @@ Imports no PyTorch.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.engine_process.supervisor import EngineSupervisor
@@ -74,7 +73,7 @@ class EngineGroup(EngineReports):
         self._num_connections = 0
         self.engines = [
             EngineSupervisor(
-                msgspec.structs.replace(config, engine=i, num_engines=len(environments)),
+                dataclasses.replace(config, engine=i, num_engines=len(environments)),
                 self,
                 self._bind,
                 hang_seconds,

@@ -1,29 +1,48 @@
-"""Builds the attention plan of a model on a processor from the choices of `kernels.select`."""
+"""Explains how a processor computes a model: executors, kernels, and the reasons of those that were passed over."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from kernels import select
+from kernels import Selection, select
 from kernels.cpu.library import instructions
+from kernels.linear.select import LinearChoice
+from kernels.selection import VectorProblem, choose, select_vector
 from model.device.kv_cache import bytes_per_token
+from model.network.columns import Bucket
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
+from model.network.layer_kernels import layer_kernels
 from model.network.single_launch import ROW_COUNTS, has_run
+from model.sampling.sampler import SAMPLERS
 from server.engine.core.plan_report import (
     DeterminismPlan,
     LaunchPlan,
     MemoryPlan,
+    OperationPlan,
     PhasePlan,
     PlanReport,
     RefusedRow,
+    StepPlan,
 )
 from server.engine.core.start_checks import StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from kernels import AttentionProblem, GPUArch
+    from kernels.selection import Refusal
+    from kernels.weight_format import WeightFormat
     from model.network.decoder import DecoderLM
+    from model.network.layer_kernels import AnyChoice
+
+_SINGLE_LAUNCH: Final = "single_launch"
+_CPU_LIBRARY: Final = "cpu_library"
+_LAYERS: Final = "layers"
+_DECODE_ROWS: Final = (1, *ROW_COUNTS, 64)
+_PROMPT_TOKENS: Final = 1024
+"""Steps that are explained: those that may be one launch, one of many sequences, and one of a chunk of a prompt."""
 
 
 def explain_model(
@@ -31,22 +50,22 @@ def explain_model(
     block_size: int,
     arch: GPUArch,
     kv_dtype: str | None = None,
-    cpu_quantization: str | None = None,
+    cpu_quantization: WeightFormat | None = None,
     *,
     deterministic: bool = False,
 ) -> PlanReport:
-    """Plan the attention of every phase and kind of layer, and how one sequence is decoded.
+    """Explain how steps of each kind are computed, and the attention of every phase and kind of layer.
 
     Args:
         model: on any device, including "meta"; its weights are not read.
         block_size: tokens in a block of the KV cache.
         arch: the processor; it need not be present.
         kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
-        cpu_quantization: "int8" or "int4" if the C library computes the steps; None otherwise.
+        cpu_quantization: of the matrices if the C library computes the steps; None otherwise.
         deterministic: whether all requests are deterministic.
 
     Raises:
-        NoKernelError: no kernel supports the model's attention on the processor; lists every reason.
+        NoKernelError: no kernel supports an operation on the processor; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
     in_c = cpu_quantization is not None
@@ -54,7 +73,11 @@ def explain_model(
     if invariant:
         check_deterministic(model, block_size, arch, kv_dtype)
     problems = model.attention.problems(block_size, kv_dtype, deterministic=invariant)
-    shape, weight_dtype = problems[0], model.weight_dtype
+    shape = problems[0]
+    steps = [
+        _plan_step(model, bucket, arch, block_size, kv_dtype, in_c=in_c)
+        for bucket in _buckets(block_size, deterministic=invariant)
+    ]
     return PlanReport(
         arch=arch.key,
         arch_name=arch.name,
@@ -64,21 +87,18 @@ def explain_model(
         memory_bandwidth_gbs=arch.memory_bandwidth_gbs,
         peak_tflops=arch.peak_tflops(shape.dtype),
         dtype=shape.dtype,
-        weight_dtype=(
-            str(weight_dtype or shape.dtype).removeprefix("torch.")
-            if cpu_quantization is None
-            else cpu_quantization
-        ),
+        weight_dtype=(cpu_quantization or model.weight_format).name,
         kv_dtype=CPU_CACHE_DTYPE if in_c else shape.cache_dtype,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=shape.block_size,
         memory=_plan_memory(model, CPU_CACHE_DTYPE if in_c else shape.cache_dtype, in_c=in_c),
-        one_sequence="in one launch" if in_c else _plan_launches(model, arch, invariant=invariant),
+        one_sequence=_describe_few(steps, arch),
         phases=[
             _plan_cpu_phase(problem) if in_c else _plan_phase(problem, arch) for problem in problems
         ],
+        steps=steps,
         deterministic=(
             DeterminismPlan(
                 requests="all", why="the C library computes equal bits in every step, at no cost"
@@ -102,19 +122,115 @@ def check_deterministic(
         raise StartupError(f"--deterministic is not supported here: {'; '.join(reasons)}")
 
 
-def _plan_launches(model: DecoderLM, arch: GPUArch, *, invariant: bool) -> str:
-    """Return how a decode step of one sequence is computed; if in one launch, also a step of a few."""
-    reasons = ("deterministic",) if invariant else model.single_launch_unsupported(arch)
-    if reasons:
-        return f"layer by layer: {'; '.join(reasons)}"
+class _Executor(NamedTuple):
+    """One way to compute a step, and the reasons why it does not support the step at hand."""
+
+    name: str
+    reasons: tuple[str, ...] = ()
+    note: str = ""
+
+
+def _executors(
+    model: DecoderLM, bucket: Bucket, arch: GPUArch, *, in_c: bool
+) -> tuple[_Executor, ...]:
+    """Return all executors, the most preferred first."""
+    counts = (1, *ROW_COUNTS)
+    if bucket.deterministic:
+        single: tuple[str, ...] = ("deterministic",)
+    elif bucket.queries == 1 and bucket.rows in counts:
+        single = model.single_launch_unsupported(arch, bucket.rows)
+    else:
+        single = (f"steps of {', '.join(map(str, counts))} sequences with a token each only",)
+    note = "" if has_run(arch) else "no GPU of this architecture has run it"
+    return (
+        _Executor(_SINGLE_LAUNCH, single, note),
+        _Executor(
+            _CPU_LIBRARY,
+            () if in_c else ("weights are not in int8 or int4",),
+            f"one call of the C library computes a step, with {instructions()}" if in_c else "",
+        ),
+        _Executor(_LAYERS),
+    )
+
+
+def _buckets(block_size: int, *, deterministic: bool) -> Iterator[Bucket]:
+    """Yield a step of each kind."""
+    for rows, tokens in (*((rows, 0) for rows in _DECODE_ROWS), (0, _PROMPT_TOKENS)):
+        yield Bucket(
+            rows=rows,
+            prompt_tokens=tokens,
+            prompt_seqs=min(tokens, 1),
+            columns=-(-_PROMPT_TOKENS // block_size),
+            num_logits=max(rows, 1),
+            deterministic=deterministic,
+        )
+
+
+def _plan_step(
+    model: DecoderLM,
+    bucket: Bucket,
+    arch: GPUArch,
+    block_size: int,
+    kv_dtype: str | None,
+    *,
+    in_c: bool,
+) -> StepPlan:
+    rows, tokens = bucket.rows, bucket.prompt_tokens
+    name = f"decode of {rows} sequence{'s' * (rows > 1)}" if rows else f"prompt of {tokens} tokens"
+    executors = _executors(model, bucket, arch, in_c=in_c)
+    chosen = choose(executors, lambda executor: executor.reasons, f"a {name}", arch)
+    operations: list[tuple[str, AnyChoice]] = []
+    if chosen.spec.name == _LAYERS:
+        operations += layer_kernels(model, bucket, arch, block_size, kv_dtype)
+    operations.append(("sampling", select_vector(SAMPLERS, VectorProblem("float32"), arch)))
+    return StepPlan(
+        step=name,
+        decode_rows=rows,
+        prompt_tokens=tokens,
+        executor=chosen.spec.name,
+        why=chosen.why,
+        refused=_refused(chosen.refusals),
+        operations=[
+            OperationPlan(
+                operation=operation,
+                kernel=choice.spec.name,
+                why=choice.why,
+                measured=_is_measured(choice),
+                refused=_refused(choice.refusals),
+            )
+            for operation, choice in operations
+        ],
+    )
+
+
+def _is_measured(choice: AnyChoice) -> bool:
+    if isinstance(choice, LinearChoice):
+        return choice.measured
+    return isinstance(choice, Selection) and any(it.measured for it in choice.launches)
+
+
+def _refused(refusals: Iterable[Refusal]) -> list[RefusedRow]:
+    return [RefusedRow(kernel=it.kernel, reasons=list(it.reasons)) for it in refusals]
+
+
+def _describe_few(steps: Sequence[StepPlan], arch: GPUArch) -> str:
+    """Describe how a decode step of one sequence is computed; if in a single launch, also steps of a few."""
+    first, *few = (step for step in steps if step.decode_rows in (1, *ROW_COUNTS))
+    if first.executor != _SINGLE_LAUNCH:
+        return _way(first)
     counts: dict[str, list[str]] = {}
-    for rows in ROW_COUNTS:
-        reasons = model.single_launch_unsupported(arch, rows)
-        way = f"layer by layer: {'; '.join(reasons)}" if reasons else "in one launch"
-        counts.setdefault(way, []).append(str(rows))
-    few = (f"{', '.join(rows)} sequences {way}" for way, rows in counts.items())
+    for step in few:
+        counts.setdefault(_way(step), []).append(str(step.decode_rows))
     note = "" if has_run(arch) else ", which no GPU of this architecture has run"
-    return "; ".join((f"in one launch{note}", *few))
+    ways = (f"{', '.join(rows)} sequences {way}" for way, rows in counts.items())
+    return "; ".join((f"in one launch{note}", *ways))
+
+
+def _way(step: StepPlan) -> str:
+    if step.executor != _LAYERS:
+        return "in one launch"
+    (reasons,) = (row.reasons for row in step.refused if row.kernel == _SINGLE_LAUNCH)
+    return f"layer by layer: {'; '.join(reasons)}"
 
 
 def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:
@@ -169,10 +285,7 @@ def _plan_phase(problem: AttentionProblem, arch: GPUArch) -> PhasePlan:
         flash_attention=selection.spec.flash_attention,
         tested=arch.is_tested and selection.spec.has_run,
         why=selection.why,
-        refused=[
-            RefusedRow(kernel=refusal.kernel, reasons=list(refusal.reasons))
-            for refusal in selection.refusals
-        ],
+        refused=_refused(selection.refusals),
         launches=[
             LaunchPlan(
                 min_num_seqs=tuned.min_num_seqs,

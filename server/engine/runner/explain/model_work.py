@@ -1,4 +1,4 @@
-"""The minimum work of a step, and the minimum time that a processor needs for it.
+"""The minimum work of a step, and the minimum time that a processor needs for it: its roofline.
 
 A step reads the weights once and the keys and values of each sequence once, and does the arithmetic that the model's
 formulas require. The numbers do not depend on the kernels in use.
@@ -10,18 +10,90 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kernels import Phase
-from kernels.roofline import Roofline, Work, attention_work, roofline
-from model.network.attention_plans import AttentionPlanner, attention_problems, same_problem
-from model.network.layers import DecoderLayer, norm_dtype
+from kernels.weight_format import unquantized
+from model.network.attention_plans import same_problem
+from model.network.parallel import head_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels import AttentionProblem, GPUArch
-    from model.network.spec import Network
+    from model.network.decoder import DecoderLM
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of a step.
+
+    Attributes:
+        bytes_moved: of everything that is read or written, once each.
+        flops: operations of the matrix products; a multiply-add counts as two.
+    """
+
+    bytes_moved: int
+    flops: int
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.bytes_moved
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The minimal time that a processor needs for some work.
+
+    Attributes:
+        seconds: the larger of the times that memory and arithmetic need at their peaks.
+        bound: "memory" or "compute", whichever needs longer.
+    """
+
+    seconds: float
+    bound: str
+
+
+def attention_work(
+    problem: AttentionProblem, num_seqs: int, query_tokens: int, context: int
+) -> Work:
+    """Count the work of attention of sequences of one length: queries, output, and keys and values that a query sees.
+
+    Args:
+        problem: heads, dtype, window, causality.
+        num_seqs: B.
+        query_tokens: of each sequence; they are its last tokens.
+        context: tokens of each sequence, the query tokens included.
+    """
+    seen = [_visible(problem, context - query_tokens + i, context) for i in range(query_tokens)]
+    visible = sum(stop - first for first, stop in seen)
+    read = seen[-1][1] - seen[0][0]
+    element = 4 if problem.dtype == "float32" else 2
+    rows = problem.num_heads * query_tokens
+    moved = 2 * (
+        rows * problem.head_dim * element + problem.num_kv_heads * read * problem.row_bytes
+    )
+    flops = 4 * problem.num_heads * problem.head_dim * visible
+    return Work(num_seqs * moved, num_seqs * flops)
+
+
+def roofline(work: Work, dtype: str, arch: GPUArch) -> Roofline | None:
+    """Return the minimal time for `work`; None if a peak of the processor is not known.
+
+    Source: Williams et al., "Roofline: an insightful visual performance model", 2009.
+    """
+    peak = arch.peak_tflops(dtype)
+    if not (peak and arch.memory_bandwidth_gbs):
+        return None
+    moving = work.bytes_moved / (arch.memory_bandwidth_gbs * 1e9)
+    computing = work.flops / (peak * 1e12)
+    return Roofline(max(moving, computing), "memory" if moving >= computing else "compute")
+
+
+def _visible(problem: AttentionProblem, position: int, context: int) -> tuple[int, int]:
+    """Return the first key that the token at `position` sees, and one past its last."""
+    window = problem.sliding_window
+    first = 0 if window is None else max(0, position - window + 1)
+    return first, position + 1 if problem.causal else context
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,63 +115,48 @@ class ModelWork:
     """Counts the work of a model's steps.
 
     Args:
-        network: what the processor computes of the model.
-        dtype: dtype of weights and activations.
+        model: on any device, including "meta"; with several ranks, that of one.
         block_size: tokens in a block of the KV cache.
         arch: the processor.
-        kv_dtype: dtype of a quantized KV cache; None if the cache has `dtype`.
-        weight_dtype: dtype of quantized layer weights; None if they have `dtype`.
+        kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
 
     Attributes:
         num_layers: of the model.
     """
 
     def __init__(
-        self,
-        network: Network,
-        dtype: torch.dtype,
-        block_size: int,
-        arch: GPUArch,
-        kv_dtype: str | None = None,
-        weight_dtype: torch.dtype | None = None,
+        self, model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None = None
     ) -> None:
+        network, dtype = model.network, model.embed_tokens.dtype
         self._arch = arch
-        self._dtype = str(weight_dtype or dtype).removeprefix("torch.")
-        self._head = network.vocab * network.hidden
-        # A step reads the rows of its tokens only of the embedding, unless that is also the LM head, and of learned
-        # positions.
-        self._read, self._read_bytes = self._head, self._head * dtype.itemsize
-        for layer, count in Counter(network.layers).items():
-            parameters = DecoderLayer(
-                layer, network.hidden, dtype, torch.device("meta"), weight_dtype
-            ).parameters()
-            sizes = [(it.numel(), it.nbytes) for it in parameters]
-            self._read += count * sum(numel for numel, _ in sizes)
-            self._read_bytes += count * sum(nbytes for _, nbytes in sizes)
-        norms = [norm_dtype(network.norm, dtype)]
-        if network.norm.kind == "layer":
-            norms.append(dtype)
-        self._read += network.hidden * len(norms)
-        self._read_bytes += network.hidden * sum(it.itemsize for it in norms)
+        form = model.weight_format
+        self._dtype = (form if form.float else unquantized(dtype)).dtype
+        self._head = head_rows(network.vocab, model.num_ranks) * network.hidden
+        layers = sum(layer.num_parameters(network.hidden) for layer in network.layers)
+        norms = [it for it in (model.norm, model.norm_bias) if it is not None]
+        self._inner = layers + sum(it.numel() for it in norms)
+        # A step reads only the rows of its tokens of these, but all of the head, which may be one of them.
+        tables = (model.embed_tokens, model.embed_positions, model.lm_head)
+        unread = sum(it.nbytes for it in tables if it is not None)
+        self._read_bytes = model.weight_bytes - unread + self._head * dtype.itemsize
         self.num_layers = len(network.layers)
-        planner = AttentionPlanner(attention_problems(network), str(dtype).removeprefix("torch."))
-        self._problems = {
-            (mixer, phase): planner.problem(mixer, phase, block_size, kv_dtype)
-            for mixer in planner.mixers
-            for phase in Phase
-        }
-        self._layers = Counter(same_problem(layer.mixer) for layer in network.layers)
+        planner = model.attention
+        counts = Counter(same_problem(layer.mixer) for layer in network.layers)
+        self._attention = [
+            ({it: planner.problem(mixer, it, block_size, kv_dtype) for it in Phase}, count)
+            for mixer, count in counts.items()
+        ]
 
     def step(self, rows: Sequence[Rows]) -> Work:
         """Count the work of a step in which every sequence gets a token."""
         tokens = sum(row.count * row.new_tokens for row in rows)
         sequences = sum(row.count for row in rows)
         moved = self._read_bytes
-        flops = 2 * (self._read - self._head) * tokens + 2 * self._head * sequences
+        flops = 2 * self._inner * tokens + 2 * self._head * sequences
         for row in rows:
             phase = Phase.DECODE if row.new_tokens == 1 else Phase.PREFILL
-            for mixer, layers in self._layers.items():
-                attention = self._attention(self._problems[mixer, phase], row)
+            for problems, layers in self._attention:
+                attention = attention_work(problems[phase], row.count, row.new_tokens, row.context)
                 moved += layers * attention.bytes_moved
                 flops += layers * attention.flops
         return Work(moved, flops)
@@ -147,7 +204,3 @@ class ModelWork:
                 flops += times * one.flops
         limit = self.limit(Work(moved, flops))
         return None if limit is None else limit.seconds
-
-    @staticmethod
-    def _attention(problem: AttentionProblem, row: Rows) -> Work:
-        return attention_work(problem, row.count, row.new_tokens, row.context)

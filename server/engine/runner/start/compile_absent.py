@@ -9,7 +9,9 @@ from kernels import KernelError, select
 from kernels.collective.communicator import AbsentRanks
 from kernels.gpu.absent_gpu import AbsentGPUError, absent_gpu
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import resolve_dtype, weight_dtype
+from model.checkpoint.formats.table import kept
+from model.device.dtypes import resolve_dtype
+from model.device.quantizations import loaded_format
 from model.errors import ModelError
 from model.network.decoder import DecoderLM
 from server.engine.core.start_checks import StartupError
@@ -49,7 +51,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 model_config,
                 dtype,
                 device,
-                weight_dtype(quantization),
+                loaded_format(quantization, kept(model_config.weight_format)),
                 AbsentRanks(size, fuses_norm=True) if size > 1 else None,
             )
             model.optimize(quantization)

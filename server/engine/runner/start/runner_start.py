@@ -96,7 +96,7 @@ def start_follower(
     """
     runner = _start(model, config, limits, phases)
     recorder = CudaGraphs(runner.device) if _records(config, runner) else None
-    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_num_seqs)
+    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_logits)
 
 
 def _start(

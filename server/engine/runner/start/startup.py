@@ -19,15 +19,13 @@ from kernels import KernelError, detect
 from kernels.collective.communicator import TorchCommunicator
 from kernels.cpu.library import load
 from kernels.fp8 import FP8
+from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.formats.table import kept
 from model.checkpoint.weights import load_part
 from model.device.cpus import default_engine_threads, usable_cpus
-from model.device.dtypes import (
-    resolve_dtype,
-    resolve_quantization,
-    stored_dtype,
-    weight_dtype,
-)
+from model.device.dtypes import resolve_dtype, resolve_quantization, stored_dtype
+from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
 from model.network import cpu_steps
 from server.engine.core.engine import Engine
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kernels import GPUArch
+    from kernels.weight_format import WeightFormat
     from model.network.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
     from server.engine.core.messages import EngineMessage, FrontEndMessage
@@ -79,7 +78,7 @@ class _Loaded(NamedTuple):
     model: DecoderLM
     config: ModelConfig
     limits: SchedulerConfig
-    quantization: str
+    quantization: WeightFormat | None
 
 
 def start_engine(
@@ -114,7 +113,7 @@ def start_engine(
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization,
+        quantization=quantization_name(quantization),
         vocab_size=model_config.network.vocab,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
@@ -215,11 +214,11 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         model = load_part(
             Path(config.model_path),
             model_config,
-            stored_dtype(model_config) if quantization in cpu_steps.BITS else dtype,
+            stored_dtype(model_config) if quantization in LIBRARY_FORMATS else dtype,
             device,
             config.load_format,
             progress,
-            weight_dtype=weight_dtype(quantization),
+            weight_format=loaded_format(quantization, kept(model_config.weight_format)),
             communicator=communicator,
         )
         model.optimize(quantization, threads)
@@ -302,8 +301,10 @@ def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def resolved_quantization(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> str:
-    """Return the quantization of the weights on a processor; see `resolve_quantization`."""
+def resolved_quantization(
+    config: EngineConfig, model: ModelConfig, arch: GPUArch
+) -> WeightFormat | None:
+    """Return the format of the weights on a processor; see `resolve_quantization`."""
 
     def unsupported() -> tuple[str, ...]:
         in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
@@ -312,10 +313,20 @@ def resolved_quantization(config: EngineConfig, model: ModelConfig, arch: GPUArc
             log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
         return reasons
 
-    return resolve_quantization(config.quantization, arch, config.dtype, unsupported)
+    stored = kept(model.weight_format)
+    found = resolve_quantization(config.quantization, arch, config.dtype, unsupported, stored)
+    if arch.is_cpu and found is not None and found == stored:
+        log.warning(
+            "every step converts the weights from %s, which is slow: --quantization int8 or int4 is faster, where a "
+            "CPU supports it",
+            found.name,
+        )
+    return found
 
 
-def _set_threads(config: EngineConfig, device: torch.device, quantization: str) -> int:
+def _set_threads(
+    config: EngineConfig, device: torch.device, quantization: WeightFormat | None
+) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
     PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks, and the
@@ -333,7 +344,7 @@ def _set_threads(config: EngineConfig, device: torch.device, quantization: str) 
     )
     torch.set_num_threads(torch_threads)
     if device.type == "cpu":
-        threads = native_threads if quantization in cpu_steps.BITS else torch_threads
+        threads = native_threads if quantization in LIBRARY_FORMATS else torch_threads
         log.info("threads: %d, for %s", threads, cpus)
     return native_threads
 

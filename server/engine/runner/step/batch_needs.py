@@ -47,7 +47,12 @@ def scores_prompt(sequence: Sequence) -> bool:
 def needs_of_prompts(prefill: Iterable[ScheduledSequence]) -> BatchNeeds:
     """Return what the rows of prompts need."""
     return BatchNeeds(
-        all(row.sequence.is_argmax for row in prefill if row.num_logits),
+        all(
+            row.sampled_positions[0] - row.sequence.num_prompt_tokens
+            >= row.sequence.sampling.argmax_from
+            for row in prefill
+            if row.num_logits
+        ),
         any(scores_prompt(row.sequence) for row in prefill),
         any(row.sequence.sampling.logprobs for row in prefill),
     )
@@ -58,25 +63,25 @@ class DecodeNeeds:
 
     def __init__(self) -> None:
         self._batch: DecodeBatch | None = None
-        self._num_logits = 0
+        self._num_sampling = 0
         self._needs = BatchNeeds(all_argmax=True, any_scored=False, logprobs=False)
 
     def of(self, decode: DecodeRows) -> BatchNeeds:
         """Return what the rows of a step that is about to be launched need."""
-        if decode.batch is self._batch and decode.num_logits == self._num_logits:
+        if decode.batch is self._batch and decode.num_sampling == self._num_sampling:
             return self._needs
         sequences = decode.batch.sequences
         samplings = [sequence.sampling for sequence in sequences]
         # The parameters suffice for most batches.
-        argmax_from = max(map(_argmax_from, samplings[: decode.num_logits]), default=0)
+        argmax_from = max(map(_argmax_from, samplings[: decode.num_sampling]), default=0)
         needs = BatchNeeds(
             argmax_from == 0
-            or all(sequence.is_argmax for sequence in sequences[: decode.num_logits]),
+            or all(sequence.is_argmax for sequence in sequences[: decode.num_sampling]),
             any(map(_prompt_logprobs, samplings)) and any(map(scores_prompt, sequences)),
             any(map(_logprobs, samplings)),
         )
         # Later tokens stay argmax, and prompts stay scored; the opposite may change with any token.
         is_final = needs.all_argmax and not needs.any_scored
         self._batch = decode.batch if is_final else None
-        self._num_logits, self._needs = decode.num_logits, needs
+        self._num_sampling, self._needs = decode.num_sampling, needs
         return needs

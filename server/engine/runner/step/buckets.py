@@ -1,6 +1,6 @@
 """The grid of buckets that steps are recorded for: their sizes, their order, and the buckets that a step fits in.
 
-decode rows only     close together, so that few rows are unused
+decode rows only     close together, so that few rows are unused; for rows with drafts only those that steps needed
 prompts only         at most a fifth of the tokens is unused
 decode and prompts   read the weights once for both; far apart, so that there are few buckets
 """
@@ -11,7 +11,9 @@ import bisect
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from model.network.step import Bucket
+import msgspec
+
+from model.network.columns import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +55,7 @@ class BucketGrid:
     ) -> None:
         self._deterministic = deterministic
         self._most_seqs = most = limits.max_num_seqs
+        self._most_queries = limits.max_queries
         self._block_size = block_size
         self._most_columns = -(-limits.max_model_len // block_size)
         self._rows = row_counts(most)
@@ -71,7 +74,9 @@ class BucketGrid:
 
         If not all requests are deterministic, deterministic steps get a recording when they first need it.
         """
-        return (it._replace(deterministic=self._deterministic) for it in self._ahead())
+        if not self._deterministic:
+            return self._ahead()
+        return (msgspec.structs.replace(it, deterministic=True) for it in self._ahead())
 
     def _ahead(self) -> Iterator[Bucket]:
         shortest = self._prompt_columns[0]
@@ -103,7 +108,7 @@ class BucketGrid:
         # Lazy, because this runs for every step and the first bucket is nearly always recorded.
         if shared := shared_count(step.shared_blocks):
             for kind in self._kinds(step):
-                yield kind._replace(shared_blocks=shared)
+                yield msgspec.structs.replace(kind, shared_blocks=shared)
         yield from self._kinds(step)
 
     def _kinds(self, step: Bucket) -> Iterator[Bucket]:
@@ -114,18 +119,19 @@ class BucketGrid:
             kinds = self._prompts(step)
         else:
             kinds = self._mixed(step)
-        deterministic = step.deterministic
-        return (
-            kind._replace(deterministic=True) if deterministic else kind
-            for kind in kinds
-            if kind.num_logits >= step.num_logits
-        )
+        fitting = (kind for kind in kinds if kind.num_logits >= step.num_logits)
+        if not (step.deterministic or step.extra_columns):
+            return fitting
+        marks = {"deterministic": step.deterministic, "extra_columns": step.extra_columns}
+        return (msgspec.structs.replace(kind, **marks) for kind in fitting)
 
     def _decode(self, step: Bucket) -> Iterator[Bucket]:
         """Yield buckets for a step of decode rows; rows grow before columns."""
+        queries = 1 << (step.queries - 1).bit_length()
+        queries = min(queries, max(step.queries, self._most_queries))
         for columns in self._columns(step.columns):
             for rows in _from(self._rows, step.rows):
-                yield self._bucket(rows, columns=columns)
+                yield self._bucket(rows, columns=columns, queries=queries)
 
     def _prompts(self, step: Bucket) -> Iterator[Bucket]:
         """Yield buckets for a step of prompts; tokens grow before columns, and columns before sequences."""
@@ -137,7 +143,12 @@ class BucketGrid:
                     yield self._bucket(0, count, seqs, columns)
 
     def _mixed(self, step: Bucket) -> Iterator[Bucket]:
-        """Yield buckets for a step of both kinds; columns grow before rows."""
+        """Yield buckets for a step of both kinds; columns grow before rows.
+
+        There are none for rows with drafts: a recording of the rows and one of the prompts compute such a step.
+        """
+        if step.queries > 1:
+            return
         tokens = next(iter(_from(self._mixed_tokens, step.prompt_tokens)), None)
         if step.prompt_seqs > self._mixed_seqs or tokens is None:
             return
@@ -145,9 +156,19 @@ class BucketGrid:
             for columns in _from(self._prompt_columns, step.columns):
                 yield self._bucket(rows, tokens, self._mixed_seqs, columns)
 
-    def _bucket(self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0) -> Bucket:
+    def _bucket(
+        self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0, queries: int = 1
+    ) -> Bucket:
         # A step has at most `max_num_seqs` sequences of both kinds together.
-        return Bucket(rows, tokens, seqs, columns, min(rows + seqs, self._most_seqs))
+        most = self._most_seqs * min(queries, self._most_queries)
+        return Bucket(
+            rows=rows,
+            queries=queries,
+            prompt_tokens=tokens,
+            prompt_seqs=seqs,
+            columns=columns,
+            num_logits=min(rows * queries + seqs, most),
+        )
 
     def _columns(self, least: int) -> Iterator[int]:
         """Yield the numbers of columns for decode rows that hold at least `least` blocks."""

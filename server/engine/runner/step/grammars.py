@@ -97,6 +97,6 @@ class Grammars:
         if self._tokenizer is None:
             config = self._config
             self._tokenizer = GrammarTokenizer(
-                Tokenizer.from_folder(self._folder), config.vocab_size, config.eos_token_ids
+                Tokenizer.from_folder(self._folder), config.network.vocab, config.eos_token_ids
             )
         return self._tokenizer

@@ -32,15 +32,17 @@ from server.engine.runner.step.step_input import PackedStep, exact_bucket
 from server.engine.runner.step.step_result import GreedyStep, SampledStep, WaitingStep, suffices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+    from collections.abc import Sequence as TypingSequence
     from concurrent.futures import Future
 
     from kernels import AttentionProblem
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder
+    from model.network.columns import Bucket
     from model.network.decoder import DecoderLM
-    from model.network.step import Bucket
     from model.sampling.grammar import GrammarMatcher, PendingMasks
+    from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.plan_report import PlanReport
@@ -114,7 +116,7 @@ class ModelRunner:
             limits: of a step.
             recorder: for the cache's device.
         """
-        self._sampled = SampledTokens(limits.max_num_seqs + 1, self.device)
+        self._sampled = SampledTokens(limits.max_logits + 1, self.device)
         self.recorded = RecordedSteps(
             self.model,
             self.kv_cache,
@@ -183,8 +185,7 @@ class ModelRunner:
         if prefill:
             needs |= needs_of_prompts(prefill)
         greedy = needs.all_argmax
-        sampling = [] if greedy else _sampling(decode, prefill)
-        rows = [self._sampling_row(sequence) for sequence in sampling]
+        sampling, rows = ([], []) if greedy else self._sampling_rows(decode, prefill)
         waits = any(
             row.parameters.needs_history and sequence.num_tokens_in_flight
             for row, sequence in zip(rows, sampling, strict=False)
@@ -210,18 +211,13 @@ class ModelRunner:
         parts = [part.logits for part in computed]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         if greedy:
-            sampling = _sampling(decode, prefill)
-            rows = [self._sampling_row(sequence) for sequence in sampling]
+            sampling, rows = self._sampling_rows(decode, prefill)
 
         def sample(masks: tuple[list[int], PendingMasks] | None) -> SampledStep:
             errors = {} if masks is None else _add_masks(rows, *masks)
             tokens = self._sampler.begin(logits, rows)
-            self._sampled.put(tokens.tokens)
-            if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
-                self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
-            return SampledStep(
-                tokens, decode.num_logits, num_logits, prompts, tokens.feeds_next, errors
-            )
+            feeds_next = self._keep(decode, tokens)
+            return SampledStep(tokens, decode.num_logits, num_logits, prompts, feeds_next, errors)
 
         if waits:
             return WaitingStep(lambda: sample(self._start_masks(rows, sampling)))
@@ -275,7 +271,8 @@ class ModelRunner:
             return [self.executor.step(packed.input, sampled)], {}
         hidden = self.executor.hidden_states(packed.input, sampled)
         deterministic = packed.input.bucket.deterministic
-        scheduled = (*output.decode, *output.prefill)
+        prefill = _first_tokens(output.prefill, packed.input.bucket.decode_tokens)
+        scheduled = (*_first_tokens(output.decode, 0), *prefill)
         prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
         return [self.executor.score(packed.input, hidden)], prompts
 
@@ -292,44 +289,82 @@ class ModelRunner:
         # Only full-attention layers support it, and those of a model all have the same problem.
         return functools.partial(shared_prefix_is_faster, takers[0], arch)
 
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        """Return the sampler's row for the next token of a sequence. The token history is kept between steps."""
+    def _keep(self, decode: DecodeRows, tokens: PendingTokens) -> bool:
+        """Keep sampled tokens on the device; return whether the next step can be launched on them.
+
+        It cannot after a step with a draft, since the host decides which of the draft's tokens are kept.
+        """
+        if decode.drafts is not None:
+            return False
+        self._sampled.put(tokens.tokens)
+        if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
+            self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
+        return tokens.feeds_next
+
+    def _sampling_rows(
+        self, decode: DecodeRows, prefill: TypingSequence[ScheduledSequence]
+    ) -> tuple[list[Sequence], list[SamplingRow]]:
+        """Return the sequence of each row of logits of a step, and its input of the sampler."""
+        prompts = (s.sequence for s in prefill for _ in range(s.num_logits))
+        sampling = [*decode.sampling_sequences, *prompts]
+        rows: list[SamplingRow] = []
+        if decode.drafts is None:
+            sequences = decode.batch.sequences[: decode.num_sampling]
+            pairs = zip(sequences, decode.starts, strict=False)
+            rows = [SamplingRow(it.sampling, at + 1, self._history(it)) for it, at in pairs]
+        else:
+            prefill = (*decode, *prefill)
+        for s in prefill:
+            rows += [
+                SamplingRow(s.sequence.sampling, position, self._history_before(s, position))
+                for position in s.sampled_positions
+            ]
+        return sampling, rows
+
+    def _history(self, sequence: Sequence) -> TokenHistory:
+        """Return the token history of a sequence, which is kept between steps."""
         history = self._histories.get(sequence.request_id)
         if history is None:
             history = TokenHistory(sequence.token_ids, sequence.num_prompt_tokens)
             self._histories[sequence.request_id] = history
-        return SamplingRow(sequence.sampling, sequence.num_known_tokens, history)
+        return history
+
+    def _history_before(self, s: ScheduledSequence, position: int) -> TokenHistory:
+        """Return the tokens before a position that a row of a step samples, those of its draft included."""
+        history, known = self._history(s.sequence), s.sequence.token_ids
+        if not s.sequence.sampling.needs_history:
+            return history
+        if position < len(known):
+            return TokenHistory(known[:position], s.sequence.num_prompt_tokens)
+        drafted = s.draft[: position - len(known)]
+        return history.followed_by(drafted) if drafted else history
 
     def _start_masks(
         self, rows: list[SamplingRow], sequences: list[Sequence]
     ) -> tuple[list[int], PendingMasks] | None:
         """Start to compute the masks of the rows with a grammar; return their indices and masks, None for none."""
-        masked = [
-            i
-            for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
-            if sequence.matcher is not None
-            # The results of the step before may have ended the sequence, or have filled the row's position.
-            and sequence.status is not SequenceStatus.FINISHED
-            and sequence.num_tokens == row.position
-        ]
+        masked: list[int] = []
+        inputs: list[tuple[GrammarMatcher, bool]] = []
+        for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+            if sequence.matcher is not None and (matcher := _matcher_before(sequence, row)):
+                masked.append(i)
+                inputs.append((matcher, _end_allowed(row)))
         if not masked:
             return None
         assert self._grammars is not None
-        inputs = [(sequences[i].matcher, _end_allowed(rows[i])) for i in masked]
-        return masked, self._grammars.start_masks(cast("list[tuple[GrammarMatcher, bool]]", inputs))
+        return masked, self._grammars.start_masks(inputs)
 
     def _prompt_logprobs(
         self,
-        scheduled: tuple[ScheduledSequence, ...],
+        scheduled: Iterable[tuple[ScheduledSequence, int]],
         hidden: torch.Tensor,
         *,
         deterministic: bool,
     ) -> dict[int, PromptLogprobs]:
+        """Compute the requested log-probabilities of prompts; each sequence comes with its first row of `hidden`."""
         results: dict[int, PromptLogprobs] = {}
-        first_row = 0
-        for s in scheduled:
-            sequence, row = s.sequence, first_row
-            first_row += s.num_tokens
+        for s, row in scheduled:
+            sequence = s.sequence
             if not scores_prompt(sequence):
                 continue
             # The logits at token i score token i + 1; those at the last prompt token are for sampling.
@@ -349,6 +384,15 @@ class ModelRunner:
         return results
 
 
+def _first_tokens(
+    scheduled: Iterable[ScheduledSequence], first: int
+) -> Iterator[tuple[ScheduledSequence, int]]:
+    """Yield each sequence with the index of its first token in the step; that of the first sequence is `first`."""
+    for s in scheduled:
+        yield s, first
+        first += s.num_tokens
+
+
 def _end_allowed(row: SamplingRow) -> bool:
     """Return whether the model's end tokens may be sampled where the grammar allows them."""
     parameters = row.parameters
@@ -364,7 +408,17 @@ def _add_masks(rows: list[SamplingRow], masked: list[int], masks: PendingMasks) 
     return {masked[i]: error for i, error in errors.items()}
 
 
-def _sampling(decode: DecodeRows, prefill: Iterable[ScheduledSequence]) -> list[Sequence]:
-    """Return the sequence of each row of logits."""
-    decoding = decode.batch.sequences[: decode.num_logits]
-    return [*decoding, *(row.sequence for row in prefill for _ in range(row.num_logits))]
+def _matcher_before(sequence: Sequence, row: SamplingRow) -> GrammarMatcher | None:
+    """Return the state of a sequence's grammar before the token of a row; None if the row needs no mask.
+
+    That is a row whose token is not kept: the sequence has ended meanwhile, or has a token at the row's position, or
+    its grammar does not allow the draft before it, or ends with it.
+    """
+    if sequence.status is SequenceStatus.FINISHED or row.position < sequence.num_tokens:
+        return None
+    matcher = cast("GrammarMatcher", sequence.matcher)
+    drafted = row.history.token_ids[sequence.num_tokens : row.position]
+    if not drafted:
+        return matcher
+    matcher = matcher.copy()
+    return matcher if all(map(matcher.accept, drafted)) and not matcher.is_complete else None

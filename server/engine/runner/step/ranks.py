@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
 import torch
 
-from model.network.step import Bucket, StepInput, StepOutput
+from model.network.columns import Bucket
+from model.network.step import StepInput, StepOutput
 from server.engine.runner.step.executor import StepExecutor
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Compute a step without a recording.
 
     Attributes:
-        bucket: the fields of a `Bucket`.
+        bucket: sizes of the step's arrays.
         data: from `StepInput.to_bytes`.
         capacity: of `SampledTokens.ids`; 0 for none.
         scores: whether to compute the logits too; else `ScoreHidden` and `ComputeLogits` follow.
     """
 
-    bucket: tuple[Any, ...]
+    bucket: Bucket
     data: bytes
     capacity: int
     scores: bool
@@ -69,7 +70,7 @@ class RecordStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Record a step as number `number`; the other fields are those of `ComputeStep`."""
 
     number: int
-    bucket: tuple[Any, ...]
+    bucket: Bucket
     data: bytes
     capacity: int
 
@@ -148,7 +149,7 @@ class LeadingExecutor(StepExecutor):
     ) -> Replay:
         """See `StepExecutor.record`."""
         number = next(self._numbers)
-        self._ranks.tell(RecordStep(number, tuple(step.bucket), step.to_bytes(), len(sampled)))
+        self._ranks.tell(RecordStep(number, step.bucket, step.to_bytes(), len(sampled)))
         replay = super().record(recorder, step, sampled, out)
 
         def replay_on_all() -> None:
@@ -207,7 +208,7 @@ class FollowingExecutor:
                 self._model.logits(rows, deterministic=command.deterministic)
 
     def _compute(self, command: ComputeStep) -> None:
-        bucket = Bucket(*command.bucket)
+        bucket = command.bucket
         step = self._inputs.pop(bucket, None) or self._new_input(bucket)
         self._inputs[bucket] = step
         if len(self._inputs) > _KEPT_INPUTS:
@@ -222,7 +223,7 @@ class FollowingExecutor:
 
     def _record(self, command: RecordStep) -> None:
         assert self._recorder is not None
-        step = self._new_input(Bucket(*command.bucket))
+        step = self._new_input(command.bucket)
         step.load(command.data)
         ids = self._tokens(command.capacity)
         assert ids is not None
@@ -255,4 +256,4 @@ class FollowingExecutor:
 
 def _compute(step: StepInput, sampled: Tensor | None, *, scores: bool) -> ComputeStep:
     capacity = 0 if sampled is None else len(sampled)
-    return ComputeStep(tuple(step.bucket), step.to_bytes(), capacity, scores)
+    return ComputeStep(step.bucket, step.to_bytes(), capacity, scores)

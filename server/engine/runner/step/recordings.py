@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.network.step import StepOutput, input_bytes
+from model.network.columns import input_bytes
+from model.network.step import StepOutput
 from server.engine.core.step import NO_ROWS
 from server.engine.runner.step.buckets import BucketGrid
 from server.engine.runner.step.executor import StepExecutor
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
+    from model.network.columns import Bucket
     from model.network.decoder import DecoderLM
-    from model.network.step import Bucket
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import DecodeRows, ScheduledSequence
     from server.engine.runner.step.sampled_tokens import SampledTokens
@@ -78,7 +79,7 @@ def recorded_bytes(limits: SchedulerConfig, block_size: int, row_bytes: int) -> 
         block_size: tokens per block.
         row_bytes: bytes of a row of logits.
     """
-    results = 2 * limits.max_num_seqs * row_bytes
+    results = (limits.max_logits + limits.max_num_seqs) * row_bytes
     return results + sum(map(input_bytes, BucketGrid(limits, block_size).ahead()))
 
 
@@ -114,8 +115,8 @@ class RecordedSteps:
         self._device = kv_cache.layer(0).device
         self._grid = BucketGrid(limits, kv_cache.block_size, deterministic=deterministic)
         # Two recordings may compute the decode rows and the prompts of a step; their results must not overlap.
-        most = limits.max_num_seqs
-        self._decode_out, self._prompt_out = self._allocate(most), self._allocate(most)
+        self._decode_out = self._allocate(limits.max_logits)
+        self._prompt_out = self._allocate(limits.max_num_seqs)
         self._recordings: dict[Bucket, _Recording] = {}
         # By exact bucket: steps of decode rows whose best bucket has a recording, which is nearly all steps.
         self._best: dict[Bucket, _Recording] = {}
@@ -137,7 +138,7 @@ class RecordedSteps:
         Two recordings read the weights twice, which is faster than launching hundreds of kernels one by one.
 
         Args:
-            decode: sequences with one token each.
+            decode: the decode rows.
             prefill: the other sequences.
 
         Returns:

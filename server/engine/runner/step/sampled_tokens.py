@@ -40,8 +40,8 @@ class SampledTokens:
         """Return each token's id if the host knows it, else -1 - its row in `ids`: [rows] int64."""
         sequences, starts = decode.batch.sequences, decode.starts
         last = self._decode
-        continues = last.batch is decode.batch and last.num_logits == decode.num_logits
-        if starts and continues and decode.num_logits == len(starts):
+        continues = last.batch is decode.batch and last.num_sampling == decode.num_sampling
+        if starts and continues and decode.num_sampling == len(starts):
             # Each row computes the token that its row of the last step sampled; the host has read all, or none.
             if len(sequences[0].token_ids) <= starts[0]:
                 return self._references[: len(starts)]
@@ -60,7 +60,8 @@ class SampledTokens:
     def _find_references(self) -> dict[Sequence, int]:
         """Return the reference to the last token that the last step samples for each of its sequences."""
         if self._references_of is None:
-            members = self._decode.batch.sequences[: self._decode.num_logits]
+            # The next step of a sequence with a draft is launched once the host knows its tokens.
+            members = self._decode.sampling_sequences
             self._references_of = dict(zip(members, range(-1, -1 - len(members), -1), strict=True))
             end = len(members)
             for s in self._prefill:

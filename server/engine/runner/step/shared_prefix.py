@@ -23,7 +23,7 @@ def shared_blocks(decode: DecodeRows, block_size: int, rule: SharingRule | None)
     """Count the leading blocks of all sequences that should be read once.
 
     Args:
-        decode: sequences with one token each.
+        decode: the decode rows.
         block_size: tokens per block.
         rule: decides whether shared tokens are read once; None if no kernel supports it.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket, columns_of, extra_columns
+from model.network.step import StepInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,24 +29,41 @@ def exact_bucket(
     """Return the bucket that a step fills completely.
 
     Args:
-        decode: sequences with one token each.
+        decode: the decode rows.
         prefill: the other sequences; `decode` and `prefill` have at least one sequence together.
         block_size: tokens per block.
         shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
     """
     deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
-    if decode.starts:
+    queries = 1
+    if decode.drafts is not None:
+        counts = [1 + len(draft) for draft in decode.drafts]
+        queries = max(counts)
+        longest = max(longest, *map(sum, zip(decode.starts, counts, strict=True)))
+    elif decode.starts:
         longest = max(longest, max(decode.starts) + 1)
     return Bucket(
         rows=len(decode),
+        queries=queries,
         prompt_tokens=sum(s.num_tokens for s in prefill),
         prompt_seqs=len(prefill),
         columns=-(-longest // block_size),
         num_logits=decode.num_logits + sum([s.num_logits for s in prefill]),
         shared_blocks=0 if deterministic else shared_blocks,
         deterministic=deterministic,
+        extra_columns=_extra_columns(decode.batch, prefill),
     )
+
+
+def _extra_columns(batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> tuple[str, ...]:
+    """Return the extra columns of a step; those of a batch are kept with it."""
+    found = batch.extra_columns
+    if found is None:
+        found = batch.extra_columns = extra_columns(batch.sequences)
+    if prefill and (more := extra_columns(s.sequence for s in prefill)):
+        return tuple(sorted({*found, *more}))
+    return found
 
 
 def _no_batch() -> None:
@@ -69,7 +87,11 @@ class PackedStep:
         # the sequences of their last steps may have ended.
         self._batch: Callable[[], DecodeBatch | None] = _no_batch
         self._num_blocks: list[int] = []
-        self._row_numbers = np.arange(bucket.rows)
+        self._row_numbers = np.arange(bucket.decode_tokens)
+        host = self.input.host
+        self._of_sequences = [
+            (getattr(host, it.name), it.value, it.fill) for it in columns_of(bucket) if it.value
+        ]
         self._logits_rows: tuple[int, list[int]] | None = None
         self._first_sampled = 0
 
@@ -83,13 +105,17 @@ class PackedStep:
         """Write a step to the host arrays and queue their copy to the device. The step must fit in the bucket.
 
         Args:
-            decode: sequences with one token each; their blocks are allocated.
+            decode: the decode rows; the blocks of their tokens are allocated.
             prefill: sequences whose tokens the host knows; their blocks are allocated.
             sampled: holds the tokens that the host does not know yet.
             first_sampled: index in `sampled.ids` of the first token that this step samples.
         """
         self.input.wait()
-        if self.input.bucket.rows:
+        if self._of_sequences:
+            self._pack_values(decode.batch, prefill)
+        if self.input.bucket.queries > 1:
+            self._pack_queries(decode, sampled)
+        elif self.input.bucket.rows:
             self._pack_decode(decode, sampled)
         if self.input.bucket.prompt_seqs:
             self._pack_prompts(prefill)
@@ -97,7 +123,7 @@ class PackedStep:
         self.input.send()
 
     def _pack_decode(self, decode: DecodeRows, sampled: SampledTokens) -> None:
-        """Write the decode rows."""
+        """Write the decode rows of one token each."""
         host, count, rows = self.input.host, len(decode), self.input.bucket.rows
         block_size = self.input.block_size
         self._pack_block_table(decode.batch)
@@ -115,6 +141,46 @@ class PackedStep:
             host.positions[count:rows] = 0
             host.seq_lens[count:] = 0
             host.slot_mapping[count:rows] = -1
+
+    def _pack_queries(self, decode: DecodeRows, sampled: SampledTokens) -> None:
+        """Write decode rows with drafts: the tokens of a row follow those of the row before."""
+        host, most = self.input.host, self.input.bucket.decode_tokens
+        block_size = self.input.block_size
+        count, drafts = len(decode), decode.drafts or [()] * len(decode)
+        self._pack_block_table(decode.batch)
+        lengths = np.array([1 + len(draft) for draft in drafts], np.int64)
+        ends = np.cumsum(lengths)
+        firsts = ends - lengths
+        total = decode.num_tokens
+        rows = np.repeat(np.arange(count), lengths)
+        starts = np.array(decode.starts, np.int64)
+        positions = np.arange(total) + (starts - firsts)[rows]
+        own = sampled.ids_or_rows(decode)
+        self.reads_sampled = count > 0 and int(own.min()) < 0
+        assert all(token >= 0 or not draft for token, draft in zip(own, drafts, strict=True))
+        ids = np.fromiter(itertools.chain.from_iterable((0, *draft) for draft in drafts), np.int64)
+        ids[firsts] = own
+        host.token_ids[:total] = ids
+        host.positions[:total] = positions
+        blocks = host.block_table[rows, positions // block_size]
+        host.slot_mapping[:total] = blocks * block_size + positions % block_size
+        host.token_ids[total:most] = 0
+        host.positions[total:most] = 0
+        host.slot_mapping[total:most] = -1
+        host.seq_lens[:count] = starts + lengths
+        host.seq_lens[count:] = 0
+        host.cu_seqlens[1 : count + 1] = ends
+        host.cu_seqlens[count + 1 :] = total
+
+    def _pack_values(self, batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the columns with a value per sequence; those of a batch stay the same."""
+        rows = self.input.bucket.rows
+        for array, value, fill in self._of_sequences:
+            if batch is not self._batch():
+                array[: len(batch.sequences)] = [value(it) for it in batch.sequences]
+                array[len(batch.sequences) : rows] = fill
+            array[rows : rows + len(prefill)] = [value(it.sequence) for it in prefill]
+            array[rows + len(prefill) :] = fill
 
     def _pack_block_table(self, batch: DecodeBatch) -> None:
         """Write the entries of the block table that the rows lack.
@@ -172,8 +238,10 @@ class PackedStep:
 
     def _pack_prompts(self, prefill: Sequence[ScheduledSequence]) -> None:
         """Write the chunks of the prompts."""
-        host, rows, block_size = self.input.host, self.input.bucket.rows, self.input.block_size
-        ids, positions, slots = (array[rows:] for array in host[:3])
+        host, block_size = self.input.host, self.input.block_size
+        first_token = self.input.bucket.decode_tokens
+        ids = host.token_ids[first_token:]
+        positions, slots = host.positions[first_token:], host.slot_mapping[first_token:]
         end = 0
         for row, s in enumerate(prefill):
             first, end = end, end + s.num_tokens
@@ -201,7 +269,7 @@ class PackedStep:
     ) -> None:
         """Write which rows get logits, the last ones of each sequence, and the indices of their sampled tokens."""
         host, bucket = self.input.host, self.input.bucket
-        ends = itertools.accumulate((s.num_tokens for s in prefill), initial=bucket.rows)
+        ends = itertools.accumulate((s.num_tokens for s in prefill), initial=bucket.decode_tokens)
         next(ends)
         rows: list[int] = []
         for stop, s in zip(ends, prefill, strict=True):

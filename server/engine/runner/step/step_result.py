@@ -105,8 +105,6 @@ class GreedyStep:
         logprobs: whether a sequence reports log-probabilities.
     """
 
-    feeds_next = True
-
     def __init__(
         self,
         outputs: Sequence[StepOutput],
@@ -115,14 +113,14 @@ class GreedyStep:
         *,
         logprobs: bool,
     ) -> None:
+        self.feeds_next = decode.drafts is None
         self._num_decode = decode.num_logits
         self._num_logits = [s.num_logits for s in prefill]
         self._tokens = [Download(part.tokens) for part in outputs if part.tokens is not None]
         self._logprobs: list[Download] = []
         self._wanted: list[bool] = []
         if logprobs:
-            decoding = decode.batch.sequences[: decode.num_logits]
-            self._wanted = [sequence.sampling.logprobs for sequence in decoding]
+            self._wanted = [it.sampling.logprobs for it in decode.sampling_sequences]
             self._wanted += [
                 s.sequence.sampling.logprobs for s in prefill for _ in range(s.num_logits)
             ]

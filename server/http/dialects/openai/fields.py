@@ -74,7 +74,7 @@ def parse_body(
 
 def served_names(config: HTTPConfig) -> tuple[str, ...]:
     """Return the names of the served model; the first is the one in replies."""
-    return config.served_model_names or (config.model_id,)
+    return config.served_model_name or (config.model_id,)
 
 
 def check_model(name: str | None, config: HTTPConfig) -> None:

@@ -16,7 +16,6 @@ from server.http.body.limits import (
     check_stop_strings,
     check_stop_token_ids,
     check_temperature,
-    given,
     with_output_limit,
 )
 from server.http.body.validation import describe
@@ -251,14 +250,11 @@ def _sampling_params(
     config: HTTPConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    defaults = config.sampling_defaults
     return body.sampling_params(
         config,
         info,
-        defaults,
+        config.sampling_defaults,
         min_new_tokens=body.min_tokens or 0,
-        temperature=given(body.temperature, defaults.temperature),
-        top_k=min(max(defaults.top_k if body.top_k is None else body.top_k, 0), info.vocab_size),
         seed=(body.seed or 0) & _UINT64_MASK,
         logprobs=logprobs.reported or ranked,
         top_logprobs=min(logprobs.top, info.vocab_size),

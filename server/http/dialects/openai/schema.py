@@ -16,8 +16,7 @@ from server.http.body.field_types import (
     OnlyFalse,
     StructuralTag,
 )
-from server.http.body.limits import SMALLEST_TEMPERATURE
-from server.http.body.sampling_fields import CommonSamplingFields
+from server.http.body.sampling_fields import SMALLEST, CommonSamplingFields, number
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
@@ -140,14 +139,10 @@ class SamplingFields(CommonSamplingFields):
     model: str | None = Field(
         None, description="A name of the served model. May be left out; `tgi` is accepted."
     )
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(
-        None,
-        description="Divides the logits. 0 takes the most likely token (greedy); else at least "
-        f"{SMALLEST_TEMPERATURE}. Default: 1.",
-    )
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
-        None, description="Sample from this number of most likely tokens; 0 and -1 mean all."
-    )
+    temperature: Annotated[
+        float | None, number("temperature", f"{SMALLEST}. Default: 1", le=MAX_TEMPERATURE)
+    ] = None
+    top_k: Annotated[int | None, number("top_k", "; 0 and -1 mean all", ge=-1, le=INT32_MAX)] = None
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
         None,
         description="Makes sampling repeatable. Each further completion of a prompt has the next higher seed.",

@@ -6,15 +6,13 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
-from model.checkpoint.generation_config import SamplingDefaults
-from model.sampling.parameters import SamplingParams
+from model.sampling.parameters import FILTERS, SamplingDefaults, SamplingParams
 from server.errors import ValidationError
 from server.http.body.limits import (
     check_bad_words,
     check_stop_strings,
     check_stop_token_ids,
     check_temperature,
-    given,
     with_output_limit,
 )
 from server.http.body.validation import describe
@@ -191,13 +189,9 @@ def with_prompt_length(
 def _is_sampled(p: GenerateParameters) -> bool:
     if p.temperature == 0:
         return False
-    return bool(
-        p.do_sample
-        or (p.temperature is not None and p.temperature != 1)
-        or p.top_k is not None
-        or (p.top_p is not None and p.top_p < 1)
-        or (p.typical_p is not None and p.typical_p < 1)
-        or (p.min_p is not None and p.min_p > 0)
+    implied = {"temperature": SamplingDefaults().temperature, **FILTERS}
+    return bool(p.do_sample) or any(
+        getattr(p, name) not in (None, neutral) for name, neutral in implied.items()
     )
 
 
@@ -245,18 +239,17 @@ def _sampling_params(
     config: HTTPConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    temperature = given(p.temperature, 1.0) if seed is not None else 0.0
+    greedy = {} if seed is not None else {"temperature": 0.0}
     return p.sampling_params(
         config,
         info,
         SamplingDefaults(),
         min_new_tokens=p.min_new_tokens or 0,
-        temperature=temperature,
-        top_k=min(p.top_k or 0, info.vocab_size),
         seed=seed or 0,
         logprobs=logprobs,
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
+        **greedy,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from model.checkpoint.generation_config import SamplingDefaults
+from model.sampling.parameters import SamplingDefaults
 from server.engine.core.request import FinishReason
 from server.http.metrics.usage import RequestUsage
 

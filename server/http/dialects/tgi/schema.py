@@ -9,14 +9,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from model.sampling.parameters import FILTERS
 from server.http.body.field_types import ObjectOrText
-from server.http.body.limits import SMALLEST_TEMPERATURE
-from server.http.body.sampling_fields import CommonSamplingFields
+from server.http.body.sampling_fields import SMALLEST, CommonSamplingFields, number
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
-LARGEST_TEMPERATURE = 100.0
+_FILTERED = ", ".join(
+    f"`{name}` {'<' if neutral else '>'} {neutral:g}"
+    for name, neutral in FILTERS.items()
+    if name != "top_k"
+)
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -72,18 +76,12 @@ class GenerateParameters(CommonSamplingFields):
         description="Number of sequences to generate; the one with the highest mean log-probability is "
         "returned. Requires sampling, excludes `seed`, is not available for streams.",
     )
-    temperature: Annotated[float, Field(ge=0, le=LARGEST_TEMPERATURE)] | None = Field(
-        None,
-        description="Divides the logits. 0 takes the most likely token (greedy); else at least "
-        f"{SMALLEST_TEMPERATURE}.",
-    )
-    top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Sample from this number of most likely tokens."
-    )
+    temperature: Annotated[float | None, number("temperature", SMALLEST)] = None
+    top_k: Annotated[int | None, number("top_k", ge=1, le=INT32_MAX)] = None
     do_sample: bool | None = Field(
         None,
         description="Sample instead of taking the most likely token. Implied by `temperature` "
-        "other than 1 and 0, and by `top_k`, `top_p` < 1, `min_p` > 0, `typical_p` < 1. Default: "
+        f"other than 1 and 0, and by `top_k`, {_FILTERED}. Default: "
         "false; true if `parameters` is omitted.",
     )
     max_new_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(

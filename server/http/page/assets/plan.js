@@ -9,7 +9,8 @@ export async function showPlan(node) {
   const single = element("p", { class: "wide" }, `A decode step of one sequence: ${plan.one_sequence}.`);
   const { requests, why } = plan.deterministic;
   const deterministic = element("p", { class: "wide" }, `Deterministic requests: ${requests}; ${why}.`);
-  node.replaceChildren(element("p", {}, plan.arch_name), facts(plan), single, deterministic, ...plan.phases.map(phase));
+  const parts = [facts(plan), single, deterministic, ...plan.phases.map(phase), steps(plan.steps)];
+  node.replaceChildren(element("p", {}, plan.arch_name), ...parts);
 }
 
 /** Show what /info reports. */
@@ -64,6 +65,17 @@ function launches(rows) {
       row.programs_per_sm,
       row.measured ? `measured: ${row.provenance}` : row.provenance,
     ]),
+  );
+}
+
+function steps(rows) {
+  return element(
+    "section",
+    { class: "phase" },
+    element("h3", {}, "steps"),
+    ...rows.map((step) =>
+      table(`${step.step}: ${step.executor}`, ["operation", "kernel"], step.operations.map((it) => [it.operation, it.kernel])),
+    ),
   );
 }
 

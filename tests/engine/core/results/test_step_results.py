@@ -22,6 +22,7 @@ from tests.engine.core.bookkeeping import (
     commit,
     make_scheduler,
     make_sequence,
+    propose,
     rows_of,
     step,
 )
@@ -222,6 +223,114 @@ def test_tokens_after_the_last_token_of_a_sequence_are_dropped():
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
+def draft(scheduler, request_id=0, ids=(30, 31, 32)):
+    """Start a step in which a sequence has a draft; return it."""
+    output = propose(scheduler, scheduler.schedule(), {request_id: ids})
+    scheduler.start(output)
+    scheduler.check_invariants()
+    return output
+
+
+@pytest.mark.parametrize(
+    ("sampled", "kept"),
+    [
+        ([30, 31, 32, 33], 4),
+        ([30, 31, 99, 33], 3),
+        ([99, 31, 32, 33], 1),
+    ],
+)
+def test_sampled_tokens_are_kept_up_to_the_first_that_is_not_the_drafts(sampled, kept):
+    scheduler = make_scheduler(16, 2)
+    sequence = add(scheduler, 0, 3, max_new_tokens=20)
+    step(scheduler)
+    output = draft(scheduler)
+    assert (sequence.num_tokens_in_flight, output.num_tokens) == (4, 4)
+
+    events = commit(scheduler, output, [[Token(it, -1.0 - it) for it in sampled]])
+
+    assert [(event.token_id, event.logprob) for _, event in events] == [
+        (it, -1.0 - it) for it in sampled[:kept]
+    ]
+    assert sequence.output_token_ids == [7, *sampled[:kept]]
+    assert sequence.num_tokens_in_flight == 0
+    assert sequence.num_linked_blocks == (3 + kept) // 2
+    scheduler.check_invariants()
+    assert rows_of(begin(scheduler)) == [(0, 3 + kept, 1, 1)]
+
+
+def test_rows_with_and_without_drafts_are_entered_in_order():
+    scheduler = make_scheduler(64)
+    for i in range(4):
+        add(scheduler, i, 3, 40, stop_token_ids=(9,))
+    step(scheduler)
+    output = draft(scheduler, 1)
+
+    events = commit(
+        scheduler,
+        output,
+        [
+            [Token(20)],
+            [Token(30), Token(9), Token(32), Token(33)],
+            [Token(None, error="broken")],
+            [Token(23, -0.5)],
+        ],
+    )
+
+    assert [(i, e.token_id, e.logprob, e.finish_reason) for i, e in events] == [
+        (0, 20, None, None),
+        (1, 30, None, None),
+        (1, 9, None, FinishReason.STOP),
+        (3, 23, -0.5, None),
+        (2, None, None, FinishReason.ERROR),
+    ]
+    scheduler.check_invariants()
+
+
+def test_a_sequence_that_ends_within_its_draft_has_computed_no_token_after_its_end():
+    scheduler = make_scheduler(16, 2)
+    add(scheduler, 0, 3, max_new_tokens=20, eos_token_ids=(31,))
+    step(scheduler)
+    output = draft(scheduler)
+
+    events = commit(scheduler, output, [[Token(30), Token(31), Token(32), Token(33)]])
+
+    assert [event.token_id for _, event in events] == [30, 31]
+    assert events[-1][1].finish_reason is FinishReason.EOS
+    # Two tokens were computed for nothing.
+    assert events[-1][1].usage.num_recomputed_tokens == 2
+    assert scheduler.block_manager.num_free_blocks == 16
+
+
+def test_an_error_after_the_last_kept_token_has_no_effect():
+    scheduler = make_scheduler(16)
+    sequence = add(scheduler, 0, 3, max_new_tokens=20)
+    step(scheduler)
+    broken = Token(None, error="not a number")
+
+    events = commit(scheduler, draft(scheduler), [[Token(30), Token(99), broken, broken]])
+
+    assert [event.token_id for _, event in events] == [30, 99]
+    events = commit(scheduler, draft(scheduler), [[Token(30), broken, Token(32), Token(33)]])
+    assert [(event.token_id, event.error) for _, event in events] == [
+        (30, None),
+        (None, "not a number"),
+    ]
+    assert sequence.finish_reason is FinishReason.ERROR
+
+
+def test_a_failed_step_with_drafts_ends_its_sequences():
+    scheduler = make_scheduler(16)
+    add(scheduler, 0, 3, max_new_tokens=20)
+    step(scheduler)
+
+    events = list(scheduler.fail(draft(scheduler), "the forward pass failed"))
+
+    assert [(event.token_id, event.error) for _, event in events] == [
+        (None, "the forward pass failed")
+    ]
+    assert scheduler.block_manager.num_free_blocks == 16
+
+
 # Rows that only continue
 
 
@@ -291,6 +400,7 @@ class Forcing:
     def __init__(self, length, forced=(1, 2, 3)):
         self.length = length
         self.forced = list(forced)
+        self.forced_after = {}
         self.accepted = []
 
     def accept(self, token_id):
@@ -298,7 +408,7 @@ class Forcing:
         return True
 
     def forced_tokens(self):
-        return self.forced
+        return self.forced_after.get(self.accepted[-1] if self.accepted else None, self.forced)
 
     @property
     def is_complete(self):
@@ -309,6 +419,22 @@ def constrained(request_id, length, prompt=3, **sampling):
     sequence = make_sequence(request_id, prompt, max_new_tokens=60, grammar="g", **sampling)
     sequence.matcher = Forcing(length)
     return sequence
+
+
+def test_tokens_that_a_grammar_forces_take_the_place_of_a_draft():
+    scheduler = make_scheduler(20)
+    sequence = constrained(0, 60)
+    sequence.matcher.forced = []
+    scheduler.add(sequence)
+    step(scheduler)
+    output = draft(scheduler)
+    sequence.matcher.forced_after = {31: [1, 2, 3]}
+
+    events = commit(scheduler, output, [[Token(30), Token(31), Token(32), Token(33)]])
+
+    assert [event.token_id for _, event in events] == [30, 31, 1, 2, 3]
+    scheduler.check_invariants()
+    assert rows_of(begin(scheduler)) == [(0, 5, 4, 1)]
 
 
 def test_forced_tokens_are_computed_as_one_chunk_of_the_next_step():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -365,7 +366,7 @@ def test_an_engine_that_hangs_during_a_restart_is_restarted():
             client.engines[0].hang_seconds = 0.05
             ok, client.engines[0].config = (
                 client.engines[0].config,
-                msgspec.structs.replace(client.engines[0].config, model_path="sleep"),
+                dataclasses.replace(client.engines[0].config, model_path="sleep"),
             )
             client.engines[0]._child.process.kill()
             await until(lambda: client.restarts == 2)

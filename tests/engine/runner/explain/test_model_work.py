@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.roofline import Work
-from model.checkpoint.config import ModelConfig
-from server.engine.runner.explain.model_work import ModelWork, Rows
+from kernels.weight_format import FP8_ROWS
+from model.network.decoder import DecoderLM
+from server.engine.runner.explain.model_work import ModelWork, Rows, Work
+from tests.model.configs import model_config
 
 HEADS, KV_HEADS, DIM, LAYERS, HIDDEN, INNER, VOCAB = 4, 2, 8, 3, 16, 24, 50
 ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflops=1e-3)
@@ -16,7 +17,7 @@ ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflop
 
 
 def config(**changes):
-    return ModelConfig(
+    return model_config(
         **{
             "architecture": "LlamaForCausalLM",
             "vocab_size": VOCAB,
@@ -32,8 +33,9 @@ def config(**changes):
     )
 
 
-def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
-    return ModelWork(config(**changes).network, torch.bfloat16, 16, arch, kv_dtype, weight_dtype)
+def work(arch=ARCH, kv_dtype=None, weight_format=None, **changes):
+    model = DecoderLM(config(**changes), torch.bfloat16, "meta", weight_format)
+    return ModelWork(model, 16, arch, kv_dtype)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -59,13 +61,13 @@ def test_a_cache_in_float8_is_read_as_bytes_and_scales():
     assert exact - rounded == LAYERS * 5 * 2 * KV_HEADS * 100 * (2 * DIM - (DIM + 4))
 
 
-def test_float8_weights_are_read_as_bytes():
+def test_float8_weights_are_read_as_bytes_and_scales():
     exact, rounded = (
-        work(weight_dtype=dtype).step([Rows(5, 1, 100)]).bytes_moved
-        for dtype in (None, torch.float8_e4m3fn)
+        work(weight_format=form).step([Rows(5, 1, 100)]).bytes_moved for form in (None, FP8_ROWS)
     )
 
-    assert exact - rounded == LAYERS * (LAYER - 2 * HIDDEN)
+    outputs = (HEADS + 2 * KV_HEADS) * DIM + HIDDEN + 2 * INNER + HIDDEN
+    assert exact - rounded == LAYERS * (LAYER - 2 * HIDDEN - 4 * outputs)
 
 
 def test_a_decode_step_multiplies_every_token_with_every_weight_and_with_its_context():

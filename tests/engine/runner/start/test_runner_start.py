@@ -38,7 +38,7 @@ def config_for(checkpoint, **changes):
     return EngineConfig(
         **(
             {"model_path": str(checkpoint), "model_id": "tiny", "block_size": 8, "device": "cpu"}
-            | {"cuda_graphs": False}
+            | {"cuda_graphs": False, "quantization": "none"}
             | changes
         )
     )

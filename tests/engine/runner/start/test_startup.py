@@ -1,6 +1,5 @@
 """Defaults of settings that the operator does not set, and the end of a start that fails."""
 
-import dataclasses
 import queue
 import weakref
 
@@ -8,14 +7,14 @@ import pytest
 
 from kernels import detect
 from kernels.arch import CATALOGUE, CPU
-from model.checkpoint.config import ModelConfig
 from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process import process
 from server.engine.link.protocol import EngineLaunch
 from server.engine.runner.start.startup import resolved_quantization, step_limits
+from tests.model.configs import changed, model_config
 
-MODEL = ModelConfig(
+MODEL = model_config(
     architecture="LlamaForCausalLM",
     vocab_size=8,
     hidden_size=8,
@@ -74,11 +73,14 @@ def test_default_limits_depend_on_the_device(arch, sequences, budget, prefill, e
 def test_a_small_model_computes_more_tokens_of_prompts_alone(
     arch, hidden_size, num_ranks, expected
 ):
-    model = dataclasses.replace(
-        MODEL, num_layers=24, hidden_size=hidden_size, head_dim=64, layer_types=()
-    )
-    model = dataclasses.replace(
-        model, num_heads=hidden_size // 64, num_kv_heads=8, intermediate_size=4 * hidden_size
+    model = changed(
+        MODEL,
+        num_layers=24,
+        hidden_size=hidden_size,
+        head_dim=64,
+        num_heads=hidden_size // 64,
+        num_kv_heads=8,
+        intermediate_size=4 * hidden_size,
     )
     config = EngineConfig(model_path="", model_id="", tensor_parallel=num_ranks)
 
@@ -100,12 +102,10 @@ def test_weights_that_are_not_in_int8_for_want_of_the_library_alone_are_warned_a
 ):
     for module in ("kernels.cpu.decoder", "server.engine.runner.start.startup"):
         monkeypatch.setattr(f"{module}.load", lambda: "the CPU library cannot be loaded")
-    model = dataclasses.replace(
-        MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32
-    )
+    model = changed(MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32)
     config = EngineConfig(model_path="", model_id="", **fields)
 
-    assert resolved_quantization(config, model, CPU) == "none"
+    assert resolved_quantization(config, model, CPU) is None
     assert [it.levelname for it in caplog.records] == ["WARNING"] * warnings
     assert caplog.text.count("int8, so steps take longer: the CPU library cannot be") == warnings
 

@@ -12,7 +12,7 @@ def rows(*sequences):
 def later(decode):
     for sequence in decode.batch.sequences:
         sequence.append(5)
-    return DecodeRows(decode.batch, [start + 1 for start in decode.starts], decode.num_logits)
+    return DecodeRows(decode.batch, [start + 1 for start in decode.starts], decode.num_sampling)
 
 
 def test_a_minimum_length_needs_the_sampler_until_it_is_reached():

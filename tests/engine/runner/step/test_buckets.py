@@ -2,9 +2,10 @@
 
 import itertools
 
+import msgspec
 import pytest
 
-from model.network.step import Bucket
+from model.network.columns import Bucket
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.step.buckets import BucketGrid, row_counts, shared_count, token_counts
 
@@ -17,7 +18,14 @@ def grid(**changes):
 
 
 def bucket(rows=0, prompt_tokens=0, prompt_seqs=0, columns=64, most=256, shared=0):
-    return Bucket(rows, prompt_tokens, prompt_seqs, columns, min(rows + prompt_seqs, most), shared)
+    return Bucket(
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        prompt_seqs=prompt_seqs,
+        columns=columns,
+        num_logits=min(rows + prompt_seqs, most),
+        shared_blocks=shared,
+    )
 
 
 def own(buckets, step):
@@ -130,7 +138,7 @@ def test_buckets_have_no_more_decode_rows_than_a_step(most, rows):
 
 
 def test_a_step_does_not_fit_in_a_bucket_with_fewer_rows_of_logits():
-    verifying = bucket(0, 9, 1)._replace(num_logits=9)
+    verifying = msgspec.structs.replace(bucket(0, 9, 1), num_logits=9)
 
     assert all(it.num_logits >= 9 for it in grid().fitting(verifying))
     assert own(grid(), verifying) == bucket(0, 16, 256)
@@ -140,9 +148,9 @@ def test_a_step_with_a_shared_prefix_prefers_buckets_that_read_it_once():
     found = list(grid().fitting(bucket(3, shared=21)))
 
     once = [it for it in found if it.shared_blocks]
-    assert found[0] == bucket(4)._replace(shared_blocks=20)
+    assert found[0] == msgspec.structs.replace(bucket(4), shared_blocks=20)
     assert {it.shared_blocks for it in once} == {20}
-    assert found == [*once, *(it._replace(shared_blocks=0) for it in once)]
+    assert found == [*once, *(msgspec.structs.replace(it, shared_blocks=0) for it in once)]
 
 
 def test_at_least_four_fifths_of_the_shared_blocks_are_read_once():
@@ -153,3 +161,30 @@ def test_at_least_four_fifths_of_the_shared_blocks_are_read_once():
     assert all(count % 4 == 0 for count in counts)
     assert all(count <= blocks < 1.25 * count for blocks, count in enumerate(counts) if blocks > 15)
     assert len(set(counts)) < 35
+
+
+@pytest.mark.parametrize(
+    ("queries", "most", "expected"), [(2, 8, 2), (3, 8, 4), (5, 8, 8), (5, 6, 6), (5, 1, 5)]
+)
+def test_rows_with_drafts_fit_buckets_of_few_numbers_of_tokens(queries, most, expected):
+    buckets = grid(max_num_seqs=16, max_queries=most)
+    step = Bucket(rows=3, queries=queries, columns=9, num_logits=3 * queries)
+
+    first, *others = buckets.fitting(step)
+
+    assert (first.rows, first.queries, first.num_logits) == (
+        4,
+        expected,
+        min(4 * expected, 16 * most),
+    )
+    assert all(it.queries == expected and it.num_logits >= 3 * queries for it in others)
+    assert all(it.queries == 1 for it in buckets.ahead())
+    mixed = msgspec.structs.replace(step, prompt_tokens=5, prompt_seqs=1)
+    assert not list(buckets.fitting(mixed))
+
+
+def test_a_step_with_more_logits_than_there_is_memory_for_fits_no_bucket():
+    step = Bucket(rows=16, queries=4, columns=9, num_logits=64)
+
+    assert not list(grid(max_num_seqs=16).fitting(step))
+    assert list(grid(max_num_seqs=16, max_queries=4).fitting(step))

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-import time
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -22,6 +22,7 @@ from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.results.step_retry import STEP_FAILED
 from server.engine.runner.step import grammars
+from tests.engine.runner import drafts
 from tests.engine.runner.step.test_recordings import Again
 from tests.engine.runner.test_engine_model import assert_all_free, make_engine, random_prompt
 from tests.faults.engine import inject
@@ -133,6 +134,20 @@ def test_every_completed_output_follows_its_schema(engine_of, tokenizer):
         if request.sampling.grammar is not None:
             assert_valid(tokenizer, events)
     assert_all_free(engine)
+
+
+def test_drafts_change_no_output(engine_of):
+    requests = [*mixed(14), structured(50, logprobs=True), structured(51, "regex", "(ab?){30}c")]
+
+    steps = drafts.check(engine_of, requests, random.Random(4))
+
+    proposed = [
+        draft
+        for step in steps
+        for sequence, draft in zip(step.decode.batch.sequences, step.decode.drafts, strict=True)
+        if sequence.matcher is not None
+    ]
+    assert max(map(len, proposed)) == drafts.MOST
 
 
 @pytest.mark.parametrize("budget", [20, 64])
@@ -312,10 +327,10 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_sequence_with_an_error(engin
 
 
 def test_other_sequences_go_on_while_a_grammar_is_compiled(engine_of, tokenizer, monkeypatch):
-    compile_matcher = grammars.compile_matcher
+    compile_matcher, other_has_ended = grammars.compile_matcher, threading.Event()
 
     def slow(*arguments):
-        time.sleep(0.3)
+        assert other_has_ended.wait(60)
         return compile_matcher(*arguments)
 
     monkeypatch.setattr(grammars, "compile_matcher", slow)
@@ -328,10 +343,13 @@ def test_other_sequences_go_on_while_a_grammar_is_compiled(engine_of, tokenizer,
     engine.channel.inbox += [structured(1), plain]
     engine.engine.receive(wait=math.inf)
     assert engine.engine.stats().num_waiting == 2
+    ids = []
     while engine.engine.has_work:
         engine.engine.step()
+        ids = [request_id for step in engine.channel.steps for request_id in step.request_ids]
+        if len(ids) == 20:
+            other_has_ended.set()
 
-    ids = [request_id for step in engine.channel.steps for request_id in step.request_ids]
     assert ids[:20] == [2] * 20
     assert set(ids[20:]) == {1}
 

@@ -8,7 +8,6 @@ import torch
 from kernels.gpu.compile_ahead import NotCompiledError
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
-from model.device.kv_cache import KVCache
 from model.network import single_launch
 from model.network.single_launch import launch_refusal
 from model.network.step import StepOutput
@@ -17,6 +16,7 @@ from server.engine.runner.start.dummy_steps import crowds, first_steps, largest_
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
 from server.engine.runner.step.model_runner import ModelRunner
 from tests.engine.runner.test_engine_model import greedy, make_engine
+from tests.model.network.paged import new_cache
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)
@@ -33,19 +33,7 @@ def model(checkpoint):
 
 
 def make_runner(model, num_blocks=1):
-    config = model.config
-    return ModelRunner(
-        model,
-        KVCache(
-            config.num_layers,
-            num_blocks,
-            8,
-            config.num_kv_heads,
-            config.head_dim,
-            torch.float32,
-            "cpu",
-        ),
-    )
+    return ModelRunner(model, new_cache(model, num_blocks, 8, torch.float32))
 
 
 # Single-launch steps
@@ -154,7 +142,7 @@ def test_every_dummy_step_works_with_a_cache_of_one_block(model):
     for output in outputs:
         result = runner.execute(output)
         runner.forget(-1)
-        rows = result.sampled.by_row(len(output.decode))
+        rows = result.sampled.by_row(s.num_logits for s in output.decode)
         assert all(token.error is None for tokens in rows for token in tokens)
         assert len(rows) == len(output.decode) + len(output.prefill)
 

@@ -204,8 +204,8 @@ def test_a_step_that_cannot_be_recorded_is_launched_and_logged_once(checkpoint, 
     assert found == answers(make_engine(checkpoint), [[1, 2, 3], [4, 5]])
     reason = "failed: operation not permitted when stream is capturing"
     assert [r.getMessage() for r in caplog.records if "recorded" in r.getMessage()] == [
-        "no more steps are recorded: Bucket(rows=1, prompt_tokens=0, prompt_seqs=0, columns=32, "
-        f"num_logits=1, shared_blocks=0, deterministic=False) {reason}",
+        "no more steps are recorded: Bucket(rows=1, queries=1, prompt_tokens=0, prompt_seqs=0, columns=32, "
+        f"num_logits=1, shared_blocks=0, deterministic=False, extra_columns=()) {reason}",
     ]
 
 
@@ -216,7 +216,7 @@ def test_the_memory_of_inputs_and_results_is_known_before_the_recordings_are_mad
         pass
     recorded = runner.recorded
     sizes = [
-        sum(array.nbytes for array in made.step.input.host)
+        sum(array.nbytes for array in vars(made.step.input.host).values())
         for made in recorded._recordings.values()
     ]
     logits = recorded._decode_out.logits.nbytes + recorded._prompt_out.logits.nbytes

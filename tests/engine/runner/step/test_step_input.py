@@ -3,11 +3,13 @@
 import random
 import weakref
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from model.network.step import Bucket, StepInput
+from model.network.columns import Bucket
+from model.network.step import StepInput
 from model.sampling.parameters import SamplingParams
 from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
@@ -52,6 +54,7 @@ def expected_tokens(it):
 
 
 DECODE = (scheduled(1, 8, 1), scheduled(3, 0, 1), scheduled(2, 3, 1, num_logits=0))
+GROWING = ("rows", "prompt_tokens", "prompt_seqs", "columns", "num_logits")
 PREFILL = (scheduled(4, 0, 6), scheduled(5, 5, 4, num_logits=3), scheduled(6, 2, 2, num_logits=0))
 
 
@@ -62,7 +65,9 @@ def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, 
     if not decode and not prefill:
         return
     exact = exact_bucket(DecodeRows.of(decode), prefill, S)
-    bucket = Bucket(*(size + spare if size else 0 for size in exact[:5]))
+    sizes = msgspec.structs.asdict(exact) | {"deterministic": False}
+    grown = {name: size + spare for name, size in sizes.items() if size and name in GROWING}
+    bucket = msgspec.structs.replace(exact, **grown)
     host = pack(decode, prefill, bucket, first_sampled=2).input.host
 
     rows = bucket.rows
@@ -95,11 +100,73 @@ def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, 
     assert set(host.sampled_rows[len(scored) :].tolist()) <= {19}
 
 
+def drafted(name, start, *draft):
+    """A row with a draft; its tokens have known blocks."""
+    row = scheduled(name, start, 1)
+    row.sequence.block_table += [900 + 10 * name, 901 + 10 * name]
+    count = 1 + len(draft)
+    return msgspec.structs.replace(row, num_tokens=count, num_logits=count, draft=draft)
+
+
+DRAFTED = (drafted(1, 8, 5, 6), drafted(3, 0), drafted(2, 3, 7, 8, 9), DECODE[2])
+
+
+@pytest.mark.parametrize("prefill", [PREFILL, ()], ids=["prompts", ""])
+@pytest.mark.parametrize("larger", [{}, {"rows": 6, "queries": 8, "num_logits": 50}], ids=str)
+@pytest.mark.parametrize("rows", [DRAFTED, DRAFTED[:1], DRAFTED[2:]], ids=len)
+def test_the_tokens_of_rows_with_drafts_follow_each_other(rows, prefill, larger):
+    exact = exact_bucket(DecodeRows.of(rows), prefill, S)
+    bucket = msgspec.structs.replace(exact, **larger)
+    packed = pack(rows, prefill, bucket, first_sampled=2)
+    host, used = packed.input.host, sum(row.num_tokens for row in rows)
+
+    assert (exact.rows, exact.queries) == (len(rows), max(row.num_tokens for row in rows))
+    assert exact.num_logits == sum(row.num_logits for row in (*rows, *prefill))
+    tokens = list(zip(host.token_ids, host.positions, host.slot_mapping, strict=True))
+    expected = []
+    for row in rows:
+        table = row.sequence.block_table
+        ids = (row.sequence.token_ids[row.start], *row.draft)
+        expected += [(t, p, table[p // S] * S + p % S) for p, t in enumerate(ids, row.start)]
+    assert tokens[:used] == expected
+    assert set(tokens[used : bucket.decode_tokens]) <= {(0, 0, -1)}
+    prompts = [token for it in prefill for token in expected_tokens(it)]
+    assert tokens[bucket.decode_tokens :][: len(prompts)] == prompts
+    ends = np.cumsum([0, *(row.num_tokens for row in rows)]).tolist()
+    assert host.cu_seqlens.tolist() == ends + [used] * (bucket.rows - len(rows))
+    lengths = [row.start + row.num_tokens for row in rows]
+    assert host.seq_lens.tolist() == lengths + [0] * (bucket.rows - len(rows))
+    for line, row, length in zip(host.block_table, rows, lengths, strict=False):
+        count = -(-length // S)
+        assert line[:count].tolist() == row.sequence.block_table[:count]
+    num_scored = sum(row.num_logits for row in rows)
+    assert host.logits_rows[:num_scored].tolist() == list(range(num_scored))
+    assert host.sampled_rows[: exact.num_logits].tolist() == [
+        2 + i for i in range(exact.num_logits)
+    ]
+    # As an input that had another step before.
+    packed.pack(DecodeRows.of(DRAFTED[1:2]), (), SampledTokens(60, CPU))
+    packed.pack(DecodeRows.of(rows), prefill, SampledTokens(20, CPU), 2)
+    again = list(zip(host.token_ids, host.positions, host.slot_mapping, strict=True))
+    assert again == tokens
+
+
+def test_the_own_token_of_a_row_with_a_draft_is_known():
+    row = drafted(1, 4, 5)
+    sampled = SampledTokens(20, CPU)
+    sampled.note(DecodeRows.of([row]), ())
+    later = msgspec.structs.replace(row, start=5)
+    packed = PackedStep(exact_bucket(DecodeRows.of([later]), (), S), S, CPU)
+
+    with pytest.raises(AssertionError):
+        packed.pack(DecodeRows.of([later]), (), sampled)
+
+
 def test_a_sequence_may_have_several_rows_of_logits():
     verifying = scheduled(1, 7, 4, num_logits=4)
     bucket = exact_bucket(DecodeRows.of(()), (verifying,), S)
 
-    assert bucket == Bucket(0, 4, 1, 3, 4)
+    assert bucket == Bucket(rows=0, prompt_tokens=4, prompt_seqs=1, columns=3, num_logits=4)
     assert pack((), (verifying,)).input.host.logits_rows.tolist() == [0, 1, 2, 3]
 
 
@@ -110,7 +177,7 @@ def test_rows_without_logits_come_last():
 
 def test_a_repacked_input_equals_a_new_one():
     rng = random.Random(0)
-    bucket = Bucket(4, 12, 3, 8, 5)
+    bucket = Bucket(rows=4, prompt_tokens=12, prompt_seqs=3, columns=8, num_logits=5)
     again = PackedStep(bucket, S, CPU)
     sampled = SampledTokens(20, CPU)
     for _ in range(50):
@@ -126,8 +193,8 @@ def test_a_repacked_input_equals_a_new_one():
         again.pack(DecodeRows.of(decode), prefill, sampled)
         new = PackedStep(bucket, S, CPU)
         new.pack(DecodeRows.of(decode), prefill, sampled)
-        for name in new.input.host._fields:
-            ours, theirs = getattr(again.input.host, name), getattr(new.input.host, name)
+        for name, theirs in vars(new.input.host).items():
+            ours = getattr(again.input.host, name)
             if name == "block_table":
                 for row, it in enumerate(decode):
                     count = it.start // S + 1
@@ -142,7 +209,7 @@ def test_a_repacked_input_equals_a_new_one():
 
 def test_a_block_table_is_updated_after_growth_and_for_another_sequence():
     first = scheduled(1, 7, 1)
-    packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
+    packed = PackedStep(Bucket(rows=1, columns=6, num_logits=1), S, CPU)
     rows = DecodeRows.of([first])
     packed.pack(rows, (), SampledTokens(4, CPU))
     first.sequence.block_table.append(99)
@@ -156,7 +223,7 @@ def test_a_block_table_is_updated_after_growth_and_for_another_sequence():
 
 def test_rows_keep_their_blocks_while_sequences_end_begin_and_grow():
     rng = random.Random(1)
-    bucket = Bucket(6, 0, 0, 12, 6)
+    bucket = Bucket(rows=6, columns=12, num_logits=6)
     again, sampled = PackedStep(bucket, S, CPU), SampledTokens(20, CPU)
     alive, batch = [], None
     for name in range(200):
@@ -184,7 +251,7 @@ def test_rows_keep_their_blocks_while_sequences_end_begin_and_grow():
 
 
 def test_an_input_does_not_keep_the_sequences_of_its_last_step():
-    packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
+    packed = PackedStep(Bucket(rows=1, columns=6, num_logits=1), S, CPU)
     decode = DecodeRows.of([scheduled(1, 7, 1)])
     packed.pack(decode, (), SampledTokens(4, CPU))
     batch = weakref.ref(decode.batch)
@@ -199,7 +266,7 @@ def test_an_unknown_token_is_referred_to_by_its_row():
     sampled = SampledTokens(4, CPU)
     sampled.note(DecodeRows.of([known, unknown]), ())
     later = ScheduledSequence(unknown.sequence, 5, 1, 1)
-    packed = PackedStep(Bucket(2, 0, 0, 2, 2), S, CPU)
+    packed = PackedStep(Bucket(rows=2, columns=2, num_logits=2), S, CPU)
 
     packed.pack(DecodeRows.of([known, later]), (), sampled)
 
@@ -216,7 +283,7 @@ def test_the_first_of_several_forced_tokens_is_read_and_not_the_last():
         row.sequence.token_ids[5:] = new
     # The budget leaves one token for the second sequence, so the step samples none for it.
     decode = DecodeRows(batch, [5, 5], 1)
-    packed = PackedStep(Bucket(2, 0, 0, 2, 1), S, CPU)
+    packed = PackedStep(Bucket(rows=2, columns=2, num_logits=1), S, CPU)
 
     packed.pack(decode, (), sampled)
 
@@ -227,8 +294,12 @@ def test_a_step_can_be_rebuilt_from_its_bytes():
     ours = pack(DECODE, PREFILL).input
     theirs = StepInput(ours.bucket, S, CPU)
 
-    for here, there in zip(ours.host, theirs.host, strict=True):
-        there[...] = np.frombuffer(here.tobytes(), here.dtype).reshape(here.shape)
+    for name, here in vars(ours.host).items():
+        getattr(theirs.host, name)[...] = np.frombuffer(here.tobytes(), here.dtype).reshape(
+            here.shape
+        )
 
-    assert all(torch.equal(a, b) for a, b in zip(ours.device, theirs.device, strict=True))
+    assert vars(ours.device).keys() == vars(theirs.device).keys()
+    for name, tensor in vars(ours.device).items():
+        assert torch.equal(tensor, getattr(theirs.device, name)), name
     assert ours.decode.max_seqlen_k == theirs.decode.max_seqlen_k == 3 * S

@@ -286,7 +286,7 @@ async def test_a_missing_name_and_those_of_tgis_clients_mean_the_served_model(co
 
 
 async def test_a_reply_names_the_model_as_the_request_does(open_client):
-    client = await open_client(served_model_names=("small", "large"))
+    client = await open_client(served_model_name=("small", "large"))
 
     async def model(**fields):
         response = await client.post("/v1/completions", json={"prompt": "a", **fields})

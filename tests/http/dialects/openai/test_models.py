@@ -8,7 +8,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_every_name_of_the_model_is_listed(open_client):
-    client = await open_client(served_model_names=("a", "org/b"))
+    client = await open_client(served_model_name=("a", "org/b"))
 
     models = (await client.get("/v1/models")).json()
 

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
-from kernels.roofline import Work, attention_work, roofline
+from server.engine.runner.explain.model_work import Work, attention_work, roofline
 
 
 def problem(phase=Phase.PREFILL, dtype="bfloat16", **more):

@@ -1,0 +1,100 @@
+"""How the matrix of a linear layer is stored, apart from its values: full numbers, or quantized ones with scales.
+
+    w[n, c] = (number[n, c] - offset - zero[n, c]) * scale[n, c]
+
+    scales      scale and zero of an element                       their shape
+    "none"      1 and 0
+    "row"       one for each output                                [N]
+    "group"     one for each output and `group` inputs             [N, C / group], rounded up
+    "block"     one for each `group` outputs and `group` inputs    [N / group, C / group], rounded up
+
+`kernels.weights.Weight` is a matrix in a format. This module does not import PyTorch, because the front end reads the
+formats of checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FULL_BITS: Final = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a matrix is stored. Hashable: kernels are selected by it.
+
+    Attributes:
+        name: for plans and reasons; of a format without scales, that of its dtype.
+        bits: of a number. Numbers of 4 bits lie two in a byte, the one of the lower column in the lower half.
+        group: inputs that share a scale (and outputs, of blocks); 0 where `scales` is "none" or "row".
+        scales: which elements share a scale.
+        zeros: whether each scale has a zero.
+        float: whether numbers are floating-point numbers; else integers.
+        offset: subtracted from every number.
+    """
+
+    name: str
+    bits: int
+    group: int = 0
+    scales: Literal["none", "row", "group", "block"] = "none"
+    zeros: bool = False
+    float: bool = True
+    offset: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the numbers have scales."""
+        return self.scales != "none"
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the numbers; that of the bytes that hold them if they have no dtype of their own."""
+        if not self.is_quantized:
+            return self.name
+        if self.float:
+            return "float8_e4m3fn"
+        return "int8" if self.bits == 8 and not (self.zeros or self.offset) else "uint8"
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a matrix of a shape [N, C]; without scales ()."""
+        outputs, inputs = shape
+        if self.scales == "none":
+            return ()
+        if self.scales == "row":
+            return (outputs,)
+        rows = outputs if self.scales == "group" else -(-outputs // self.group)
+        return (rows, -(-inputs // self.group))
+
+    def divided(self, dim: int, *ends: int) -> WeightFormat:
+        """Return the format in which no scale is on both sides of an end: this one, or one with more scales.
+
+        Args:
+            dim: 0 for outputs, 1 for inputs.
+            ends: where a matrix is divided.
+        """
+        if not self.group or not any(end % self.group for end in ends):
+            return self
+        if dim == 1:
+            return dataclasses.replace(self, scales="group", group=math.gcd(self.group, *ends))
+        return dataclasses.replace(self, scales="group")
+
+
+def unquantized(dtype: object) -> WeightFormat:
+    """Return the format of full numbers of a dtype, given as PyTorch's or by name."""
+    name = str(dtype).removeprefix("torch.")
+    return WeightFormat(name, _FULL_BITS[name])
+
+
+FP8_ROWS: Final = WeightFormat("float8_e4m3fn", 8, scales="row")
+"""With a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
+INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
+"""Numbers 1 to 255, with a float32 scale for each output."""
+INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
+"""Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
+LIBRARY_FORMATS: Final = (INT8_ROWS, INT4_GROUPS)
+"""Formats of the C library for CPUs (`kernels.cpu`), which has a layout of its own for them."""

@@ -1,0 +1,104 @@
+"""How a format of quantized checkpoints is recognized and read.
+
+This module does not import PyTorch, because the front end reads config.json; `read` is called where weights are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kernels.weight_format import WeightFormat
+from model.errors import UnsupportedModelError
+from model.json_input import shorten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.weights import Weight
+
+FLOATS: Final = ("F32", "BF16", "F16")
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "F8_E4M3": 1}
+
+
+class StoredTensor(NamedTuple):
+    """One tensor's entry in the header of a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file, bytes."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def canonical_shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    """Return the shape of a matrix whose tensors are those of `Weight`; scales may have one more dimension, of 1.
+
+    Raises:
+        ValueError: the tensors do not fit each other; says what was expected.
+    """
+    outputs, inputs = tensors["numbers"].shape
+    scale, wanted = tensors["scale"], form.scale_shape((outputs, inputs))
+    if scale.dtype not in FLOATS or scale.shape not in (wanted, (*wanted, 1)):
+        raise ValueError(f"for which there must be {list(wanted)} scales, floats")
+    return outputs, inputs
+
+
+def read_canonical(
+    form: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]
+) -> Weight:
+    """Return the matrix whose tensors are those of `Weight`, except that scales may have any float dtype."""
+    from kernels.weights import Weight  # noqa: PLC0415 - imports PyTorch
+
+    return Weight(
+        form, shape, tensors["numbers"], tensors["scale"].float().view(form.scale_shape(shape))
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of checkpoints, a row of `model.checkpoint.formats.table.FORMATS`.
+
+    Attributes:
+        name: of the `WeightFormat`s that `detect` returns.
+        identity: what `quantization_config` says of a checkpoint in this format: "quant_method" and, where a method has
+            several formats, "format".
+        detect: reads `quantization_config`, whose key is the second argument; refuses by name what is not read.
+        tensors: the last components of the names of a matrix's tensors, by the attributes of `Weight`.
+        dtype: of the numbers, as safetensors files name it.
+        is_kept: whether a model holds the matrices in this format; else they are multiplied by their scales as they
+            are loaded.
+        shape: returns the shape of a matrix, see `canonical_shape`.
+        read: returns a matrix of a shape from its tensors.
+    """
+
+    name: str
+    identity: Mapping[str, str]
+    detect: Callable[[Mapping[str, Any], str], WeightFormat]
+    tensors: Mapping[str, str]
+    dtype: str
+    is_kept: bool
+    shape: Callable[[WeightFormat, Mapping[str, StoredTensor]], tuple[int, int]] = canonical_shape
+    read: Callable[[WeightFormat, tuple[int, int], Mapping[str, Tensor]], Weight] = read_canonical
+
+
+def require(found: object, required: Mapping[str, object], where: str) -> Mapping[str, Any]:
+    """Return an object of config.json that has some values.
+
+    Raises:
+        UnsupportedModelError: it is no object or has other values; names the key, its value and what is supported.
+    """
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(f"{where} must be an object, found {shorten(found)}")
+    for key, value in required.items():
+        if found.get(key) != value:
+            raise UnsupportedModelError(
+                f"{where}.{key} = {shorten(found.get(key))} is not supported; supported is {value!r}"
+            )
+    return found

@@ -1,0 +1,267 @@
+"""Maps the tensors of a Hugging Face checkpoint to the parameters of a model, as its family states.
+
+A parameter may hold the rows of several tensors, and a tensor those of several modules: the model stacks q, k and v,
+and gate and up, as some checkpoints do. Loading rewrites rows, so that the network of the model computes the function
+of the checkpoint (`model.families.tensors.Rewrite`); saving does the reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.weights import Weight
+from model.families.table import FAMILIES
+from model.families.tensors import HEAD, Rewrite
+from model.network.layers import stacked_rows
+from model.network.matrix import Matrix
+from model.network.parallel import shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from model.families.tensors import Tensors
+    from model.network.decoder import DecoderLM
+    from model.network.layers import DecoderLayer
+    from model.network.spec import Attention
+
+StoredValues = TypeVar("StoredValues", Weight, Tensor)
+_STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""The modules whose rows a parameter stacks; without a gate it has those of the last one."""
+_ROTATED: Final = ("q", "k", "q_norm", "k_norm")
+"""Modules whose rows have the order of the pairs that rotate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a parameter that belong to one module.
+
+    Attributes:
+        count: number of rows.
+        factor: multiplies them as they are loaded.
+        offset: added to them then.
+        order: for each row of a head its index in the checkpoint, the same in all heads; None for no other order.
+    """
+
+    count: int
+    factor: float = 1.0
+    offset: float = 0.0
+    order: tuple[int, ...] | None = None
+
+    def loaded(self, stored: StoredValues) -> StoredValues:
+        """Return the rows of a checkpoint as the model holds them."""
+        rows = stored if self.order is None else _reordered(stored, self.order)
+        if self.factor == 1 and not self.offset:
+            return rows
+        if isinstance(rows, Tensor):
+            return rows.float() * self.factor + self.offset
+        assert not self.offset, "of norms alone"
+        return rows.scaled(self.factor)
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """Return rows of the model as the checkpoint holds them."""
+        is_equal = self.factor == 1 and not self.offset
+        values = rows if is_equal else (rows.float() - self.offset) / self.factor
+        if self.order is None:
+            return values
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return _reordered(values, tuple(inverse))
+
+
+def _reordered(rows: StoredValues, order: tuple[int, ...]) -> StoredValues:
+    heads = torch.arange(0, rows.shape[0], len(order))[:, None]
+    return _indexed(rows, (heads + torch.tensor(order)).flatten())
+
+
+def _indexed(rows: StoredValues, index: Tensor) -> StoredValues:
+    return rows[index] if isinstance(rows, Tensor) else rows.permuted(index)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPart:
+    """The part of a model's parameter that one tensor of a checkpoint holds.
+
+    Attributes:
+        parameter: its name in the model.
+        values: of the part, views without gradients: a matrix, or a vector.
+        rows: those of its modules, in order.
+        transposed: whether the checkpoint stores the transpose.
+        grouped_by: the head dim, if the checkpoint stores the rows of the queries, the key and the value of each
+            key-value head together; else None.
+    """
+
+    parameter: str
+    values: Weight | Tensor
+    rows: tuple[Rows, ...]
+    transposed: bool = False
+    grouped_by: int | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        shape = tuple(self.values.shape)
+        return shape[::-1] if self.transposed else shape
+
+    def load(self, stored: StoredValues, rank: int = 0) -> None:
+        """Copy what the checkpoint holds, or a rank's part of it, to the parameter, rounded to its format.
+
+        Raises:
+            ValueError: numbers that would have to be rounded are not finite.
+        """
+        values: Any = self.values.split_with_sizes([rows.count for rows in self.rows])
+        for part, loaded in zip(values, self.loaded(stored, rank), strict=True):
+            part.copy_(loaded)
+
+    def loaded(self, stored: StoredValues, rank: int) -> list[StoredValues]:
+        """Return the rows of each module of a rank's parameter from what the checkpoint holds."""
+        if self.transposed:
+            stored = (
+                stored.t() if isinstance(stored, Tensor) else Weight.full(stored.dequantize().t())
+            )
+        columns: tuple[int, ...] = tuple(self.values.shape[1:])
+        return [
+            rows.loaded(shard(module, (rows.count, *columns), rank))
+            for rows, module in zip(self.rows, self._modules(stored), strict=True)
+        ]
+
+    def to_stored(self, dtype: torch.dtype) -> Tensor:
+        """Return a copy as the checkpoint stores it, on the CPU."""
+        held = self.values.dequantize() if isinstance(self.values, Weight) else self.values
+        parts = held.cpu().split_with_sizes([rows.count for rows in self.rows])
+        modules = [rows.stored(part) for rows, part in zip(self.rows, parts, strict=True)]
+        whole = modules[0] if len(modules) == 1 else self._joined(modules)
+        # A copy, because safetensors rejects tensors that share memory, as parts of a stacked tensor do.
+        return (whole.t() if self.transposed else whole).to(dtype, copy=True).contiguous()
+
+    def _modules(self, whole: StoredValues) -> list[StoredValues]:
+        """Split the rows of the checkpoint by modules."""
+        if len(self.rows) == 1:
+            return [whole]
+        return [_indexed(whole, index) for index in self._indices(whole.shape[0])]
+
+    def _joined(self, modules: list[Tensor]) -> Tensor:
+        """Stack modules as the checkpoint does, the reverse of `_modules`."""
+        stacked = torch.cat(modules)
+        whole = torch.empty_like(stacked)
+        whole[torch.cat(self._indices(len(stacked)))] = stacked
+        return whole
+
+    def _indices(self, count: int) -> list[Tensor]:
+        """Return the rows of each module in `count` rows of the checkpoint; their ratios are those of the part."""
+        counts = [rows.count for rows in self.rows]
+        index = torch.arange(count)
+        if self.grouped_by is None:
+            ranks = count // sum(counts)
+            return list(index.split_with_sizes([it * ranks for it in counts]))
+        heads = [it // counts[-1] for it in counts]
+        groups = index.view(-1, sum(heads), self.grouped_by)
+        return [it.flatten() for it in groups.split_with_sizes(heads, 1)]
+
+
+def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
+    """Map every tensor name of the checkpoint to the part of the model that holds it, in layer order."""
+    assert not model.is_packed, "packed weights cannot be split: load with pack=False"
+    tensors, rewrites = FAMILIES[model.config.architecture].tensors, model.config.rewrites()
+    outside = dict(model.named_parameters(recurse=False))
+    parts = {}
+
+    def add(*parameters: str) -> None:
+        for parameter in filter(outside.__contains__, parameters):
+            module, suffix = _module(parameter)
+            prefix = "" if module == HEAD else tensors.prefix
+            held = outside[parameter].detach()
+            rows = _rows(len(held), rewrites.get(module), suffix)
+            values = held if held.ndim == 1 else Weight.full(held)
+            name = f"{prefix}{tensors.modules[module]}{suffix}"
+            parts[name] = ParameterPart(parameter, values, (rows,))
+
+    add("embed_tokens", "embed_positions")
+    for index, layer in enumerate(model.decoder_layers):
+        prefix = f"{tensors.prefix}{tensors.layers}{index}."
+        for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
+            parts[prefix + name] = part
+    add("norm", "norm_bias", HEAD)
+    return parts
+
+
+def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
+    """Map the names in a checkpoint's files to those of `named_parts`, whose first component files may omit."""
+    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}.weight"
+    names = {name: _without_alias(tensors, name) for name in stored}
+    if any(name.startswith(base) for name in names.values()):
+        return names
+    return {stored: name if name == head else base + name for stored, name in names.items()}
+
+
+def _without_alias(tensors: Tensors, name: str) -> str:
+    for alias, prefix in tensors.aliases.items():
+        if name.startswith(alias):
+            return prefix + name.removeprefix(alias)
+    return name
+
+
+def _module(parameter: str) -> tuple[str, str]:
+    """Return the module of a parameter, and what follows the module's name in a checkpoint."""
+    module = parameter.removesuffix("_bias")
+    return module, ".weight" if module == parameter else ".bias"
+
+
+def _rows(
+    count: int, rewrite: Rewrite | None, suffix: str, order: tuple[int, ...] | None = None
+) -> Rows:
+    rewrite = rewrite or Rewrite()
+    return Rows(count, rewrite.factor, rewrite.offset if suffix == ".weight" else 0.0, order)
+
+
+def _layer_parts(
+    layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
+) -> Iterator[tuple[str, ParameterPart]]:
+    """Yield the name of each tensor of a layer, after the layer's index, and what holds it.
+
+    Args:
+        layer: the layer.
+        prefix: of the names of its parameters in the model.
+        tensors: of the family.
+        rewrites: of its modules.
+    """
+    orders = dict.fromkeys(_ROTATED, head_order(layer.spec.mixer, tensors))
+    for key, tensor in layer.named_parameters():
+        parameter = key.removesuffix(".numbers")
+        matrix = getattr(layer, parameter)
+        values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
+        base, suffix = _module(parameter)
+        counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
+        modules = dict(zip(_STACKED.get(base, (base,))[-len(counts) :], counts, strict=True))
+        grouped_by = layer.spec.mixer.head_dim if tensors.grouped_qkv and base == "qkv" else None
+        start = 0
+        for name, same in itertools.groupby(modules, tensors.layer_modules.__getitem__):
+            rows = tuple(
+                _rows(modules[it], rewrites.get(it), suffix, orders.get(it)) for it in same
+            )
+            count = sum(it.count for it in rows)
+            part = values.narrow(0, start, count)
+            transposed = tensors.transposed and isinstance(part, Weight)
+            yield (
+                name + suffix,
+                ParameterPart(prefix + parameter, part, rows, transposed, grouped_by),
+            )
+            start += count
+
+
+def head_order(mixer: Attention, tensors: Tensors) -> tuple[int, ...] | None:
+    """Return, for each row of a head of queries or keys, its index in the checkpoint; None if it is the same.
+
+    The model rotates pairs that are half a head apart, of which those that rotate come first.
+    """
+    if mixer.rotary is None or (mixer.rotary.dims is None and not tensors.interleaved_rotary):
+        return None
+    dims = mixer.rotary.dims or mixer.head_dim
+    first = range(0, dims, 2) if tensors.interleaved_rotary else range(dims // 2)
+    second = range(1, dims, 2) if tensors.interleaved_rotary else range(dims // 2, dims)
+    middle = (dims + mixer.head_dim) // 2
+    return (*first, *range(dims, middle), *second, *range(middle, mixer.head_dim))

@@ -1,0 +1,1 @@
+"""Families of models: what the config.json of each means as a network, and how its checkpoints store the parameters."""

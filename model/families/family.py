@@ -1,0 +1,51 @@
+"""The record of a family, the row of `model.families.table`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from model.families.keys import Keys
+from model.families.tensors import LLAMA, Rewrite, Tensors
+from model.json_input import check
+from model.network.spec import Network
+
+
+def _unchanged(_: Keys) -> Mapping[str, Rewrite]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The checkpoints of one architecture.
+
+    Attributes:
+        architecture: the entry of `architectures` in config.json.
+        model_type: the value of the key `model_type`.
+        network: returns the network that a config.json states. Keys of unsupported features that it does not read
+            are refused by name. It reads absent keys as the family's configuration class in transformers, because files
+            omit values that equal the defaults there.
+        tensors: names of the tensors, and how they are stored.
+        rewrites: returns what loading changes, by the names of modules in `model.families.tensors`.
+        renamed: as for `Keys`.
+        part: the key of the object that states the language model, of a config.json of several models; "" if it is
+            config.json itself.
+        defaults: values of absent keys that `network` requires, of a family whose files omit them.
+    """
+
+    architecture: str
+    model_type: str
+    network: Callable[[Keys], Network]
+    tensors: Tensors = LLAMA
+    rewrites: Callable[[Keys], Mapping[str, Rewrite]] = _unchanged
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    part: str = ""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def keys(self, config: Mapping[str, Any]) -> Keys:
+        """Return the keys of the language model that a config.json states."""
+        if not self.part:
+            return Keys({**self.defaults, **config}, self.renamed)
+        part = check(config.get(self.part, {}), dict, self.part)
+        return Keys({**self.defaults, **part}, self.renamed, f"{self.part}.")

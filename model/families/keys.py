@@ -1,0 +1,141 @@
+"""Reads the keys of config.json, and refuses those of unsupported features that no family has read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeAlias
+
+from msgspec import Meta
+
+from model.errors import ModelFolderError
+from model.json_input import Harmless, check, refuse, shorten
+
+_UNSUPPORTED: Final[Harmless] = (
+    ((False,), ("is_encoder_decoder", "add_cross_attention", "use_mrope")),
+    ((0,), ("n_routed_experts",)),
+    ((0, 1), ("num_local_experts", "num_experts")),
+    ((1,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
+    ((), ("auto_map", "attn_logit_softcapping",
+          "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size", "attention_multiplier",
+          "no_rope_layers", "clip_qkv", "dual_chunk_attention_config",
+          "mrope_section", "full_attention", "sliding_attention")),
+)  # fmt: skip
+"""Keys of features that most families lack, each group after the values with which its keys have no effect."""
+
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
+_TOKEN_IDS: Final = _TokenId | list[_TokenId]
+
+
+class Keys:
+    """A JSON object of config.json whose values are checked as they are read.
+
+    Null stands for an absent key. All methods raise `ModelFolderError`, which names the key, what is allowed and the
+    value, for a value of the wrong type or outside its limits, and for an absent value without a default.
+
+    Args:
+        content: the object.
+        renamed: the keys of a family that have another name than Llama's, by Llama's. Methods take Llama's names;
+            errors show the family's.
+        prefix: added in errors before each key, such as "rope_scaling.".
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], renamed: Mapping[str, str] | None = None, prefix: str = ""
+    ) -> None:
+        self._content, self._renamed, self._prefix = content, renamed or {}, prefix
+        self._read: set[str] = set()
+
+    def integer(self, key: str, limits: Meta, default: int | None = None) -> int:
+        """Return a whole number."""
+        return int(self._required(key, Annotated[int, limits], default))
+
+    def optional_integer(self, key: str, limits: Meta, absent: int | None = None) -> int | None:
+        """Return a whole number; `absent` for an absent key, None for null."""
+        value: int | None = self._optional(key, Annotated[int, limits], absent)
+        return value
+
+    def number(self, key: str, limits: Meta, default: float | None = None) -> float:
+        """Return a number."""
+        return float(self._required(key, Annotated[float, limits], default))
+
+    def optional_number(self, key: str, limits: Meta, absent: float | None = None) -> float | None:
+        """Return a number; `absent` for an absent key, None for null."""
+        value: float | None = self._optional(key, Annotated[float, limits], absent)
+        return value
+
+    def numbers(self, key: str, limits: Meta) -> tuple[float, ...]:
+        """Return a list of numbers."""
+        return tuple(self._required(key, list[Annotated[float, limits]], None))
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """Return true or false."""
+        return bool(self._required(key, bool, default))
+
+    def text(self, key: str) -> str | None:
+        """Return a string, or None."""
+        value: str | None = self._optional(key, str, None)
+        return value
+
+    def texts(self, key: str) -> list[str] | None:
+        """Return a list of strings, or None."""
+        value: list[str] | None = self._optional(key, list[str], None)
+        return value
+
+    def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
+        """Return one token id or a list of them, each below `vocab`; none if they are absent."""
+        ids = self._optional(key, _TOKEN_IDS, None)
+        listed = () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+        if listed and max(listed) >= vocab:
+            raise ModelFolderError(
+                f"{self.name(key)} must be token ids from 0 to {vocab - 1}, found {shorten(ids)}"
+            )
+        return listed
+
+    def inner(self, key: str) -> Keys | None:
+        """Return the object of a key, or None if it is absent or empty."""
+        value = self._find(key)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise ModelFolderError(f"{self.name(key)} must be an object, found {shorten(value)}")
+        return Keys(value, prefix=f"{self.name(key)}.")
+
+    def require(self, key: str, *values: object) -> None:
+        """Check that a key is absent or has one of some values.
+
+        Raises:
+            UnsupportedModelError: it has another one.
+        """
+        refuse({self.name(key): self._find(key)}, ((values, (self.name(key),)),))
+
+    def refuse_unread(self) -> None:
+        """Check that no key that was not read enables a feature.
+
+        Raises:
+            UnsupportedModelError: a key does.
+        """
+        unread = {key: it for key, it in self._content.items() if key not in self._read}
+        refuse(unread, _UNSUPPORTED, self._prefix)
+
+    def name(self, key: str) -> str:
+        """Return the name of a key in errors."""
+        return self._prefix + self._renamed.get(key, key)
+
+    def _find(self, key: str) -> Any:  # noqa: ANN401 - any JSON value
+        stated = self._renamed.get(key, key)
+        self._read.add(stated)
+        return self._content.get(stated)
+
+    def _required(self, key: str, kind: object, default: object) -> Any:  # noqa: ANN401 - any JSON value
+        value = self._find(key)
+        if value is not None:
+            return check(value, kind, self.name(key))
+        if default is None:
+            raise ModelFolderError(f"{self.name(key)} is missing")
+        return default
+
+    def _optional(self, key: str, kind: object, absent: object) -> Any:  # noqa: ANN401 - any JSON value
+        value = self._find(key)
+        if value is not None:
+            return check(value, kind, self.name(key))
+        return None if self._renamed.get(key, key) in self._content else absent

@@ -1,0 +1,31 @@
+"""Llama, SmolLM2, TinyLlama and others."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from model.errors import UnsupportedModelError
+from model.families import parts
+from model.families.family import Family
+from model.families.keys import Keys
+from model.families.rotary import POSITIONS, read_rotary
+from model.network.spec import Attention, Dense, Layer, Network
+
+
+def network(keys: Keys) -> Network:
+    """Return the network of a config.json."""
+    if window := keys.optional_integer("sliding_window", POSITIONS):
+        raise UnsupportedModelError(
+            f"sliding_window = {window} is not supported with model_type 'llama';"
+            " MistralForCausalLM is the Llama architecture with a sliding window"
+        )
+    heads, kv_heads, dim = parts.heads(keys)
+    bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys)
+    rotary = read_rotary(keys, dim)
+    mixer = Attention(heads, kv_heads, dim, dim**-0.5, rotary=rotary, bias=bias, output_bias=bias)
+    mlp = Dense(parts.inner_size(keys), parts.activation(keys), bias=keys.flag("mlp_bias"))
+    windows = parts.same_windows(keys)
+    return parts.decoder(keys, parts.with_windows(Layer(mixer, mlp, norm), windows), norm)
+
+
+FAMILY: Final = Family("LlamaForCausalLM", "llama", network)

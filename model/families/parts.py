@@ -1,0 +1,237 @@
+"""Parts that families share: sizes, activations, norms, windows of layers, and the network around the layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, TypeAlias
+
+from msgspec import Meta
+
+from model.errors import ModelFolderError, UnsupportedModelError
+from model.families.keys import Keys
+from model.families.rotary import POSITIONS
+from model.json_input import shorten
+from model.network.spec import ActivationName, Layer, Network, Norm, Positions, Rotary
+
+Windows: TypeAlias = tuple[int | None, ...]
+"""For each layer the tokens that a token attends to, itself included; None for all before it."""
+
+SOFTCAP: Final = Meta(gt=0, le=1e6)
+SCALAR: Final = Meta(ge=1, le=65_536)
+_VOCAB: Final = Meta(ge=1, le=2**21)
+_HIDDEN: Final = Meta(ge=1, le=65_536)
+_INNER: Final = Meta(ge=1, le=2**20)
+_LAYERS: Final = Meta(ge=1, le=1_024)
+_HEADS: Final = Meta(ge=1, le=1_024)
+_HEAD_DIM: Final = Meta(ge=1)
+_EPS: Final = Meta(ge=0, le=1)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+GELUS: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu")
+_ACTIVATIONS: Final[dict[str, ActivationName]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""The activations by their names in config.json."""
+
+
+def hidden_size(keys: Keys) -> int:
+    """Read the elements of the residual stream."""
+    return keys.integer("hidden_size", _HIDDEN)
+
+
+def inner_size(keys: Keys, default: int | None = None) -> int:
+    """Read the elements between the matrices of an MLP."""
+    return keys.integer("intermediate_size", _INNER, default)
+
+
+def heads(
+    keys: Keys, num_kv_heads: int | None = None, head_dim: int | None = None
+) -> tuple[int, int, int]:
+    """Read the query heads, the key-value heads and the head dim.
+
+    Args:
+        keys: of config.json.
+        num_kv_heads: the default; None for as many as query heads.
+        head_dim: the default; None for the hidden size divided by the query heads.
+
+    Raises:
+        ModelFolderError: a number is missing or outside its limits, or they do not fit each other.
+    """
+    count = keys.integer("num_attention_heads", _HEADS)
+    kv_count = keys.integer("num_key_value_heads", _HEADS, num_kv_heads or count)
+    if count % kv_count:
+        raise ModelFolderError(
+            f"num_attention_heads = {count} must be a multiple of num_key_value_heads = {kv_count}"
+        )
+    stated = keys.optional_integer("head_dim", _HEAD_DIM) or head_dim
+    return count, kv_count, _head_dim(keys, count, stated)
+
+
+def equal_heads(keys: Keys) -> tuple[int, int, int]:
+    """Read the heads, as `heads` does, of a family that has neither fewer key-value heads nor another head dim."""
+    count = keys.integer("num_attention_heads", _HEADS)
+    return count, count, _head_dim(keys, count)
+
+
+def _head_dim(keys: Keys, num_heads: int, stated: int | None = None) -> int:
+    hidden = hidden_size(keys)
+    if stated is None and hidden % num_heads:
+        raise ModelFolderError(
+            f"{keys.name('hidden_size')} = {hidden} must be a multiple of"
+            f" {keys.name('num_attention_heads')} = {num_heads} where head_dim is not given"
+        )
+    dim = hidden // num_heads if stated is None else stated
+    if dim % 2 or not 4 <= dim <= 1_024:
+        raise ModelFolderError(f"head_dim must be an even number from 4 to 1024, found {dim}")
+    return dim
+
+
+def activation(keys: Keys, names: tuple[str, ...] = ("silu", "swish")) -> ActivationName:
+    """Read the activation of the MLPs.
+
+    Args:
+        keys: of config.json.
+        names: those that models of the family have, the default first.
+
+    Raises:
+        UnsupportedModelError: it is another one.
+    """
+    keys.require("hidden_act", *names)
+    return _ACTIVATIONS[keys.text("hidden_act") or names[0]]
+
+
+def rms_norm(keys: Keys, *, float32: bool = False) -> Norm:
+    """Read the RMS norms; `float32` as in `Norm`."""
+    return Norm(keys.number("rms_norm_eps", _EPS, Norm.eps), float32=float32)
+
+
+def layer_norm(keys: Keys, default_eps: float = 1e-5) -> Norm:
+    """Read the layer norms."""
+    return Norm(keys.number("layer_norm_eps", _EPS, default_eps), "layer")
+
+
+def same_windows(keys: Keys, window: int | None = None) -> Windows:
+    """Return the window of every layer.
+
+    Raises:
+        UnsupportedModelError: `layer_types` states others.
+    """
+    windows = (window,) * _num_layers(keys)
+    kind = _FULL if window is None else _SLIDING
+    if {*_layer_types(keys)} - {kind}:
+        raise UnsupportedModelError(
+            f"layer_types that differ from {kind} everywhere are not supported with this architecture"
+        )
+    return windows
+
+
+def windows_from_layer(keys: Keys) -> Windows:
+    """Read the windows of Qwen: if they are enabled, those of all layers from a certain one on.
+
+    Source: transformers 5, `Qwen2Config.__post_init__`.
+    """
+    window = keys.optional_integer("sliding_window", POSITIONS, 4096)
+    window = window if keys.flag("use_sliding_window") else None
+    first = keys.integer("max_window_layers", Meta(ge=0), 28)
+    return _stated_windows(keys, window, [layer >= first for layer in range(_num_layers(keys))])
+
+
+def windows_by_pattern(keys: Keys, pattern: int) -> Windows:
+    """Read the windows of Gemma: those of all layers but each one whose number, from 1, is a multiple of `pattern`.
+
+    Args:
+        keys: of config.json.
+        pattern: the default of `sliding_window_pattern`.
+
+    Source: transformers 5, `Gemma3TextConfig.__post_init__`.
+    """
+    window = keys.optional_integer("sliding_window", POSITIONS, 4096)
+    pattern = keys.integer("sliding_window_pattern", Meta(ge=1), pattern)
+    return _stated_windows(
+        keys, window, [(layer + 1) % pattern > 0 for layer in range(_num_layers(keys))]
+    )
+
+
+def with_windows(layer: Layer, windows: Windows, local: Rotary | None = None) -> tuple[Layer, ...]:
+    """Return layers that differ in their windows.
+
+    Args:
+        layer: one that attends to all tokens.
+        windows: of each layer.
+        local: the rotary embedding of layers with a window; None for that of `layer`.
+    """
+    mixer = layer.mixer
+    mixers = (
+        mixer
+        if window is None
+        else dataclasses.replace(mixer, window=window, rotary=local or mixer.rotary)
+        for window in windows
+    )
+    return tuple(dataclasses.replace(layer, mixer=it) for it in mixers)
+
+
+def _num_layers(keys: Keys) -> int:
+    return keys.integer("num_hidden_layers", _LAYERS)
+
+
+def _stated_windows(keys: Keys, window: int | None, has_window: list[bool]) -> Windows:
+    """Return the windows that `layer_types` states; those of the layers that `has_window` names, if it is absent."""
+    if stated := _layer_types(keys):
+        has_window = [kind == _SLIDING for kind in stated]
+        if window is None and any(has_window):
+            raise ModelFolderError(
+                "layer_types names sliding_attention, but sliding_window is missing or"
+                " use_sliding_window is false"
+            )
+    return tuple(window if has else None for has in has_window)
+
+
+def _layer_types(keys: Keys) -> list[str]:
+    """Read `layer_types`; empty if it is absent.
+
+    Raises:
+        ModelFolderError: it is not a list of as many types as layers.
+        UnsupportedModelError: a type is unknown.
+    """
+    stated, count = keys.texts("layer_types"), _num_layers(keys)
+    if stated is None:
+        return []
+    if len(stated) != count:
+        raise ModelFolderError(
+            f"layer_types must be a list of {keys.name('num_hidden_layers')} = {count} entries,"
+            f" found {shorten(stated)}"
+        )
+    for kind in stated:
+        if kind not in (_FULL, _SLIDING):
+            raise UnsupportedModelError(
+                f"layer type {shorten(kind)} is not supported; supported are {_FULL}, {_SLIDING}"
+            )
+    return stated
+
+
+def decoder(
+    keys: Keys,
+    layers: tuple[Layer, ...],
+    norm: Norm,
+    *,
+    tied: bool = False,
+    embedding_factor: float = 1.0,
+    positions: Positions | None = None,
+    logit_softcap: float | None = None,
+) -> Network:
+    """Return the network around layers; `tied` is the default of `tie_word_embeddings`."""
+    return Network(
+        keys.integer("vocab_size", _VOCAB),
+        hidden_size(keys),
+        layers,
+        norm,
+        embedding_factor,
+        positions,
+        logit_softcap,
+        keys.flag("tie_word_embeddings", default=tied),
+    )

@@ -1,0 +1,89 @@
+"""The kernels of a step that is computed layer by layer, chosen as `bind_network` and `PagedAttention` choose them.
+
+Nothing is bound and no device accessed, so that a plan can show them for an absent processor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import torch
+
+from kernels import Phase, select
+from kernels.linear.projection import LinearWeights, Operations, Purpose, linear_problem
+from kernels.linear.select import select_linear
+from kernels.linear.tuned import tuned_linear
+from kernels.linear.weights import PRODUCT_ONLY
+from kernels.norms import registry as norms
+from kernels.rope import registry as rope
+from kernels.selection import VectorProblem, select_vector
+from kernels.weight_format import unquantized
+from kernels.weights import Weight
+from model.network.layers import DecoderLayer
+from model.network.parallel import head_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kernels import GPUArch, Selection
+    from kernels.linear.select import LinearChoice
+    from kernels.selection import Choice, VectorSpec
+    from model.network.columns import Bucket
+    from model.network.decoder import DecoderLM
+
+_META: Final = torch.device("meta")
+AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"
+"""The row of any registry for an operation, and the reasons."""
+
+
+def layer_kernels(
+    model: DecoderLM, bucket: Bucket, arch: GPUArch, block_size: int, kv_dtype: str | None = None
+) -> Iterator[tuple[str, AnyChoice]]:
+    """Yield the operations of a step, and the kernel of each.
+
+    Args:
+        model: on any device; its weights are not read.
+        bucket: of the step.
+        arch: the processor; it need not be present.
+        block_size: tokens in a block of the KV cache.
+        kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
+
+    Raises:
+        NoKernelError: no kernel supports an operation; lists every reason.
+    """
+    network, dtype = model.network, model.embed_tokens.dtype
+    vectors = VectorProblem(str(dtype).removeprefix("torch."))
+    yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
+    yield "rotation and cache write", select_vector(rope.REGISTRY, vectors, arch)
+    for problem in model.attention.problems(
+        block_size, kv_dtype, deterministic=bucket.deterministic, queries=bucket.queries
+    ):
+        if bucket.rows if problem.phase is Phase.DECODE else bucket.prompt_seqs:
+            window = f", window {problem.sliding_window}" if problem.sliding_window else ""
+            yield f"{problem.phase.value} attention{window}", select(problem, arch)
+    purpose = Purpose.DETERMINISTIC_SERVING if bucket.deterministic else Purpose.SERVING
+
+    def choose(
+        weights: LinearWeights, operations: Operations, rows: int, layer_weights: int
+    ) -> LinearChoice:
+        problem = linear_problem(
+            weights, operations, dtype, layer_weights=layer_weights, purpose=purpose
+        )
+        return select_linear(dataclasses.replace(problem, rows=rows), arch, tuned_linear)
+
+    kinds: Counter[tuple[tuple[str, LinearChoice], ...]] = Counter()
+    for layer, count in Counter(network.layers).items():
+        parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_format)
+        products = parameters.projections(model.communicator)
+        size = sum(math.prod(weights.weight.shape) for weights, _ in products.values())
+        choices = ((name, choose(*it, bucket.tokens, size)) for name, it in products.items())
+        kinds[tuple(choices)] += count
+    for kind, count in kinds.items():
+        where = f" of {count} layers" if len(kinds) > 1 else ""
+        yield from ((f"{name} product{where}", choice) for name, choice in kind)
+    shape = (head_rows(network.vocab, model.num_ranks), network.hidden)
+    head = LinearWeights(Weight.empty(unquantized(dtype), shape, _META))
+    yield "head product", choose(head, PRODUCT_ONLY, bucket.num_logits, 0)

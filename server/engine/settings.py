@@ -1,0 +1,81 @@
+"""The settings of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from model.device.quantizations import QuantizationSetting
+from server.log import LogFormat
+from server.setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class EngineSettings:
+    """The part of the service's settings that its engines read. Help texts and documents show the descriptions.
+
+    Attributes:
+        device: auto uses a GPU if there is one, the first that CUDA_VISIBLE_DEVICES allows.
+        dtype: dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the checkpoint's
+            dtype on a GPU and the faster one on a CPU.
+        quantization: of the weights when they are loaded. On a CPU int8 and int4: all matrices in 8 or 4 bits; auto is
+            int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the layers' weights in
+            float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on, not below sm_80;
+            auto is none there. auto and none keep the format of a checkpoint that is quantized already.
+        load_format: dummy generates random weights from config.json, to measure speed without a checkpoint.
+        compiled_kernels: folder of kernels that `tessera warmup --arch` compiled; only read, those that it lacks are
+            compiled into Triton's own cache.
+        max_model_len: limit of prompt and output tokens of a sequence; default: the model's own limit.
+        max_num_seqs: limit of sequences that run at the same time; default: 64 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: limit of tokens computed in one step; longer prompts are computed in chunks; default:
+            512 on a CPU, 1024 on a GPU, and at least twice --max-num-seqs.
+        max_prefill_tokens: the same limit for steps in which no sequence decodes, at least --max-num-batched-tokens;
+            default: --max-num-batched-tokens if that is given and on a CPU, otherwise what the GPU computes in 15 ms at
+            its peak, up to 8192.
+        block_size: tokens in a block of the KV cache.
+        kv_cache_dtype: auto stores keys and values in --dtype, with int8 and int4 weights in float16; fp8 in
+            float8_e4m3fn with a scale per vector, which takes about half the memory and is efficient on GPUs from sm_89
+            on.
+        kv_cache_tokens: capacity of the KV cache in tokens; default: as much as --max-num-seqs requests can fill, and
+            at most 80 % of a GPU's free memory or 25 % of a CPU's.
+        kv_cache_gib: capacity of the KV cache in GiB, instead of --kv-cache-tokens.
+        cuda_graphs: on a GPU, record steps and replay each with one launch instead of hundreds.
+        overlap: on a GPU, schedule and launch a step while the previous one is computed.
+        enable_prefix_caching: keep computed blocks for later prompts with the same prefix.
+        deterministic: give the tokens and log-probabilities of all requests, not only of those with the field
+            `deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights,
+            slower on a GPU.
+        tensor_parallel: number of GPUs that share the model, each with a part of every layer; a divisor of the model's
+            key-value heads.
+        unmeasured_kernels: allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103 and
+            decoding one sequence in one launch on sm_100 to sm_121, which no GPU has run; on sm_90
+            `hopper_keys_on_m_decode` for other head dims than 64 or more than 8 query heads for each key-value head;
+            compare answers and speed before you rely on them.
+        cpu_threads: threads of a forward pass on the CPU; default: one per usable physical core, at most the usable
+            logical processors less one.
+        log_format: lines for people, or a JSON object per line.
+        log_level: lowest level of messages to log.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Setting("model")] = "auto"
+    quantization: Annotated[QuantizationSetting, Setting("model")] = "auto"
+    load_format: Annotated[Literal["auto", "safetensors", "dummy"], Setting("model")] = "auto"
+    compiled_kernels: str | None = None
+    max_model_len: Annotated[int | None, Setting("model", ge=2)] = None
+    max_num_seqs: Annotated[int | None, Setting(ge=1, le=4096)] = None
+    max_num_batched_tokens: Annotated[int | None, Setting(ge=1, le=1 << 20)] = None
+    max_prefill_tokens: Annotated[int | None, Setting(ge=1, le=1 << 20)] = None
+    block_size: Annotated[int, Setting("memory", ge=1, le=256)] = 16
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], Setting("memory")] = "auto"
+    kv_cache_tokens: Annotated[int | None, Setting("memory", ge=1)] = None
+    kv_cache_gib: Annotated[float | None, Setting("memory", gt=0, le=1 << 20)] = None
+    cuda_graphs: bool = True
+    overlap: bool = True
+    enable_prefix_caching: Annotated[bool, Setting("memory")] = True
+    deterministic: bool = False
+    tensor_parallel: Annotated[int, Setting(ge=1, le=64)] = 1
+    unmeasured_kernels: bool = False
+    cpu_threads: Annotated[int | None, Setting(ge=1, le=1024)] = None
+    log_format: Annotated[LogFormat, Setting("process")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("process")] = "info"
