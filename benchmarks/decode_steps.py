@@ -23,9 +23,9 @@ from benchmarks.attention_inputs import forced, parse_launch, spec_named
 from benchmarks.report import add_bookkeeping, write_report
 from kernels import PagedBatch, Phase
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import resolve_kv_dtype
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
-from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache
 from model.device.replay import CudaGraphs, Replay
 from model.network.metadata import AttentionMetadata, PhasePlans
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from kernels.attention.problem import AttentionProblem
     from kernels.attention.select import Selection
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
 
 BLOCK_SIZE = 16
 TABLE = "table"

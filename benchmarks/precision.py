@@ -28,14 +28,14 @@ from benchmarks.quantized_model import QuantizedLM, Scheme
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.cpu.library import instructions
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import stored_dtype
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
-from model.device.dtypes import stored_dtype
 from model.device.kv_cache import KVCache
 from model.device.quantizations import QUANTIZATIONS
-from model.network import cpu_steps
-from model.network.columns import Bucket
-from model.network.step import StepInput
+from model.executors import cpu_library as cpu_steps
+from model.executors.columns import Bucket
+from model.executors.step import StepInput
 from model.training.corpus import SourceFile, read_files
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
 
 _BLOCK_SIZE: Final = 16
 _ROWS: Final = 256
@@ -68,7 +68,7 @@ class ServedModel:
 
     Args:
         path: the checkpoint folder.
-        config: its configuration; `model.network.cpu_steps.unsupported` must be empty for it.
+        config: its configuration; `model.executors.cpu_library.unsupported` must be empty for it.
         quantization: "int8" or "int4".
     """
 

@@ -18,7 +18,7 @@ from kernels.testing.quantized_reference import (
     quantize_int8,
     round_activations,
 )
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 
 if TYPE_CHECKING:
     from torch import Tensor

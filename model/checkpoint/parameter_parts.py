@@ -25,8 +25,8 @@ from model.network.parallel import shard
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from model.decoder import DecoderLM
     from model.families.tensors import Tensors
-    from model.network.decoder import DecoderLM
     from model.network.layers import DecoderLayer
     from model.network.spec import Attention
 

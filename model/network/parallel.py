@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kernels.collective.communicator import Communicator
     from kernels.linear.projection import Norm, Projection
-    from model.network.head import Head
+    from model.executors.head import Head
     from model.network.spec import Layer, Network
 
 Narrowable = TypeVar("Narrowable", Tensor, Weight)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import PagedBatch
+from model.decoder import DecoderLM
 from model.device.kv_cache import KVCache
-from model.network.decoder import DecoderLM
 from model.sampling.host import HostSampler
 from model.sampling.parameters import SamplingParams
 from model.sampling.rows import SamplingRow, TokenHistory

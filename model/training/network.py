@@ -13,7 +13,7 @@ from kernels import flash_attention
 from kernels.linear.projection import Residual
 from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from model.network.layers import Attend, BoundLayer, layer_forward
 from model.training.prepare import CONTEXT_LENGTH
 from model.training.streams import PackedTokens

@@ -23,8 +23,8 @@ from benchmarks.reliability.fuzz.target import mutate_tree
 from benchmarks.reliability.malformed import mutate
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, save_checkpoint
+from model.decoder import DecoderLM
 from model.errors import ModelError
-from model.network.decoder import DecoderLM
 from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
 

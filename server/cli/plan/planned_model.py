@@ -10,11 +10,11 @@ from kernels import FP8, detect
 from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
 from model.checkpoint.formats.table import kept
-from model.device.dtypes import gpu_dtype, resolve_dtype
+from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
-from model.network.decoder import DecoderLM
 from server.cli.command_settings import engine_config
 from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.start.startup import resolved_quantization

@@ -14,19 +14,19 @@ from kernels.cpu.library import load as load_library
 from kernels.weight_format import INT4_GROUPS, INT8_ROWS, WeightFormat
 from kernels.weights import quantize
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.table import detect
 from model.checkpoint.weights import load_model, load_part
-from model.device.dtypes import resolve_quantization
 from model.errors import ModelError, UnsupportedModelError, WeightsError
+from model.executors import cpu_library as cpu_steps
 from model.families.table import FAMILIES
 from model.families.tensors import LLAMA
-from model.network import cpu_steps
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.core.start_checks import StartupError
 from tests.model.checkpoint.hf_checkpoints import CASES, Case
-from tests.model.network.paged import PagedDriver, logits_in_chunks
+from tests.model.executors.paged import PagedDriver, logits_in_chunks
 from tests.model.network.ranks import ThreadRanks
 
 FILE = "model.safetensors"

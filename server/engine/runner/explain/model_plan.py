@@ -11,10 +11,10 @@ from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, choose, select_vector
 from model.device.kv_cache import bytes_per_token
-from model.network.columns import Bucket
-from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
-from model.network.layer_kernels import layer_kernels
-from model.network.single_launch import ROW_COUNTS, has_run
+from model.executors.columns import Bucket
+from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
+from model.executors.layer_kernels import layer_kernels
+from model.executors.single_launch import ROW_COUNTS, has_run
 from model.sampling.sampler import SAMPLERS
 from server.engine.core.plan_report import (
     DeterminismPlan,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kernels import AttentionProblem, GPUArch
     from kernels.selection import Refusal
     from kernels.weight_format import WeightFormat
-    from model.network.decoder import DecoderLM
-    from model.network.layer_kernels import AnyChoice
+    from model.decoder import DecoderLM
+    from model.executors.layer_kernels import AnyChoice
 
 _SINGLE_LAUNCH: Final = "single_launch"
 _CPU_LIBRARY: Final = "cpu_library"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
-    from model.network.decoder import DecoderLM
-    from model.network.step import StepInput, StepOutput
+    from model.executors.step import StepInput, StepOutput
 
 
 class StepExecutor:

@@ -16,7 +16,7 @@ import torch
 
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
-from model.network.step import StepOutput
+from model.executors.step import StepOutput
 from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
 from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from kernels import AttentionProblem
+    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder
-    from model.network.columns import Bucket
-    from model.network.decoder import DecoderLM
+    from model.executors.columns import Bucket
     from model.sampling.grammar import GrammarMatcher, PendingMasks
     from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher

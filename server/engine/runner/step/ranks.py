@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 import msgspec
 import torch
 
-from model.network.columns import Bucket
-from model.network.step import StepInput, StepOutput
+from model.executors.columns import Bucket
+from model.executors.step import StepInput, StepOutput
 from server.engine.runner.step.executor import StepExecutor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
+    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
-    from model.network.decoder import DecoderLM
 
 _KEPT_INPUTS: Final = 8
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model.network.columns import Bucket, columns_of, extra_columns
-from model.network.step import StepInput
+from model.executors.columns import Bucket, columns_of, extra_columns
+from model.executors.step import StepInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,11 +17,13 @@ from kernels.rope.registry import TRITON
 from kernels.sampling.tokens import embed_tokens
 from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import LIBRARY_FORMATS, unquantized
-from model.network import cpu_steps, single_launch
-from model.network.attention import DenseAttention, PagedAttention
-from model.network.attention_plans import AttentionPlanner, attention_problems
-from model.network.bound_network import BoundNetwork, bind_network
-from model.network.embedding import finish_embeddings
+from model.executors import cpu_library as cpu_steps
+from model.executors import single_launch
+from model.executors.attention import DenseAttention, PagedAttention
+from model.executors.attention_plans import AttentionPlanner, attention_problems
+from model.executors.embedding import finish_embeddings
+from model.executors.layers import BoundNetwork, bind_network
+from model.executors.step import StepOutput
 from model.network.initial_weights import initialize
 from model.network.layers import (
     DecoderLayer,
@@ -33,7 +35,6 @@ from model.network.layers import (
 )
 from model.network.parallel import head_rows, shard, shard_network, shard_stacked
 from model.network.rope import RotaryEmbedding
-from model.network.step import StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
+    from model.executors.step import StepInput
     from model.network.layers import Attend, BoundLayer
     from model.network.metadata import AttentionMetadata
-    from model.network.step import StepInput
 
 
 class DecoderLM(nn.Module):
@@ -124,7 +125,7 @@ class DecoderLM(nn.Module):
 
         Args:
             quantization: one of `LIBRARY_FORMATS` quantizes all matrices for the C library, on a CPU whose
-                `model.network.cpu_steps.unsupported` is empty; others leave the matrices as they are.
+                `model.executors.cpu_library.unsupported` is empty; others leave the matrices as they are.
             threads: that compute a step in the C library.
         """
         if self.is_packed:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kernels import GPUArch, Selection
     from kernels.linear.select import LinearChoice
     from kernels.selection import Choice, VectorSpec
-    from model.network.columns import Bucket
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
+    from model.executors.columns import Bucket
 
 _META: Final = torch.device("meta")
 AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from model.device.kv_cache import KVCache
+    from model.executors.step import StepInput
     from model.network.spec import Attention, Network
-    from model.network.step import StepInput
 
 
 def same_problem(mixer: Attention) -> Attention:

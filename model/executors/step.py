@@ -8,14 +8,14 @@ import numpy as np
 
 from kernels import PagedBatch
 from model.device.transfer import StagedArrays
-from model.network.columns import StepArrays, columns_of
+from model.executors.columns import StepArrays, columns_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from model.device.transfer import HostArray
-    from model.network.columns import Bucket
+    from model.executors.columns import Bucket
 
 
 class StepInput:

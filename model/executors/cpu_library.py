@@ -11,9 +11,9 @@ from kernels.cpu.decoder import unsupported as shape_unsupported
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
 from kernels.weights import Weight
+from model.executors.step import StepOutput
 from model.network import spec
 from model.network.rope import RotaryEmbedding
-from model.network.step import StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from kernels.weight_format import WeightFormat
     from model.device.kv_cache import KVCache
+    from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
-    from model.network.step import StepInput
 
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""

@@ -19,8 +19,8 @@ from kernels.step.single_launch import (
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
+from model.executors.step import StepOutput
 from model.network import spec
-from model.network.step import StepOutput
 
 __all__ = [
     "ROW_COUNTS", "SingleLaunches", "bind_single_launch", "has_run", "launch_once", "launch_refusal", "step_shape",
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from kernels.step.single_launch import StepKernel
     from kernels.weight_format import WeightFormat
     from model.device.kv_cache import KVCache
+    from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
-    from model.network.step import StepInput
 
 _logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_nor
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, select_vector
 from kernels.weights import Weight
-from model.network.attention_plans import attention_problems, same_problem
-from model.network.head import Head, SoftcappedHead
+from model.executors.attention_plans import attention_problems, same_problem
+from model.executors.head import Head, SoftcappedHead
 from model.network.parallel import GatheredHead
 
 if TYPE_CHECKING:

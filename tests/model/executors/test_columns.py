@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.network import columns
-from model.network.columns import Bucket, Column, columns_of, input_bytes, per_sequence
-from model.network.step import StepInput
+from model.executors import columns
+from model.executors.columns import Bucket, Column, columns_of, input_bytes, per_sequence
+from model.executors.step import StepInput
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
