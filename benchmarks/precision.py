@@ -28,14 +28,14 @@ from benchmarks.quantized_model import QuantizedLM, Scheme
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.cpu.library import instructions
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import stored_dtype
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
-from model.device.dtypes import stored_dtype
 from model.device.kv_cache import KVCache
 from model.device.quantizations import QUANTIZATIONS
-from model.network import cpu_steps
-from model.network.columns import Bucket
-from model.network.step import StepInput
+from model.executors import cpu_library
+from model.executors.columns import Bucket
+from model.executors.step import StepInput
 from model.training.corpus import SourceFile, read_files
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
 
 _BLOCK_SIZE: Final = 16
 _ROWS: Final = 256
@@ -68,7 +68,7 @@ class ServedModel:
 
     Args:
         path: the checkpoint folder.
-        config: its configuration; `model.network.cpu_steps.unsupported` must be empty for it.
+        config: its configuration; `model.executors.cpu_library.unsupported` must be empty for it.
         quantization: "int8" or "int4".
     """
 
@@ -87,7 +87,7 @@ class ServedModel:
         )
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `Predictor.__call__`."""
+        """Compute the logits [1, T, V] in place of hidden states: an executor keeps these to itself."""
         tokens = len(positions)
         columns = -(-tokens // _BLOCK_SIZE)
         bucket = Bucket(
@@ -102,11 +102,11 @@ class ServedModel:
         host.prompt_seq_lens[:] = tokens
         host.prompt_block_table[:] = np.arange(columns)
         step.send()
-        return self._model.hidden_states(step, self._cache)[None]
+        return self._model.step(step, self._cache).logits[None]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Predictor.logits`."""
-        return self._model.logits(hidden)
+        """Return the logits, as `__call__` does."""
+        return hidden
 
 
 class Choice(NamedTuple):
@@ -316,7 +316,7 @@ def _precisions(
     """
     entries: list[dict[str, Any]] = []
     models: list[Predictor] = []
-    reasons = cpu_steps.unsupported(config.network)
+    reasons = cpu_library.unsupported(config.network)
     if reasons:
         print(f"the C library cannot serve {options.model} here: {'; '.join(reasons)}")
     for name in options.quantization:

@@ -6,7 +6,7 @@ import torch
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import save_checkpoint
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 
 VOCAB_SIZE = 260
 

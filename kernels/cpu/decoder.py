@@ -61,7 +61,7 @@ class LayerMatrices(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """The input of a step: tensors as in `model.network.columns.StepArrays`, and what surrounds them.
+    """The input of a step: tensors as in `model.executors.columns.StepArrays`, and what surrounds them.
 
     Attributes:
         arrays: the step's arrays.

@@ -25,8 +25,8 @@ from model.network.parallel import shard
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from model.decoder import DecoderLM
     from model.families.tensors import Tensors
-    from model.network.decoder import DecoderLM
     from model.network.layers import DecoderLayer
     from model.network.spec import Attention
 
@@ -120,8 +120,9 @@ class ParameterPart:
     def loaded(self, stored: StoredValues, rank: int) -> list[StoredValues]:
         """Return the rows of each module of a rank's parameter from what the checkpoint holds."""
         if self.transposed:
-            assert isinstance(stored, Weight)
-            stored = Weight.full(stored.dequantize().t())
+            stored = (
+                stored.t() if isinstance(stored, Tensor) else Weight.full(stored.dequantize().t())
+            )
         columns: tuple[int, ...] = tuple(self.values.shape[1:])
         return [
             rows.loaded(shard(module, (rows.count, *columns), rank))

@@ -22,11 +22,11 @@ from model.checkpoint.formats.table import find, kept
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
+from model.decoder import DecoderLM
 from model.device.memory import free_bytes
 from model.errors import WeightsError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD
-from model.network.decoder import DecoderLM
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.weights import load_model
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from model.sampling.parameters import SamplingParams
 from model.training.card import figures_of
 from model.training.completion import complete_prompts

@@ -22,7 +22,7 @@ import torch
 
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.weights import save_checkpoint
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from model.training.loop import Shape, Stage, model_config, run_stage
 from model.training.network import TrainedLM
 

@@ -11,7 +11,7 @@ from benchmarks.quantized_model import QuantizedLM, Scheme
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
-from model.network import cpu_steps
+from model.executors import cpu_library as cpu_steps
 from model.training.evaluate import file_bits
 from tests.gpu.python_headers import HEADERS
 from tests.model.checkpoint.hf_checkpoints import CASES

@@ -49,7 +49,7 @@ from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SAMPLE_SIZES, SampleSizes
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
-from model.network import single_launch
+from model.executors import single_launch
 from tests.gpu.attention_cases import DEVICE, judge, make, make_problem, rows, run
 from tests.gpu.test_fp8_weights_gpu import Layer
 from tests.gpu.test_layer_kernels_gpu import EPS, random

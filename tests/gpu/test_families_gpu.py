@@ -13,7 +13,7 @@ from model.checkpoint.weights import load_model
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
-from tests.model.network.paged import PagedDriver
+from tests.model.executors.paged import PagedDriver
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -32,7 +32,7 @@ from tests.gpu.attention_cases import (
     run,
     selection_of,
 )
-from tests.model.network.paged import logits_in_chunks
+from tests.model.executors.paged import logits_in_chunks
 
 COMBINATIONS = [
     ("bfloat16", 8, 2, 128, 16, {}),

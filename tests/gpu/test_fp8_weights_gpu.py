@@ -26,8 +26,8 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.kernels.linear.layer import linear
-from tests.model.network import paged
-from tests.model.network.paged import PagedDriver
+from tests.model.executors import paged
+from tests.model.executors.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import kernels
-import model.network.attention_plans
+import model.executors.attention_plans
 from kernels.attention.registry import REGISTRY
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import MODELS
 from tests.model.configs import changed
-from tests.model.network import paged
-from tests.model.network.paged import PagedDriver
+from tests.model.executors import paged
+from tests.model.executors.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -37,7 +37,7 @@ def use_portable_rows(monkeypatch, device="cuda"):
         chosen.add(selection.spec.name)
         return plan(problem, batch, selection=selection)
 
-    monkeypatch.setattr(model.network.attention_plans, "plan_attention", plan_portably)
+    monkeypatch.setattr(model.executors.attention_plans, "plan_attention", plan_portably)
     return chosen
 
 

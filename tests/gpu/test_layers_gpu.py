@@ -11,15 +11,15 @@ from kernels.rope.registry import TRITON
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
-from model.network import attention as model_attention
-from model.network import bound_network
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
+from model.executors import attention as model_attention
+from model.executors import layers as bound_network
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.gpu.python_headers import HEADERS
-from tests.model.network import paged
-from tests.model.network.paged import PagedDriver
+from tests.model.executors import paged
+from tests.model.executors.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -16,11 +16,11 @@ from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import QWEN
 from tests.kernels.linear.weights import linear_weights
 from tests.model.configs import changed
-from tests.model.network import paged
+from tests.model.executors import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kernels
-import model.network.attention_plans
+import model.executors.attention_plans
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
@@ -31,7 +31,7 @@ from server.engine.core.request import GenerateRequest
 from server.engine.runner.start.runner_start import GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.synchronization import forbid_synchronization
-from tests.model.network.paged import PagedDriver
+from tests.model.executors.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -162,7 +162,7 @@ def test_cascade_decode_gives_the_tokens_of_plain_decode(tokenizer, make_engine,
         return planned[-1]
 
     plan_attention = kernels.plan_attention
-    monkeypatch.setattr(model.network.attention_plans, "plan_attention", recording)
+    monkeypatch.setattr(model.executors.attention_plans, "plan_attention", recording)
     for is_faster in (False, True):
         monkeypatch.setattr(
             server.engine.runner.step.model_runner,

@@ -16,15 +16,15 @@ from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from model.checkpoint.hub import BUNDLED, resolve
-from model.network import single_launch
-from model.network.decoder import DecoderLM
-from model.network.single_launch import bind_single_launch
+from model.decoder import DecoderLM
+from model.executors import single_launch
+from model.executors.single_launch import bind_single_launch
 from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.model.configs import changed, model_config
-from tests.model.network import paged
+from tests.model.executors import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -372,7 +372,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
 )  # fmt: skip
 def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     model = build(name, torch.bfloat16)
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
@@ -559,7 +559,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
 @pytest.mark.parametrize("name", ["qwen", "groups of 7"])
 def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     model, wide = build(name, torch.bfloat16), build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     step = RowsStep(model, SEVERAL)
@@ -662,7 +662,7 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
     model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     cache = new_cache(model)
     one = bind(model, cache, tensor_cores=True)
     for context in (1, 65, 511, 4000):

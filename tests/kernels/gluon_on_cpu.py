@@ -20,6 +20,8 @@ from unittest import mock
 
 import torch
 
+from tests.kernels import row_products
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
     from types import ModuleType
@@ -426,7 +428,7 @@ def issue_product(a: Shared | Array, b: Shared, acc: Array, use_acc: bool = True
     result = torch.full((left.shape[0], b.memory.shape[1]), torch.nan)
 
     def end() -> None:
-        result.copy_(left.float() @ b.memory.float())
+        result.copy_(row_products.multiply(left.float(), b.memory.float()))
         if use_acc:
             result.add_(torch.Tensor(acc))
 

@@ -17,6 +17,8 @@ import warnings
 import pytest
 import torch
 
+from tests.kernels import row_products
+
 _VARIABLE = "TRITON_INTERPRET"
 _MODULES = (
     "kernels.attention.portable.launch",
@@ -140,7 +142,7 @@ def _repair() -> None:
 
     builder = interpreter.InterpreterBuilder
     convert = builder.create_fp_to_fp
-    cast, dot, launch = builder.cast_impl, builder.create_dot, interpreter.GridExecutor.__call__
+    cast, launch = builder.cast_impl, interpreter.GridExecutor.__call__
     patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     look_up, reduce = interpreter._get_np_dtype, interpreter.ReduceOps.generic_reduce
     exactly = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -172,13 +174,17 @@ def _repair() -> None:
             return interpreter.TensorHandle(narrow(src.data), tl.bfloat16)
         return cast(self, src, dst_type)
 
-    def repaired_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        """Products of bfloat16 values multiply their bit patterns as integers."""
-        a, b = (
+    def repaired_dot(self, a, b, d, _input_precision, _max_num_imprecise_acc):
+        """Products of bfloat16 values multiply their bit patterns as integers; see `row_products` for the others."""
+        assert not any(x.dtype.scalar.is_fp8() for x in (a, b)), "FP8 values are bit patterns too"
+        left, right = (
             repaired_cast(self, x, tl.float32) if x.dtype.scalar is tl.bfloat16 else x
             for x in (a, b)
         )
-        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+        product = row_products.multiply(
+            *(torch.from_numpy(x.data.astype(d.data.dtype, order="C")) for x in (left, right))
+        )
+        return interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
 
     def repaired_conversion(self, src, dst_type, rounding_mode):
         """A float32 that rounds up to a power of two in FP8 becomes half of that power."""

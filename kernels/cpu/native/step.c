@@ -1,7 +1,7 @@
 /* A step of a decoder on a CPU, as one call: embedding, layers, final norm and logits.
 
    The structures are those of `kernels/cpu/decoder.py`; every member is 8 bytes wide, so that both sides lay them out
-   alike. Rows of a step are tokens; see `model.network.columns` for their order. */
+   alike. Rows of a step are tokens; see `model.executors.columns` for their order. */
 #include "attention.h"
 #include "pool.h"
 #include "products.h"

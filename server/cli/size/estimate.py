@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from model.device.dtypes import resolve_kv_dtype
+from model.checkpoint.dtypes import resolve_kv_dtype
 from model.device.kv_cache import bytes_per_token
 from server.engine.core.memory.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.explain.model_work import ModelWork, Rows
@@ -17,7 +17,7 @@ from server.engine.runner.step.recordings import recorded_bytes
 
 if TYPE_CHECKING:
     from kernels import GPUArch
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
     from model.network.spec import Layer, Network
     from server.cli.plan.planned_model import PlannedModel
     from server.engine.core.limits import SchedulerConfig

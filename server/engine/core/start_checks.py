@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.device.cpu_dtype import prefers_bfloat16_on_cpu
+from model.checkpoint.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
 from model.device.quantizations import CPU_QUANTIZATIONS
 from server.engine.core.memory.kv_demand import (

@@ -8,7 +8,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from server.cli.bench.engine.measures import EngineMeasures
 from server.cli.bench.engine.run import EngineRun
 from server.cli.bench.engine.workloads import Plan, Workload

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 import kernels.attention.functional
-import model.network.attention
-import model.network.decoder
+import model.decoder
+import model.executors.attention
 import server.engine.runner.start.startup
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
@@ -59,7 +59,7 @@ def _on_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "PART_TOKENS", 32)
     for module in (
         kernels.attention.functional,
-        model.network.decoder,
+        model.decoder,
         server.engine.runner.step.model_runner,
         server.engine.runner.start.startup,
     ):

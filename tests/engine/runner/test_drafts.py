@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from model.network import single_launch
+from model.executors import single_launch
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import DecodeRows, ScheduledSequence, SchedulerOutput
 from tests.engine.runner.drafts import WAYS, check, requests

@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-import model.network.attention
+import model.executors.attention
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
@@ -36,7 +36,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.step.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
-    monkeypatch.setattr(model.network.attention, "write_kv", write_kv)
+    monkeypatch.setattr(model.executors.attention, "write_kv", write_kv)
 
 
 def config(folder):

@@ -11,13 +11,13 @@ from kernels.arch import CATALOGUE, detect
 from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
+from model.decoder import DecoderLM
 from model.families.parts import with_windows
-from model.network.decoder import DecoderLM
 from server.engine.core.plan_report import PlanReport
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.model_runner import ModelRunner
 from tests.model.configs import read_again
-from tests.model.network.paged import new_cache
+from tests.model.executors.paged import new_cache
 from tests.plans import PLAN
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.network.columns import Bucket
+from model.executors.columns import Bucket
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.step import DecodeRows, ScheduledSequence
 from server.engine.runner.step.recordings import RecordedSteps

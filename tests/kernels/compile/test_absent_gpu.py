@@ -210,9 +210,9 @@ def test_only_the_files_of_kernels_are_counted_and_lose_their_sources(tmp_path):
 ONE_STEP = """
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
-from model.network.decoder import DecoderLM
-from model.network.columns import Bucket
-from model.network.step import StepInput
+from model.decoder import DecoderLM
+from model.executors.columns import Bucket
+from model.executors.step import StepInput
 
 config = ModelConfig.from_folder(Path("server/cli/bench/shapes/qwen3-0.6b"))
 keys = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": HIDDEN_SIZE, "bos_token_id": 0, "eos_token_id": 0}
@@ -241,7 +241,7 @@ from server.cli.settings import Settings
 from server.engine.runner.start.runner_start import make_runner
 from server.engine.runner.start.startup import step_limits
 from model.checkpoint.config import ModelConfig
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 
 class Recorder:
     def record(self, compute):

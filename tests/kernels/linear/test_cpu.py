@@ -8,6 +8,7 @@ from kernels.linear.cpu import PackedLinear, fits_half, unsupported
 from kernels.linear.problem import LinearProblem
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import PACKED
+from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from tests.kernels.linear.weights import linear_weights
 
@@ -63,15 +64,14 @@ def test_a_packed_weight_multiplies_like_a_plain_one(weight, with_bias, rows):
     assert (packed - plain).abs().max() <= tolerance * plain.abs().max()
 
 
-def test_a_row_does_not_depend_on_the_other_rows():
-    weights = linear_weights(bfloat16_weight(640, 384))
-    x, multiply = random(40, 384), PackedLinear(weights, PROBLEM)
+def test_other_rows_change_a_row_by_rounding_at_most():
+    weight = bfloat16_weight(640, 384)
+    x, multiply = random(40, 384), PackedLinear(linear_weights(weight), PROBLEM)
+    truth, plain = x.double() @ weight.double().T, x @ weight.T
 
     with torch.inference_mode():
-        together = multiply(x)
-
-        for count in (1, 2, 3, 7, 8, 16):
-            assert torch.equal(multiply(x[:count]), together[:count])
+        for count in (1, 2, 3, 7, 8, 16, 40):
+            assert_no_worse_than(multiply(x[:count]), truth[:count], plain[:count], atol=0)
 
 
 @pytest.mark.parametrize("engine", torch.backends.quantized.supported_engines)

@@ -1,5 +1,6 @@
 """Checkpoints with matrices in FP8 with scales for blocks: held as they are stored, with the values of the formula."""
 
+import dataclasses
 import json
 import shutil
 
@@ -13,17 +14,19 @@ from kernels.cpu.library import load as load_library
 from kernels.weight_format import INT4_GROUPS, INT8_ROWS, WeightFormat
 from kernels.weights import quantize
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.table import detect
 from model.checkpoint.weights import load_model, load_part
-from model.device.dtypes import resolve_quantization
 from model.errors import ModelError, UnsupportedModelError, WeightsError
-from model.network import cpu_steps
+from model.executors import cpu_library as cpu_steps
+from model.families.table import FAMILIES
+from model.families.tensors import LLAMA
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.core.start_checks import StartupError
 from tests.model.checkpoint.hf_checkpoints import CASES, Case
-from tests.model.network.paged import PagedDriver, logits_in_chunks
+from tests.model.executors.paged import PagedDriver, logits_in_chunks
 from tests.model.network.ranks import ThreadRanks
 
 FILE = "model.safetensors"
@@ -152,6 +155,64 @@ def test_transposed_matrices_are_held_as_full_numbers(tmp_path):
     held = load(tmp_path / "fp8")
 
     assert not held.is_quantized
+    assert torch.equal(
+        logits_in_chunks(held, TOKENS, 16), logits_in_chunks(load(exact), TOKENS, 16)
+    )
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_factors_of_a_family_multiply_the_scales(tmp_path, group):
+    CASES["granite"].save(tmp_path / "fp8")
+    exact = store(tmp_path / "fp8", group)
+
+    held, plain = load(tmp_path / "fp8"), load(exact)
+
+    assert {form.name for form in formats(held).values()} == {"fp8-blocks"}
+    found, expected = (logits_in_chunks(it, TOKENS, 16) for it in (held, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def fuse(folder, grouped):
+    """Store q, k and v as one tensor, and gate and up."""
+    tensors = safetensors.torch.load_file(folder / FILE)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        q, k, v = (tensors.pop(f"{prefix}self_attn.{it}_proj.weight") for it in "qkv")
+        parts = [q, k, v]
+        if grouped:  # 2 key-value heads of 16, with 2 query heads each
+            parts = [
+                it for i in (0, 1) for it in (q[32 * i :][:32], k[16 * i :][:16], v[16 * i :][:16])
+            ]
+        tensors[f"{prefix}self_attn.qkv_proj.weight"] = torch.cat(parts)
+        gate_up = [tensors.pop(f"{prefix}mlp.{it}_proj.weight") for it in ("gate", "up")]
+        tensors[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(gate_up)
+    safetensors.torch.save_file(tensors, folder / FILE)
+
+
+@pytest.mark.parametrize("group", [8, 16, 32, 128])
+@pytest.mark.parametrize("changes", ["interleaved", "fused", "grouped"])
+def test_rows_of_a_family_in_another_order_keep_their_scales(tmp_path, monkeypatch, changes, group):
+    CASES["llama"].save(tmp_path / "fp8")
+    modules = LLAMA.layer_modules
+    if changes != "interleaved":
+        fuse(tmp_path / "fp8", grouped=changes == "grouped")
+        modules = modules | dict.fromkeys("qkv", "self_attn.qkv_proj")
+        modules = modules | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
+    tensors = dataclasses.replace(
+        LLAMA,
+        layer_modules=modules,
+        interleaved_rotary=changes == "interleaved",
+        grouped_qkv=changes == "grouped",
+    )
+    family = dataclasses.replace(FAMILIES["LlamaForCausalLM"], tensors=tensors)
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", family)
+    exact = store(tmp_path / "fp8", group)
+
+    held = load(tmp_path / "fp8")
+
+    assert {form.name for form in formats(held).values()} == {"fp8-blocks"}
+    if changes == "interleaved":
+        assert (formats(held)["0.qkv"].scales == "block") == (group in (16, 32))
     assert torch.equal(
         logits_in_chunks(held, TOKENS, 16), logits_in_chunks(load(exact), TOKENS, 16)
     )

@@ -7,7 +7,7 @@ import torch
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, load_part
-from tests.model.network.paged import PagedDriver
+from tests.model.executors.paged import PagedDriver
 from tests.model.network.ranks import ThreadRanks
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

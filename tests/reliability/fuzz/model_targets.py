@@ -21,8 +21,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, save_checkpoint
+from model.decoder import DecoderLM
 from model.errors import ModelError
-from model.network.decoder import DecoderLM
 from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
 from tests.reliability.fuzz.target import mutate_tree

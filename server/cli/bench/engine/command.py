@@ -19,8 +19,8 @@ from kernels import FP8, KernelError, detect
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.table import kept
+from model.decoder import DecoderLM
 from model.device.quantizations import QUANTIZATIONS, loaded_format
-from model.network.decoder import DecoderLM
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row

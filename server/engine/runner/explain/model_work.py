@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from kernels import Phase
 from kernels.weight_format import unquantized
-from model.network.attention_plans import same_problem
+from model.executors.attention_plans import same_problem
 from model.network.parallel import head_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels import AttentionProblem, GPUArch
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from kernels import KernelError, select
 from kernels.collective.communicator import AbsentRanks
 from kernels.gpu.absent_gpu import AbsentGPUError, absent_gpu
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import resolve_dtype
 from model.checkpoint.formats.table import kept
-from model.device.dtypes import resolve_dtype
+from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import ModelError
-from model.network.decoder import DecoderLM
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.start.runner_start import make_runner
 from server.engine.runner.start.startup import resolved_quantization, step_limits

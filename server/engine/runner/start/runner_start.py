@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kernels import detect, select
-from model.device.dtypes import resolve_kv_dtype
+from model.checkpoint.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
@@ -32,7 +32,7 @@ from server.engine.runner.step.recordings import recorded_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
     from server.engine.runner.start.startup_progress import Phases

@@ -21,13 +21,13 @@ from kernels.cpu.library import load
 from kernels.fp8 import FP8
 from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import resolve_dtype, resolve_quantization, stored_dtype
 from model.checkpoint.formats.table import kept
 from model.checkpoint.weights import load_part
 from model.device.cpus import default_engine_threads, usable_cpus
-from model.device.dtypes import resolve_dtype, resolve_quantization, stored_dtype
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
-from model.network import cpu_steps
+from model.executors import cpu_library
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.memory.block_manager import BlockManager
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from kernels.weight_format import WeightFormat
-    from model.network.decoder import DecoderLM
+    from model.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
     from server.engine.core.messages import EngineMessage, FrontEndMessage
     from server.engine.runner.step.ranks import FollowingExecutor, Ranks
@@ -308,7 +308,7 @@ def resolved_quantization(
 
     def unsupported() -> tuple[str, ...]:
         in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
-        reasons = cpu_steps.unsupported(model.network, fp8_cache=in_fp8, num_ranks=num_ranks)
+        reasons = cpu_library.unsupported(model.network, fp8_cache=in_fp8, num_ranks=num_ranks)
         if config.quantization == "auto" and reasons == (load(),):
             log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
         return reasons

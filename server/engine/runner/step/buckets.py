@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from model.network.columns import Bucket
+from model.executors.columns import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

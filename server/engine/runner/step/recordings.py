@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.network.columns import input_bytes
-from model.network.step import StepOutput
+from model.executors.columns import input_bytes
+from model.executors.step import StepOutput
 from server.engine.core.step import NO_ROWS
 from server.engine.runner.step.buckets import BucketGrid
 from server.engine.runner.step.executor import StepExecutor
@@ -26,10 +26,10 @@ from server.engine.runner.step.step_input import PackedStep, exact_bucket
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
-    from model.network.columns import Bucket
-    from model.network.decoder import DecoderLM
+    from model.executors.columns import Bucket
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import DecodeRows, ScheduledSequence
     from server.engine.runner.step.sampled_tokens import SampledTokens

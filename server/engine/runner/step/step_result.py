@@ -15,7 +15,7 @@ from server.engine.core.step import SampledRows, StepResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from model.network.step import StepOutput
+    from model.executors.step import StepOutput
     from model.sampling.sampler import PendingTokens
     from server.engine.core.step import DecodeRows, PromptLogprobs, ScheduledSequence
 

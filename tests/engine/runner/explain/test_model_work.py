@@ -7,7 +7,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.weight_format import FP8_ROWS
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from server.engine.runner.explain.model_work import ModelWork, Rows, Work
 from tests.model.configs import model_config
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernels.linear.projection
-import model.network.decoder
+import model.decoder
 from kernels.arch import CATALOGUE
 from kernels.cpu.library import load as load_library
 from kernels.errors import NoKernelError
@@ -17,12 +17,12 @@ from kernels.fp8 import FP8
 from kernels.linear.registry import REGISTRY as LINEAR
 from kernels.norms import registry as norms
 from kernels.rope import registry as rope
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, INT8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
-from model.network.columns import Bucket
-from model.network.decoder import DecoderLM
-from model.network.layer_kernels import layer_kernels
+from model.decoder import DecoderLM
+from model.executors.columns import Bucket
+from model.executors.layer_kernels import layer_kernels
 from model.sampling.sampler import SAMPLERS, HostTokens, Sampler
 from server.cli.bench.engine.options import SHAPES, shapes
 from server.engine.core.start_checks import StartupError
@@ -95,7 +95,7 @@ def test_the_kernels_of_a_step_are_those_that_a_model_binds(shape, monkeypatch):
     gpus = [arch for arch in CATALOGUE.values() if arch.has_triton_tensor_cores]
     for arch, dtype, fp8 in itertools.product(gpus, DTYPES, (False, True)):
         made = build(shape, dtype, fp8=fp8)
-        monkeypatch.setattr(model.network.decoder, "detect", lambda _device, arch=arch: arch)
+        monkeypatch.setattr(model.decoder, "detect", lambda _device, arch=arch: arch)
         made.optimize()
         for deterministic in (False, True):
             plan = explain_model(made, 16, arch, deterministic=deterministic)
@@ -140,7 +140,7 @@ def test_the_c_library_computes_every_step_with_integer_weights():
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
 
-    plan = explain_model(build("bundled", "float32"), 16, CATALOGUE["cpu"], None, "int8")
+    plan = explain_model(build("bundled", "float32"), 16, CATALOGUE["cpu"], None, INT8_ROWS)
 
     assert {step.executor for step in plan.steps} == {"cpu_library"}
     assert all("one call of the C library" in step.why for step in plan.steps)

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from model.network.columns import Bucket
+from model.executors.columns import Bucket
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.step.buckets import BucketGrid, row_counts, shared_count, token_counts
 

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-import time
+import threading
 from pathlib import Path
 
 import jsonschema
@@ -327,10 +327,10 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_sequence_with_an_error(engin
 
 
 def test_other_sequences_go_on_while_a_grammar_is_compiled(engine_of, tokenizer, monkeypatch):
-    compile_matcher = grammars.compile_matcher
+    compile_matcher, other_has_ended = grammars.compile_matcher, threading.Event()
 
     def slow(*arguments):
-        time.sleep(0.3)
+        assert other_has_ended.wait(60)
         return compile_matcher(*arguments)
 
     monkeypatch.setattr(grammars, "compile_matcher", slow)
@@ -343,10 +343,13 @@ def test_other_sequences_go_on_while_a_grammar_is_compiled(engine_of, tokenizer,
     engine.channel.inbox += [structured(1), plain]
     engine.engine.receive(wait=math.inf)
     assert engine.engine.stats().num_waiting == 2
+    ids = []
     while engine.engine.has_work:
         engine.engine.step()
+        ids = [request_id for step in engine.channel.steps for request_id in step.request_ids]
+        if len(ids) == 20:
+            other_has_ended.set()
 
-    ids = [request_id for step in engine.channel.steps for request_id in step.request_ids]
     assert ids[:20] == [2] * 20
     assert set(ids[20:]) == {1}
 

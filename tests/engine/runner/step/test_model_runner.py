@@ -8,15 +8,15 @@ import torch
 from kernels.gpu.compile_ahead import NotCompiledError
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
-from model.network import single_launch
-from model.network.single_launch import launch_refusal
-from model.network.step import StepOutput
+from model.executors import single_launch
+from model.executors.single_launch import launch_refusal
+from model.executors.step import StepOutput
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.start.dummy_steps import crowds, first_steps, largest_steps
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
 from server.engine.runner.step.model_runner import ModelRunner
 from tests.engine.runner.test_engine_model import greedy, make_engine
-from tests.model.network.paged import new_cache
+from tests.model.executors.paged import new_cache
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)

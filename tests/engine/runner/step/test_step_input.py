@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.network.columns import Bucket
-from model.network.step import StepInput
+from model.executors.columns import Bucket
+from model.executors.step import StepInput
 from model.sampling.parameters import SamplingParams
 from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence

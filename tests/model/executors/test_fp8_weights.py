@@ -21,7 +21,7 @@ from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS
 from tests.model.checkpoint.hf_checkpoints import CASES
-from tests.model.network.paged import logits_in_chunks
+from tests.model.executors.paged import logits_in_chunks
 
 FOLDER = Path(package.__file__).parent / "bundled"
 

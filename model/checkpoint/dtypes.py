@@ -14,7 +14,7 @@ from kernels import GPUArch, detect
 from kernels.selection import VectorProblem, triton_unsupported
 from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
-from model.device.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
+from model.checkpoint.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
 from model.device.quantizations import CPU_QUANTIZATIONS, QUANTIZATIONS
 from model.errors import ModelError
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from model.device import cpu_dtype
-from model.device.cpu_dtype import arm_has_bfloat16
+from model.checkpoint import cpu_dtype
+from model.checkpoint.cpu_dtype import arm_has_bfloat16
 
 
 @pytest.mark.parametrize(("value", "found"), [(1, True), (0, False), (None, False)])

@@ -4,7 +4,7 @@ import torch
 from kernels.arch import CATALOGUE, CPU
 from kernels.torch_private import onednn_has_bfloat16
 from kernels.weight_format import FP8_ROWS, INT8_ROWS, LIBRARY_FORMATS
-from model.device.dtypes import resolve_dtype, resolve_quantization
+from model.checkpoint.dtypes import resolve_dtype, resolve_quantization
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
 from tests.model.configs import model_config
@@ -38,15 +38,17 @@ def config_of(num_layers, dtype):
 def test_a_cpu_uses_bfloat16_only_for_large_bfloat16_checkpoints(
     monkeypatch, num_layers, dtype, has_instructions, chosen
 ):
-    monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: has_instructions)
-    monkeypatch.setattr("model.device.dtypes.arm_has_bfloat16", lambda: False)
+    monkeypatch.setattr(
+        "model.checkpoint.dtypes.has_bfloat16_instructions", lambda: has_instructions
+    )
+    monkeypatch.setattr("model.checkpoint.dtypes.arm_has_bfloat16", lambda: False)
 
     assert resolve_dtype("auto", config_of(num_layers, dtype), "cpu") is chosen
 
 
 def test_an_arm_processor_with_bfloat16_uses_it_like_an_x86(monkeypatch):
-    monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: False)
-    monkeypatch.setattr("model.device.dtypes.arm_has_bfloat16", lambda: True)
+    monkeypatch.setattr("model.checkpoint.dtypes.has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr("model.checkpoint.dtypes.arm_has_bfloat16", lambda: True)
 
     assert resolve_dtype("auto", config_of(24, "bfloat16"), "cpu") is torch.bfloat16
     assert resolve_dtype("auto", config_of(2, "bfloat16"), "cpu") is torch.float32
@@ -69,13 +71,13 @@ def test_without_onednn_there_are_no_bfloat16_products(monkeypatch):
 )
 def test_a_gpu_uses_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
     arch = CATALOGUE["a100" if has_bfloat16 else "t4"]
-    monkeypatch.setattr("model.device.dtypes.detect", lambda device: arch)
+    monkeypatch.setattr("model.checkpoint.dtypes.detect", lambda device: arch)
 
     assert resolve_dtype("auto", config_of(2, dtype), "cuda") is chosen
 
 
 def test_bfloat16_on_a_gpu_that_emulates_it_is_used_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr("model.device.dtypes.detect", lambda device: CATALOGUE["t4"])
+    monkeypatch.setattr("model.checkpoint.dtypes.detect", lambda device: CATALOGUE["t4"])
 
     assert resolve_dtype("bfloat16", config_of(2, "bfloat16"), "cuda") is torch.bfloat16
     assert "float16 is faster" in caplog.text

@@ -8,11 +8,11 @@ from tokenizers import Tokenizer
 
 import model as package
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.dtypes import resolve_kv_dtype
 from model.checkpoint.weights import load_model
-from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.errors import ModelError
-from tests.model.network.paged import PagedDriver, greedy, logits_in_chunks
+from tests.model.executors.paged import PagedDriver, greedy, logits_in_chunks
 
 FOLDER = Path(package.__file__).parent / "bundled"
 FP8 = torch.float8_e4m3fn

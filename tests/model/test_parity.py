@@ -11,7 +11,7 @@ from model.checkpoint.weights import load_model
 from model.text.tokenizer import Tokenizer
 from tests.marks import slow_except
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
-from tests.model.network.paged import greedy, logits_in_chunks
+from tests.model.executors.paged import greedy, logits_in_chunks
 
 STEPS = 200
 PROMPT = list(range(3, 100, 4))

@@ -3,11 +3,11 @@ import torch
 
 from kernels import Phase
 from kernels.linear.cpu import unsupported as packing_unsupported
+from model.decoder import DecoderLM
 from model.device.kv_cache import KVCache, bytes_per_token
-from model.network.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.model.configs import changed, model_config
-from tests.model.network.paged import PagedDriver, logits_in_chunks
+from tests.model.executors.paged import PagedDriver, logits_in_chunks
 
 CONFIG = model_config(
     architecture="Qwen3ForCausalLM",

@@ -9,8 +9,8 @@ from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
 from kernels.weight_format import FP8_ROWS, INT8_ROWS
-from model.network.decoder import DecoderLM
-from model.network.single_launch import step_shape
+from model.decoder import DecoderLM
+from model.executors.single_launch import step_shape
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.model.configs import changed, model_config
@@ -242,7 +242,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
     ],
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):
-    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
+    monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
@@ -271,7 +271,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     ],
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):
-    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_, **__: ())
+    monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ()

@@ -12,7 +12,7 @@ import kernels
 import kernels.linear.projection
 import kernels.linear.registry
 import kernels.linear.select
-import model.network.decoder
+import model.decoder
 from kernels.arch import CATALOGUE, CPU
 from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
@@ -21,12 +21,12 @@ from kernels.linear.select import LinearLaunch, TunedLinear
 from kernels.rope.registry import PYTORCH, TRITON
 from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import FP8_ROWS, WeightFormat
-from model.network.decoder import DecoderLM
+from model.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.kernels import float8_library, triton_interpreter
 from tests.model.configs import model_config
-from tests.model.network.paged import PagedDriver
-from tests.model.network.test_fp8_weights import both_in_float8
+from tests.model.executors.paged import PagedDriver
+from tests.model.executors.test_fp8_weights import both_in_float8
 
 SHAPE = {
     "architecture": "LlamaForCausalLM",
@@ -128,7 +128,7 @@ def on_a_gpu(monkeypatch):
 
     def switch():
         monkeypatch.setattr(kernels.attention.functional, "detect", detect)
-        monkeypatch.setattr(model.network.decoder, "detect", detect)
+        monkeypatch.setattr(model.decoder, "detect", detect)
         monkeypatch.setattr(kernels.linear.projection, "tuned_linear", wide)
 
     return switch
@@ -430,7 +430,7 @@ def test_unsupported_fusion_is_reported_with_the_reason(arch, dtype, reason):
 
 def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monkeypatch, caplog):
     plain = build()
-    monkeypatch.setattr(model.network.decoder, "detect", lambda _device: CATALOGUE["t4"])
+    monkeypatch.setattr(model.decoder, "detect", lambda _device: CATALOGUE["t4"])
 
     plain.optimize()
 

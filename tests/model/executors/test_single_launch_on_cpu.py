@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kernels import PagedBatch
-from model.network.decoder import DecoderLM
-from model.network.single_launch import bind_single_launch
+from model.decoder import DecoderLM
+from model.executors.single_launch import bind_single_launch
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.model.configs import changed, model_config
-from tests.model.network import paged
+from tests.model.executors import paged
 
 if HAS_TRITON:
     from tests.kernels.step.step_on_cpu import steps_on_cpu
@@ -75,7 +75,7 @@ def new_cache(model):
 @pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["qwen", "gemma"])
 def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     arch = dataclasses.replace(ARCHES[90], num_sms=16)
-    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     model, wide = DecoderLM(config, torch.bfloat16), DecoderLM(config, torch.float32)
     assert model.single_launch_unsupported(arch) == ()
     for it in (model, wide):
