@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.service import service
-from server.cli.bench.serve.apis import OpenAI
+from server.cli.bench.serve.apis import OpenAI, Options
 from server.cli.bench.serve.load import Job, LoadGenerator
+from server.cli.bench.serve.metrics import Distribution
 from server.cli.client.http_client import Target
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ class Load:
 
     def __init__(self, url: str, prompt_tokens: int, max_tokens: int) -> None:
         target = dataclasses.replace(Target.from_url(url), keep_alive=False)
-        self._generator = LoadGenerator(target, OpenAI(), _TIMEOUT)
+        self._api = OpenAI()
+        self._generator = LoadGenerator(target, self._api, _TIMEOUT)
         with urllib.request.urlopen(f"{url}/v1/models") as reply:  # noqa: S310 - the service's
-            self._model = json.load(reply)["data"][0]["id"]
+            self._options = Options(json.load(reply)["data"][0]["id"])
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._random = random.Random(_SEED)
@@ -96,17 +98,8 @@ class Load:
     def _jobs(self) -> Iterator[Job]:
         while True:
             prompt = [self._random.randint(_FIRST_ID, _LAST_ID) for _ in range(self._prompt_tokens)]
-            body = {
-                "model": self._model, "prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0,
-                "ignore_eos": True, "stream": True,
-            }  # fmt: skip
-            yield Job(json.dumps(body).encode(), self._max_tokens, self._prompt_tokens)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile of values, of which there is at least one."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+            body = self._api.body(prompt, self._max_tokens, self._options)
+            yield Job(body, self._max_tokens, self._prompt_tokens)
 
 
 def judge_delays(sent: Sent) -> dict[str, Any]:
@@ -134,24 +127,22 @@ def judge_delays(sent: Sent) -> dict[str, Any]:
 def summarize(share: float, rate: float, seconds: float, sent: Sent) -> dict[str, Any]:
     """Return a row of the report."""
     records = sent.first + sent.again
-    ttft = [it.ttft for it in records if it.error is None]
+    ttft = Distribution.of_seconds([it.ttft for it in records if it.error is None])
     refused = [it for it in records if it.error == _REFUSED]
+    refusals = Distribution.of_seconds([it.ended - it.started for it in refused])
+    assert ttft is not None
     return {
         "share": share,
         "requests_per_second": round(rate * share, 2),
         "requests": len(records),
-        "served": len(ttft),
-        "served_per_second": round(len(ttft) / seconds, 2),
+        "served": ttft.count,
+        "served_per_second": round(ttft.count / seconds, 2),
         "refused": len(refused),
-        "neither": len(records) - len(ttft) - len(refused),
+        "neither": len(records) - ttft.count - len(refused),
         "refused_without_retry_after": sum(it.retry_after is None for it in refused),
-        "refusal_p99_ms": round(
-            1e3 * percentile([it.ended - it.started for it in refused], 0.99), 1
-        )
-        if refused
-        else None,
-        "ttft_p50_ms": round(1e3 * percentile(ttft, 0.5), 1),
-        "ttft_p99_ms": round(1e3 * percentile(ttft, 0.99), 1),
+        "refusal_p99_ms": round(refusals.percentiles[99], 1) if refusals else None,
+        "ttft_p50_ms": round(ttft.percentiles[50], 1),
+        "ttft_p99_ms": round(ttft.percentiles[99], 1),
         **judge_delays(sent),
     }
 
