@@ -35,7 +35,8 @@ def run_service(rate: str, options: list[str]) -> None:
 def cpu_seconds(url: str) -> float:
     """Return the processor time of the front ends so far."""
     with urllib.request.urlopen(f"{url}/metrics") as reply:  # noqa: S310 - the own service
-        return read_metrics(reply.read().decode())["process_cpu_seconds_total"]
+        metrics = read_metrics(reply.read().decode())
+    return float(metrics["process_cpu_seconds_total"])
 
 
 def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
 from kernels.linear.weights import Norm
 from kernels.norms.gpu import quantize_rows as fused
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from tests.kernels import float8_library, triton_interpreter
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 pytestmark = triton_interpreter.interpreted
 

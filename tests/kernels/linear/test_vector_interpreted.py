@@ -13,10 +13,10 @@ from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
 from kernels.linear.weights import Norm
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import triton_interpreter
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 pytestmark = triton_interpreter.interpreted
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import kernels
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.select import Selection
-from kernels.testing import reference
+from tests.kernels.references import reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,7 +243,7 @@ def make_case(
     size = problem.block_size
     assert size is not None, "a paged case's problem has a block size"
     needed = [-(-length // size) for length in seq_lens]
-    tables = _place(needed, layout, random.Random(seed))  # noqa: S311
+    tables = _place(needed, layout, random.Random(seed))
     shared = shared_prefix // size
     for table in tables:
         if table:
