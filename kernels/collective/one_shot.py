@@ -40,11 +40,6 @@ class _Slots:
 class OneShotSum:
     """Adds a tensor over all ranks of the default process group, in their order.
 
-    Args:
-        rank: of this process.
-        size: number of ranks.
-        device: the GPU of this rank.
-
     Attributes:
         most_warps: of a launch; must be the same on all ranks, since they decide by it whether to launch.
 

@@ -45,9 +45,6 @@ def absent_gpu(arch: GPUArch) -> Iterator[torch.device]:
     Tensors that are created on the device or copied to it have no data; reading one on the host gives zeros. Only one
     thread may use it at a time, in a process that uses no real GPU.
 
-    Args:
-        arch: the GPU.
-
     Yields:
         The device.
 

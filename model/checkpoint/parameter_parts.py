@@ -221,14 +221,7 @@ def _rows(
 def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
-    """Yield the name of each tensor of a layer, after the layer's index, and what holds it.
-
-    Args:
-        layer: the layer.
-        prefix: of the names of its parameters in the model.
-        tensors: of the family.
-        rewrites: of its modules.
-    """
+    """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
     orders = dict.fromkeys(_ROTATED, head_order(layer.spec.mixer, tensors))
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")

@@ -44,10 +44,6 @@ def read_settings(arguments: Sequence[str], command: str = "serve") -> Settings:
     """Read the settings from flags, environment and defaults, in this order.
 
     Exits with status 2 and a message if a value is wrong.
-
-    Args:
-        arguments: after the name of the command.
-        command: its name, for messages.
     """
     parser = Parser(prog=f"tessera {command}")
     add_settings(parser)
@@ -58,10 +54,6 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
     """Return the settings of parsed flags, with environment and defaults.
 
     Exits with status 2 and a message if a value is wrong, or if an environment variable belongs to no setting.
-
-    Args:
-        options: from a parser that `add_settings` has extended.
-        command: its name, for messages.
     """
     given = given_settings(options)
     model = getattr(options, MODEL)
@@ -84,12 +76,7 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
 
 
 def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
-    """Return the engine's part of the settings.
-
-    Args:
-        settings: of the service.
-        model_path: checkpoint folder on this machine.
-    """
+    """Return the engine's part of the settings."""
     values = settings.values_of(EngineSettings)
     return EngineConfig(model_path=str(model_path), model_id=settings.model, **values)
 

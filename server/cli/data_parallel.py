@@ -19,9 +19,6 @@ def engine_environments(settings: Settings) -> Sequence[Mapping[str, str]]:
 
     On a CPU they have none; there the engines share processors and memory.
 
-    Args:
-        settings: of the service.
-
     Raises:
         StartupError: there are fewer GPUs than engines.
     """

@@ -39,12 +39,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 
 def local_hosts(host: str, listener: socket.socket) -> tuple[str, ...]:
-    """Return the names by which programs of this machine reach the service; none if others can reach it too.
-
-    Args:
-        host: as given to `listen`.
-        listener: one of the sockets.
-    """
+    """Return the names by which programs of this machine reach the service; none if others can reach it too."""
     address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
     if not address.is_loopback:
         return ()

@@ -112,12 +112,7 @@ def serve(
 
 
 class _SingleFrontEnd:
-    """This process as the only front end; has the methods of a `FrontEndPool`.
-
-    Args:
-        server: of this process.
-        listener: bound socket.
-    """
+    """This process as the only front end; has the methods of a `FrontEndPool`."""
 
     def __init__(self, server: HTTPServer, listener: socket.socket) -> None:
         self.loop_factory = server.loop_factory

@@ -41,10 +41,6 @@ def warm_up(config: EngineConfig, began: float) -> None:
     """Start an engine, record its steps, and print the duration of the start.
 
     Exits with status 1 if the engine cannot start.
-
-    Args:
-        config: of the engine, from the settings of the service.
-        began: `time.perf_counter()` when the command began.
     """
     try:
         ranks = RankProcesses(config) if config.tensor_parallel > 1 else None

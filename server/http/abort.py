@@ -47,13 +47,7 @@ RECORDS = (AbortBody, AbortReply)
 
 
 def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]) -> None:
-    """Add the route.
-
-    Args:
-        app: the application.
-        context: the application's context.
-        error_reply: type of an error's body, for the OpenAPI document.
-    """
+    """Add the route."""
 
     @app.post("/abort", **describe_route(AbortBody, error_reply, AbortReply, generates=False))
     async def abort(request: Request) -> Response:

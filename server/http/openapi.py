@@ -103,13 +103,7 @@ def describe_error(
 def install_openapi(
     app: FastAPI, bodies: Iterable[type[BaseModel]], replies: Iterable[type[msgspec.Struct]]
 ) -> None:
-    """Serve the document, and replace `app.openapi` by a function that adds the missing schemas to FastAPI's.
-
-    Args:
-        app: the application.
-        bodies: all types of request bodies.
-        replies: all types of replies.
-    """
+    """Serve the document, and replace `app.openapi` by a function that adds the missing schemas to FastAPI's."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

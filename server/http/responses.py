@@ -68,13 +68,7 @@ def error_response(error: TesseraError, body: ErrorBody) -> Response:
 
 
 async def send_json(send: Send, body: bytes, headers: Headers) -> None:
-    """Send a complete response with status 200.
-
-    Args:
-        send: the ASGI server's `send`.
-        body: encoded JSON.
-        headers: headers in addition to content type and length.
-    """
+    """Send a complete response with status 200."""
     headers = [
         *headers,
         JSON_HEADER,

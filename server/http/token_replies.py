@@ -75,13 +75,7 @@ def slices(text: str) -> Iterator[str]:
 
 
 async def send_pieces(send: Send, pieces: Iterator[bytes], headers: Headers) -> None:
-    """Send a reply with status 200; one that is short has a length, a longer one is sent in chunks.
-
-    Args:
-        send: the ASGI server's `send`.
-        pieces: the JSON.
-        headers: headers in addition to content type and length.
-    """
+    """Send a reply with status 200; one that is short has a length, a longer one is sent in chunks."""
     data = _join(pieces)
     if len(data) < _PIECE_BYTES:
         await send_json(send, data, headers)

@@ -74,11 +74,7 @@ class Options(BaseModel):
 
 
 class Tessera:
-    """One replica.
-
-    Args:
-        settings: of the service, by name.
-    """
+    """One replica."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = Settings.model_validate(settings)

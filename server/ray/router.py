@@ -70,11 +70,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
 
 
 class PrefixRouter:
-    """Answers HAProxy's question where a request goes.
-
-    Args:
-        replicas: handle of the deployment that HAProxy sends requests to.
-    """
+    """Answers HAProxy's question where a request goes."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas

@@ -182,14 +182,7 @@ class TrainingKernel(Protocol):
         batch: TrainingBatch,
         problem: TrainingProblem,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v.
-
-        Args:
-            grads: of the two results of `forward`.
-            saved: q, k, v and the results of `forward`.
-            batch: as for `forward`.
-            problem: as for `forward`.
-        """
+        """Compute the gradients of q, k and v."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

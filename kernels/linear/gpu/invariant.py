@@ -98,13 +98,7 @@ def invariant_linear(
 
 
 def num_splits(outputs: int, inputs: int, tile: int) -> int:
-    """Return the number of parts of the inner dimension of a layer for the residual stream.
-
-    Args:
-        outputs: rows of the weights.
-        inputs: columns of the weights.
-        tile: outputs of a program.
-    """
+    """Return the number of parts of the inner dimension of a layer for the residual stream."""
     splits = 1
     while (
         splits < _MOST_SPLITS

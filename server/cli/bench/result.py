@@ -116,12 +116,7 @@ def number(value: float) -> float:
 
 
 def shown_command(command: Sequence[str], arguments: Sequence[str]) -> str:
-    """Return a command line for a result, without flags that do not change it and without secrets.
-
-    Args:
-        command: the program's words.
-        arguments: of the program.
-    """
+    """Return a command line for a result, without flags that do not change it and without secrets."""
     words = list(command)
     skip = False
     for word in arguments:

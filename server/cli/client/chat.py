@@ -29,9 +29,6 @@ def main(options: argparse.Namespace) -> None:
     """Hold a conversation; if standard input is not a terminal, all of it is one message.
 
     Exits with status 1 if there is no server, or if it refuses the only message.
-
-    Args:
-        options: the parsed flags.
     """
     try:
         split_target([] if options.target is None else [options.target], options)
@@ -57,10 +54,6 @@ class Conversation:
 
     Attributes:
         model: its name; None leaves the choice to the server.
-
-    Args:
-        options: the parsed flags.
-        runner: of the event loop, which all answers share.
     """
 
     def __init__(self, options: argparse.Namespace, runner: asyncio.Runner) -> None:

@@ -27,11 +27,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Write the continuation of a text to standard output; exits with status 1 if the server does not give one.
-
-    Args:
-        options: the parsed flags.
-    """
+    """Write the continuation of a text to standard output; exits with status 1 if the server does not give one."""
     words = [word for word in (options.target, options.prompt) if word is not None]
     try:
         # One word is the prompt, unless it is a URL.

@@ -25,12 +25,7 @@ _CONTROLS = {
 
 
 class Session:
-    """Requests to one server, from one event loop.
-
-    Args:
-        target: the server.
-        url: of the server, for messages.
-    """
+    """Requests to one server, from one event loop."""
 
     def __init__(self, target: Target, url: str) -> None:
         self._client = Client(target)

@@ -62,11 +62,7 @@ class _OpenAIEvent(msgspec.Struct):
 
 
 class _OpenAI:
-    """A route of OpenAI's API.
-
-    Args:
-        path: of the route.
-    """
+    """A route of OpenAI's API."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -80,12 +80,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
 
 
 def render(report: PlanReport, model: str) -> str:
-    """Format a plan for a terminal, without a newline at the end. Lines of reasons have at most `WIDTH` characters.
-
-    Args:
-        report: the plan.
-        model: the model's name.
-    """
+    """Format a plan for a terminal, without a newline at the end. Lines of reasons have at most `WIDTH` characters."""
     lines = [_processor(report), *_wrapped("", _shape(report, model))]
     lines += _wrapped("", _memory(report.memory))
     for phase in report.phases:

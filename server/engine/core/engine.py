@@ -101,11 +101,7 @@ class _NoResultsError(Exception):
 
 
 class _NoResults:
-    """The pending results of a step that has none.
-
-    Args:
-        cause: see `_NoResultsError`.
-    """
+    """The pending results of a step that has none."""
 
     feeds_next = False
 

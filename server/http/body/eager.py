@@ -18,9 +18,6 @@ ResultT = TypeVar("ResultT")
 class Begun(Generic[ResultT]):
     """A coroutine that has run until it waited or returned. Raises what the coroutine raises.
 
-    Args:
-        work: the coroutine.
-
     Attributes:
         rest: continues the coroutine; None if it has returned. Must be awaited at most once.
         result: what it returned; only if `rest` is None.
@@ -45,12 +42,7 @@ class Begun(Generic[ResultT]):
 def _resume(
     steps: Generator[object, Any, ResultT], awaited: object
 ) -> Generator[object, Any, ResultT]:
-    """Run the rest of a coroutine.
-
-    Args:
-        steps: the coroutine's iterator.
-        awaited: the future that it yielded.
-    """
+    """Run the rest of a coroutine."""
     while True:
         try:
             try:

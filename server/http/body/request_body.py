@@ -48,12 +48,6 @@ async def read_json(scope: Scope, receive: Receive, config: HTTPConfig, buffer: 
     The last of duplicate keys counts, as in nearly every JSON decoder. Integers keep their precision. NaN, Infinity,
     numbers outside a double's range, lone surrogates, invalid UTF-8 and nesting that exhausts the stack are rejected.
 
-    Args:
-        scope: of the request.
-        receive: the ASGI server's `receive`.
-        config: the limits.
-        buffer: the account of the request's bytes.
-
     Raises:
         MediaTypeError: the headers declare anything but uncompressed JSON in UTF-8.
         BodyTooLargeError: the body has more than `max_body_bytes`, by its declared length or as read.

@@ -73,9 +73,6 @@ class RequestOptionFields(BaseModel):
     def request_options(self, info: EngineInfo) -> RequestOptions:
         """Return the options.
 
-        Args:
-            info: properties of the engine.
-
         Raises:
             ValidationError: the engine's kernels cannot compute a deterministic request.
         """

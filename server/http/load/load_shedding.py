@@ -46,10 +46,6 @@ class LoadShedding:
     are not considered.
 
     Used only on the event loop.
-
-    Args:
-        client: the engine's client.
-        config: limits of the queue.
     """
 
     def __init__(self, client: EngineHandle, config: HTTPConfig) -> None:

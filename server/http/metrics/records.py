@@ -32,12 +32,7 @@ _SUCCESSES = {
 
 
 class TokenClock:
-    """Measures the waits between the tokens of one sequence.
-
-    Args:
-        metrics: receives the measurements.
-        record: of the request.
-    """
+    """Measures the waits between the tokens of one sequence."""
 
     __slots__ = ("_last", "_metrics", "_record")
 
@@ -59,10 +54,6 @@ class RequestRecord:
     """Measures one request. As a context manager, it counts the request if an exception ends it.
 
     Only the first call of `finish` or `succeed` has an effect.
-
-    Args:
-        metrics: the service's metrics.
-        endpoint: the route's label.
 
     Attributes:
         started: when the request was received, `time.perf_counter` seconds.

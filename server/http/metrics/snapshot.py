@@ -51,14 +51,6 @@ class KeptResults:
 class Snapshot:
     """The counters of all front ends and of the engine.
 
-    Args:
-        model_name: the served model's name.
-        version: the service's version.
-        totals: the shared counters, summed over the front ends.
-        pairs: endpoint and outcome of each of the first counters, which count answered requests.
-        client: the engine's client.
-        kept: of earlier snapshots.
-
     Attributes:
         requests: requests answered, by endpoint and outcome; only those that there were.
         in_flight: sequences admitted and not yet answered.

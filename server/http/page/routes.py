@@ -55,12 +55,7 @@ class Asset:
 
 
 def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
-    """Add the routes of the page's assets; they are not part of the OpenAPI document.
-
-    Args:
-        app: the application.
-        assets: by file name, as from `load_assets`.
-    """
+    """Add the routes of the page's assets; they are not part of the OpenAPI document."""
 
     @app.api_route(PREFIX + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def read_asset(request: Request) -> Response:

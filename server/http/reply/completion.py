@@ -205,10 +205,6 @@ class Completion:
     async def finish(self, clock: TokenClock, *, keep_tokens: bool) -> None:
         """Read all events.
 
-        Args:
-            clock: measures the waits between tokens.
-            keep_tokens: whether to fill `tokens`.
-
         Raises:
             GenerationError: the engine reported an error.
             IncompleteGenerationError: the sequence ended before it was complete.

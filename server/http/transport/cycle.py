@@ -241,9 +241,6 @@ class DirectWriter:
 
     Applies HTTP's chunked transfer coding.
 
-    Args:
-        transport: of the connection.
-
     Attributes:
         is_open: whether a part of the body may be written now; set by the response's `Cycle`.
     """

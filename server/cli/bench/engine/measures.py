@@ -30,15 +30,7 @@ _STREAMED_EACH, _FEWEST_STREAMED = 4, 16
 
 
 class EngineMeasures:
-    """Measures one engine.
-
-    Args:
-        engine: the engine to measure.
-        work: counts the work of its model.
-        plan: sizes of the workloads.
-        generator: source of random prompts and lengths.
-        say: called with a message for each skipped workload.
-    """
+    """Measures one engine."""
 
     def __init__(
         self,

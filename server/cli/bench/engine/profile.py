@@ -154,14 +154,7 @@ class _Window:
 
 
 class Profiler:
-    """Profiles the steps of workloads.
-
-    Args:
-        engine: the engine to profile.
-        work: counts the work of its model.
-        plan: lengths of prompts.
-        generator: source of random prompts.
-    """
+    """Profiles the steps of workloads."""
 
     def __init__(
         self, engine: EngineRun, work: ModelWork, plan: Plan, generator: Generator
@@ -243,13 +236,7 @@ def time_host(
     steps: int,
     functions: Sequence[Timed],
 ) -> tuple[float, dict[str, float]]:
-    """Return the microseconds of a step and of each of its phases.
-
-    Args:
-        run: see `_Case`.
-        steps: number of steps.
-        functions: functions to time, by phase.
-    """
+    """Return the microseconds of a step and of each of its phases."""
     watch = Stopwatch()
     marks: list[tuple[float, dict[str, float]]] = []
 
@@ -281,12 +268,7 @@ def _trace(case: _Case) -> GPUProfile:
 
 
 def summarize(intervals: Sequence[Interval], steps: int) -> GPUProfile:
-    """Return the average profile of a step.
-
-    Args:
-        intervals: kernels and copies of all steps.
-        steps: number of steps.
-    """
+    """Return the average profile of a step."""
     short = [gap for gap in idle_gaps(intervals) if gap <= _SHORT_GAP_US]
     return GPUProfile(
         busy_us=busy_microseconds(intervals) / steps,

@@ -220,12 +220,7 @@ class _Answer:
 
 
 async def run_share(share: Share, when_warm: WhenWarm) -> Outcome:
-    """Warm up, wait for the begin of the run, and send the jobs.
-
-    Args:
-        share: to send.
-        when_warm: called after the warm-up.
-    """
+    """Warm up, wait for the begin of the run, and send the jobs."""
     target = Target.from_url(share.url, tuple(share.headers))
     generator = LoadGenerator(target, APIS[share.api](), share.timeout)
     try:

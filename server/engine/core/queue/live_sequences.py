@@ -36,11 +36,6 @@ class LiveSequences:
     admitted before those that wait after a preemption. Exactly the running sequences own blocks. Every running sequence
     has a token left to compute, unless its last one is in flight.
 
-    Args:
-        config: limits of the running list.
-        block_manager: has the blocks of the running sequences.
-        accounting: has their accounts.
-
     Attributes:
         waiting: the queue.
         running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepCharges:
-    """Tracks which sequences enter and leave the batch around the started steps. Part of the scheduler.
-
-    Args:
-        accounting: receives the charges.
-    """
+    """Tracks which sequences enter and leave the batch around the started steps. Part of the scheduler."""
 
     def __init__(self, accounting: Accounting) -> None:
         self._accounting = accounting

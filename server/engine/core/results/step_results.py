@@ -32,11 +32,6 @@ class StepResults:
     Part of the scheduler. Most decode rows only append their token, or also fill a block; `Sequence.check_at` says
     which. They take a shorter way than the other rows.
 
-    Args:
-        live: the sequences.
-        block_manager: caches full blocks.
-        accounting: is charged for rows of sequences that have ended.
-
     Attributes:
         num_generated_tokens: tokens entered.
         has_void: whether a result in flight has become void since the scheduler last set it to False: a forced token

@@ -174,10 +174,6 @@ class Scheduler:
 
         May be called between `schedule` and `commit`; the results of that step for the sequence are then ignored.
 
-        Args:
-            request_id: of the sequence.
-            reason: its `finish_reason`.
-
         Returns:
             The sequence, or None if no unfinished sequence has this id.
         """
@@ -325,9 +321,6 @@ class Scheduler:
 
         The steps before it must have ended. Computing a step again writes the same keys and values to the same slots.
 
-        Args:
-            output: the earliest started step that has not ended.
-
         Yields:
             The rows of the sequences that still own their blocks. The others have ended or were preempted meanwhile.
         """
@@ -370,11 +363,6 @@ class Scheduler:
 
     def fail(self, output: SchedulerOutput, error: str, device_seconds: float = 0.0) -> StepEvents:
         """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
-
-        Args:
-            output: see `commit`.
-            error: message for the clients.
-            device_seconds: see `commit`.
 
         Returns:
             See `commit`.

@@ -98,9 +98,6 @@ def dump_stacks_on_signal() -> None:
 def read_config(kind: type[ConfigT]) -> ConfigT | None:
     """Read the first line of standard input, which may be longer than a pipe's buffer, as JSON.
 
-    Args:
-        kind: type of the configuration.
-
     Returns:
         None if the input ends before the line does: the parent has gone.
     """

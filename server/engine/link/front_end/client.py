@@ -56,9 +56,6 @@ class EngineHandle(EngineReports):
 
     Attributes:
         restart_queue: requests that wait for an engine to start again; its `seconds` may be set.
-
-    Args:
-        first_id: first request id.
     """
 
     def __init__(self, first_id: int = 1) -> None:

@@ -146,11 +146,7 @@ class RequestStream:
         self._accepted = asyncio.get_running_loop().create_future()
 
     def release(self, *, accepted: bool) -> None:
-        """End the wait of `accepted` if there is one; only for the engine's side.
-
-        Args:
-            accepted: what it returns.
-        """
+        """End the wait of `accepted` if there is one; only for the engine's side."""
         if self._accepted is not None and not self._accepted.done():
             self._accepted.set_result(accepted)
 

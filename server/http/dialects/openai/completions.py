@@ -61,12 +61,6 @@ _encode = msgspec.json.Encoder().encode
 class CompletionAnswer:
     """One request to /v1/completions; implements `server.http.exchange.Answer`.
 
-    Args:
-        context: the application's context.
-        info: reported by the running engine.
-        body: the decoded JSON.
-        texts: cached texts, for streams.
-
     Raises:
         ValidationError: the body is not valid.
         UnknownModelError: it names a model that is not served.

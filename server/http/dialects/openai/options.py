@@ -177,13 +177,6 @@ async def submit(
 ) -> Generation:
     """Submit the prompts of a request to the engine.
 
-    Args:
-        context: the application's context.
-        info: limits of the engine.
-        options: the request's options.
-        prompts: tokens of each prompt, at least one.
-        limit: the limit of generated tokens.
-
     Raises:
         ValidationError: a prompt is too long or has unknown tokens, or the constraint cannot be compiled.
         UnavailableError: the engine is not ready.

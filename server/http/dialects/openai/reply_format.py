@@ -30,13 +30,6 @@ _FINISH_REASONS = {
 class ReplyFormat:
     """Facts of one request that its reply, or each of its events, reports.
 
-    Args:
-        generation: the request's completions.
-        options: the request's options.
-        tokenizer: the model's tokenizer.
-        id_prefix: begins the reply's id.
-        warnings: fields without effect.
-
     Attributes:
         id: the reply's id.
         created: when it was made, in seconds since 1970.

@@ -163,11 +163,7 @@ def messages_for_template(
 
 
 class CallRenderer:
-    """Renders the calls of one message.
-
-    Args:
-        tools: that the message may call.
-    """
+    """Renders the calls of one message."""
 
     def __init__(self, tools: ToolUse) -> None:
         self._tools = tools

@@ -80,10 +80,6 @@ class ChatTokenizeReply(msgspec.Struct, frozen=True):
 async def tokenize_chat(context: AppContext, value: object) -> TokenReply:
     """Read a request's conversation, render it and tokenize it.
 
-    Args:
-        context: the application's context.
-        value: the decoded JSON of the request.
-
     Raises:
         ValidationError: the body is not valid, or the chat template rejects the conversation.
     """

@@ -81,14 +81,6 @@ def read_request(
 class GenerateAnswer:
     """One request on a generate route; implements `server.http.exchange.Answer`.
 
-    Args:
-        context: the application's context.
-        info: reported by the running engine.
-        options: the request's options.
-        heads: cached beginnings of frames, for streams.
-        streaming: whether the answer is a stream.
-        as_list: whether a JSON answer is an array of one reply.
-
     Raises:
         ValidationError: `best_of` asks for more sequences than are ever admitted.
     """

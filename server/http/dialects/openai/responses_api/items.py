@@ -30,10 +30,6 @@ class OutputItems:
     A response without text and calls has an empty message. Text after the calls, which no grammar allows but special
     tokens can add, is another message.
 
-    Args:
-        tools: that may be called.
-        reply: builds the records.
-
     Attributes:
         finished: the items that are complete; all of them after the last piece.
     """

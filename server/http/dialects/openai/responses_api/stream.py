@@ -24,12 +24,7 @@ _DELTA = b"response.output_text.delta"
 
 
 class _Events:
-    """What the renderers of both kinds of streams have in common.
-
-    Args:
-        reply: builds the records.
-        warnings: fields without effect.
-    """
+    """What the renderers of both kinds of streams have in common."""
 
     def __init__(self, reply: ResponseFormat, warnings: tuple[str, ...]) -> None:
         self._reply = reply
@@ -58,13 +53,7 @@ class _Events:
 
 
 class ToolEvents(_Events):
-    """Renders a stream that may call tools; implements `server.http.reply.streaming.StreamRenderer`.
-
-    Args:
-        reply: builds the records.
-        warnings: fields without effect.
-        items: divides the text.
-    """
+    """Renders a stream that may call tools; implements `server.http.reply.streaming.StreamRenderer`."""
 
     def __init__(
         self, reply: ResponseFormat, warnings: tuple[str, ...], items: OutputItems
@@ -87,14 +76,7 @@ class ToolEvents(_Events):
 
 
 class TextEvents(_Events):
-    """Renders a stream without tools, one message; implements `server.http.reply.streaming.StreamRenderer`.
-
-    Args:
-        reply: builds the records.
-        warnings: fields without effect.
-        texts: cached texts, shared by all streams of an application.
-        tokenizer: the model's tokenizer.
-    """
+    """Renders a stream without tools, one message; implements `server.http.reply.streaming.StreamRenderer`."""
 
     def __init__(
         self,
