@@ -9,7 +9,7 @@ import torch
 
 from kernels.arch import HOPPER, TENSOR_CORES
 from kernels.attention.problem import AttentionProblem, Phase
-from kernels.attention.registry import HOPPER_PREFILL
+from kernels.attention.registry import HOPPER_PREFILL, PORTABLE_PREFILL
 from kernels.selection import choose
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
     from kernels.attention.spec import KernelSpec
 
-_NO_TENSOR_CORES: Final = "Triton's dot uses tensor cores from sm_80 on"
 _LARGEST_HEAD_DIM: Final = 256
 A_MILLISECOND: Final = 4e11
 """Operations of a forward that take Hopper's prefill kernel a millisecond; planning it takes the host about as long."""
@@ -212,7 +211,7 @@ class TrainingSpec:
     dtypes: frozenset[str]
     largest_head_dim: int | None = None
     mask_tiles: int = 1
-    arch_note: str = _NO_TENSOR_CORES
+    arch_note: str = PORTABLE_PREFILL.arch_note
     prefill: KernelSpec | None = None
     fewest_operations: float = 0.0
     head_dims: frozenset[int] | None = None
