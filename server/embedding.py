@@ -111,9 +111,7 @@ async def embedded_service(
         engine.kill()
 
 
-def _prepare(
-    settings: Settings,
-) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
+def _prepare(settings: Settings) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
     """Read the files of the model, which may be downloaded first; remove what killed services have left behind."""
     remove_abandoned()
     check_tracing(settings)

@@ -127,10 +127,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     threads = min(_MOST_THREADS, num_threads or os.cpu_count() or 1)
     before = active_mode.get()
     try:
-        with (
-            _Compilers(threads) as workers,
-            AsyncCompileMode(workers, ignore_errors=True) as mode,
-        ):
+        with _Compilers(threads) as workers, AsyncCompileMode(workers, ignore_errors=True) as mode:
             JITFunction.run = compile_only
             try:
                 yield

@@ -27,11 +27,7 @@ class LibraryLinear:
         self._numbers = None if problem.format.is_quantized else self._weight.numbers
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute x W^T + bias + residual, shapes as for `VectorLinear`."""
         assert arguments.norm is None
@@ -61,11 +57,7 @@ class LibraryFP8Linear:
         self._numbers, self._scale = weight.numbers, weight.scale[None]
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Quantize norm(x), or x without a norm, multiply and add the residual; shapes as for `VectorLinear`."""
         check_linear(x, choice, out, arguments)

@@ -288,11 +288,7 @@ class _RowProjection:
     copies_weights = False
 
     def __init__(
-        self,
-        weights: LinearWeights,
-        problem: LinearProblem,
-        operations: Operations,
-        arch: GPUArch,
+        self, weights: LinearWeights, problem: LinearProblem, operations: Operations, arch: GPUArch
     ) -> None:
         self._weights, self._problem, self._arch = weights, problem, arch
         self._norm, self._activation, _, self._post_norm = operations

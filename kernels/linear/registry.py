@@ -152,7 +152,7 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
 
 def _invariant_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     return _gpu_unsupported(problem, arch) + reasons(
-        (not problem.batch_invariant, "others are faster where bits may depend on the batch"),
+        (not problem.batch_invariant, "others are faster where bits may depend on the batch")
     )
 
 

@@ -28,12 +28,7 @@ class PyTorchRotation:
     """
 
     def __init__(
-        self,
-        tables: tuple[Tensor, Tensor],
-        positions: Tensor,
-        *,
-        batch_invariant: bool,
-        pdl: bool,
+        self, tables: tuple[Tensor, Tensor], positions: Tensor, *, batch_invariant: bool, pdl: bool
     ) -> None:
         del batch_invariant, pdl
         cos, sin = tables

@@ -156,12 +156,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor,
-    table: Tensor,
-    kinds: Set[int],
-    masks: Tensor,
-    tokens: Tensor,
-    checked: Tensor,
+    logits: Tensor, table: Tensor, kinds: Set[int], masks: Tensor, tokens: Tensor, checked: Tensor
 ) -> None:
     """Sample a token for each of some rows without waiting for the device; needs `has_kernels`.
 

@@ -242,8 +242,7 @@ def save_checkpoint(
     _write_json(path / "config.json", config.to_dict() | compression)
     ends = list(config.eos_token_ids) or None
     _write_json(
-        path / "generation_config.json",
-        {"bos_token_id": config.bos_token_id, "eos_token_id": ends},
+        path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": ends}
     )
     shards: list[list[str]] = [[]]
     parts = named_parts(model)

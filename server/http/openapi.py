@@ -108,10 +108,7 @@ def install_openapi(
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
+                title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             _, models = models_json_schema(
                 [(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}"

@@ -129,11 +129,7 @@ class InvariantLinear:
         )
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute x W^T * scale + bias.
 

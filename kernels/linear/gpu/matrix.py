@@ -30,12 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.widen import widen
 from kernels.linear.checks import check_weights
-from kernels.linear.matrix_tiles import (
-    MANY_ROWS,
-    ROW_COUNTS,
-    plan_invariant_matrix,
-    plan_matrix,
-)
+from kernels.linear.matrix_tiles import MANY_ROWS, ROW_COUNTS, plan_invariant_matrix, plan_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -263,11 +258,7 @@ class MatrixLinear:
         self._boxes = {shape: self._weight_boxes(*shape) for shape in shapes}
 
     def __call__(
-        self,
-        x: Tensor,
-        _choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, _choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute the projection.
 

@@ -338,11 +338,7 @@ class VectorLinear:
         self._numbers, self._scale = weight.numbers, weight.scale
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute norm(x) W^T * scale + bias, gated or added to the residual stream.
 

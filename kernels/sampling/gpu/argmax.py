@@ -190,12 +190,7 @@ def argmax_tokens(
 
 
 def chosen_logprobs(
-    logits: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    *,
-    pdl: bool = False,
-    tile: int = _TILE,
+    logits: Tensor, tokens: Tensor, logprobs: Tensor, *, pdl: bool = False, tile: int = _TILE
 ) -> None:
     """Compute the log-probability of one token of each row.
 

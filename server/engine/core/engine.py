@@ -39,12 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from server.engine.core.schedule.scheduler import Scheduler
-    from server.engine.core.step import (
-        PendingStep,
-        SchedulerOutput,
-        StepResult,
-        StepRunner,
-    )
+    from server.engine.core.step import PendingStep, SchedulerOutput, StepResult, StepRunner
 
 log = logging.getLogger("tessera.engine")
 

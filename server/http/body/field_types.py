@@ -92,8 +92,7 @@ LogitBias = Annotated[
 """Numbers by token id; the ids are strings, as in every JSON object."""
 
 BadWords = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_BAD_WORDS)
 ]
 """Words, none of them empty."""
 
@@ -125,12 +124,7 @@ MessageList = Annotated[
     list[dict[str, Any]],
     Field(min_length=1, max_length=_MAX_MESSAGES),
     WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": _MAX_MESSAGES,
-            "items": MESSAGE_SCHEMA,
-        }
+        {"type": "array", "minItems": 1, "maxItems": _MAX_MESSAGES, "items": MESSAGE_SCHEMA}
     ),
 ]
 """Messages of a conversation; rendering them checks the rest."""

@@ -35,10 +35,7 @@ class DrainMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        lifecycle: Lifecycle,
-        render: Callable[[str, TesseraError], ErrorBody],
+        self, app: ASGIApp, lifecycle: Lifecycle, render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
         self._lifecycle = lifecycle

@@ -34,10 +34,7 @@ class AllowedHostsMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Iterable[str],
-        render: Callable[[str, TesseraError], ErrorBody],
+        self, app: ASGIApp, hosts: Iterable[str], render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
         self._names = frozenset(host.lower().encode() for host in hosts)

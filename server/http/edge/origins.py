@@ -38,10 +38,7 @@ class OriginMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        origins: Iterable[str],
-        render: Callable[[str, TesseraError], ErrorBody],
+        self, app: ASGIApp, origins: Iterable[str], render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
         self._origins = frozenset(origin.lower().encode() for origin in origins)

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.core import (
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    UnknownMetricFamily,
-)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, UnknownMetricFamily
 
 from server.http.metrics import specs
 from server.http.metrics.rows import Row, read_rows

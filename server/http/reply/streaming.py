@@ -215,12 +215,7 @@ class EventStream:
         "ended",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        send: Send,
-        config: HTTPConfig,
-        writer: DirectWriter | None,
-    ) -> None:
+    def __init__(self, send: Send, config: HTTPConfig, writer: DirectWriter | None) -> None:
         self._send = send
         self._writer = writer
         self._config = config
@@ -299,10 +294,7 @@ class EventStream:
 
 @contextlib.asynccontextmanager
 async def open_event_stream(
-    send: Send,
-    config: HTTPConfig,
-    headers: Headers,
-    writer: DirectWriter | None = None,
+    send: Send, config: HTTPConfig, headers: Headers, writer: DirectWriter | None = None
 ) -> AsyncIterator[EventStream]:
     """Start a response of server-sent events.
 
@@ -317,11 +309,7 @@ async def open_event_stream(
     """
     try:
         await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [*STREAM_HEADERS, *headers],
-            }
+            {"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]}
         )
         stream = EventStream(send, config, writer)
         try:

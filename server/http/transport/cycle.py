@@ -72,12 +72,7 @@ class Cycle:
     )  # fmt: skip
 
     def __init__(
-        self,
-        connection: Connection,
-        scope: Scope,
-        *,
-        keep_alive: bool,
-        expects_continue: bool,
+        self, connection: Connection, scope: Scope, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive

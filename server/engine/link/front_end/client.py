@@ -77,11 +77,7 @@ class EngineHandle(EngineReports):
         if not self.takes_requests:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
         stream = RequestStream(
-            request.request_id,
-            self.abort,
-            self.stop_request,
-            request.external_id,
-            request.client,
+            request.request_id, self.abort, self.stop_request, request.external_id, request.client
         )
         stream.request = request
         if self.state is EngineState.READY:

@@ -22,11 +22,7 @@ _SUMS: Final = (
     "num_prefill_tokens",
 )  # fmt: skip
 _RATES: Final = ("prompt_rate", "output_rate")
-_LIST_SUMS: Final = (
-    "waiting_by_length",
-    "waiting_tokens_by_length",
-    "waiting_output_by_length",
-)
+_LIST_SUMS: Final = ("waiting_by_length", "waiting_tokens_by_length", "waiting_output_by_length")
 
 
 def combine_states(reports: Sequence[EngineReport]) -> tuple[EngineState, str]:

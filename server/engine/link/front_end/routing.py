@@ -121,11 +121,7 @@ class Router:
         return len(self._indexes[engine])
 
     def choose(
-        self,
-        token_ids: Sequence[int],
-        part: Hashable,
-        loads: Sequence[int],
-        ready: Collection[int],
+        self, token_ids: Sequence[int], part: Hashable, loads: Sequence[int], ready: Collection[int]
     ) -> int:
         """Choose the engine of a request, which the caller sends to it.
 

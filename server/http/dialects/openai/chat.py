@@ -13,12 +13,7 @@ from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
-from server.http.dialects.openai.options import (
-    Logprobs,
-    OutputLimit,
-    check,
-    submit,
-)
+from server.http.dialects.openai.options import Logprobs, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
     ChatChoice,
     ChatChunk,
@@ -204,10 +199,7 @@ class _ChatFormat(ReplyFormat):
         """Render the event with the role."""
         del completion
         choice = ChatChunkChoice(
-            index=index,
-            delta=self._first_delta,
-            logprobs=None,
-            finish_reason=None,
+            index=index, delta=self._first_delta, logprobs=None, finish_reason=None
         )
         return event_frame(self._chunk([choice], self.event_usage(), UNSET, begins=True))
 

@@ -18,12 +18,7 @@ from server.http.dialects.openai.logprobs import (
     of_prompt,
     text_length,
 )
-from server.http.dialects.openai.options import (
-    Logprobs,
-    OutputLimit,
-    check,
-    submit,
-)
+from server.http.dialects.openai.options import Logprobs, OutputLimit, check, submit
 from server.http.dialects.openai.prompts import (
     count_prompts,
     encode_gap,
@@ -32,11 +27,7 @@ from server.http.dialects.openai.prompts import (
     read_prompts,
     require_family,
 )
-from server.http.dialects.openai.replies import (
-    CompletionChoice,
-    CompletionReply,
-    usage_of,
-)
+from server.http.dialects.openai.replies import CompletionChoice, CompletionReply, usage_of
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import CompletionBody
 

@@ -65,11 +65,7 @@ class ChunkRenderer:
     __slots__ = ("_chunks", "_heads", "_indices", "_plain", "_tail", "_texts", "_tokenizer")
 
     def __init__(
-        self,
-        generation: Generation,
-        chunks: ChunkFormat,
-        tokenizer: Tokenizer,
-        texts: TokenTexts,
+        self, generation: Generation, chunks: ChunkFormat, tokenizer: Tokenizer, texts: TokenTexts
     ) -> None:
         self._chunks = chunks
         self._tokenizer = tokenizer

@@ -236,12 +236,7 @@ def _limited(
 
 
 def _sampling_params(
-    body: SamplingFields,
-    logprobs: Logprobs,
-    *,
-    ranked: bool,
-    config: HTTPConfig,
-    info: EngineInfo,
+    body: SamplingFields, logprobs: Logprobs, *, ranked: bool, config: HTTPConfig, info: EngineInfo
 ) -> SamplingParams:
     return body.sampling_params(
         config,

@@ -213,8 +213,7 @@ class CompletionBody(TextFields):
         description="Whether a text gets the tokens that the tokenizer adds, such as BOS. Default: true.",
     )
     max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
-        None,
-        description="Maximum number of tokens to generate. Default: 16. 0 only with `echo`.",
+        None, description="Maximum number of tokens to generate. Default: 16. 0 only with `echo`."
     )
     best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = Field(
         None,

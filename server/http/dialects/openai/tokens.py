@@ -10,11 +10,7 @@ from server.errors import UnknownModelError
 from server.http.context import check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
-from server.http.dialects.openai.replies import (
-    DetokenizeReply,
-    OpenAIErrorReply,
-    TokenizeReply,
-)
+from server.http.dialects.openai.replies import DetokenizeReply, OpenAIErrorReply, TokenizeReply
 from server.http.dialects.openai.schema import (
     DetokenizeBody,
     TokenizeMessagesBody,

@@ -98,10 +98,7 @@ class GenerateParameters(CommonSamplingFields):
         "stop string ends the text.",
     )
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = (
-        Field(
-            None,
-            description="Strings that end the text; the matched one stays at its end.",
-        )
+        Field(None, description="Strings that end the text; the matched one stays at its end.")
     )
     truncate: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep only this number of the prompt's last tokens."
@@ -113,8 +110,7 @@ class GenerateParameters(CommonSamplingFields):
         None, description="Return tokens, log-probabilities, seed and finish reason."
     )
     decoder_input_details: bool | None = Field(
-        None,
-        description="Return the prompt's tokens and log-probabilities too; not for streams.",
+        None, description="Return the prompt's tokens and log-probabilities too; not for streams."
     )
     seed: Annotated[int, Field(ge=0, le=UINT64_MAX)] | None = Field(
         None,
