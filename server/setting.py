@@ -53,7 +53,6 @@ class Setting:
     ) -> dict[str, Any]:
         """Make pydantic check the limits; it calls this for a field with this metadata."""
         schema = handler(source)
-        schema.get("schema", schema).update(
-            self.limits
-        )  # `int | None` contains the schema of `int`
+        # `int | None` contains the schema of `int`.
+        schema.get("schema", schema).update(self.limits)
         return schema

@@ -32,9 +32,8 @@ def routing_key(body: bytes) -> str:
     """
     try:
         request = json.loads(body)
-    except (
-        ValueError
-    ):  # cut off, or not JSON: the service answers, or another part of the body is the same
+    except ValueError:
+        # Cut off, or not JSON: the service answers, or another part of the body is the same.
         return body.decode(errors="replace")[:KEY_CHARACTERS]
     prompt = _prompt(request) if isinstance(request, dict) else None
     text = prompt if isinstance(prompt, str) else json.dumps(prompt or request)

@@ -120,9 +120,8 @@ class GrammarCompiler:
         self._end()
 
     def _ask(self, config: WorkerConfig, line: bytes) -> Verdict:
-        worker = (
-            self._workers.get()
-        )  # the one that was used last, so that the others need not start
+        # The one that was used last, so that the others need not start.
+        worker = self._workers.get()
         try:
             return worker.ask(config, line)
         finally:

@@ -138,9 +138,8 @@ class Cycle:
         """Return the next part of the body, or wait until the client has disconnected or the response is complete."""
         if self._expects_continue:
             self._expects_continue = False
-            waits = (
-                self.more_body and not self._parts
-            )  # else the client has sent the body without asking
+            # Else the client has sent the body without asking.
+            waits = self.more_body and not self._parts
             if waits and not self.started:
                 self._connection.write(replies.CONTINUE)
         while not (self.disconnected or self.complete):

@@ -118,9 +118,8 @@ class OutputItems:
         self._events.append(("response.output_item.added", {"output_index": index, "item": item}))
 
     def _end(self) -> None:
-        if (
-            not self._parser.num_calls
-        ):  # a token without text, such as the last one, is of the text too
+        # A token without text, such as the last one, is of the text too.
+        if not self._parser.num_calls:
             tokens = [token for _, token in self._waiting]
             self._add_text("", tokens)
             if self._item is None:
