@@ -10,6 +10,11 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from server.http.body.limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
 
+def optional(description: str) -> Any:  # noqa: ANN401 - as pydantic's `Field`
+    """Describe a field that may be left out or null, which means its default."""
+    return Field(None, description=description)
+
+
 def _limit_biases(value: object) -> object:
     """Reject too many entries before pydantic checks each of them."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
