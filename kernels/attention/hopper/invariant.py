@@ -57,38 +57,13 @@ _DECODE_REGISTERS: Final = 168
 
 @gluon.jit(do_not_specialize=["block_table", "table_stride", "window"])
 def invariant(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    k_head_stride,
-    out,
-    running,
-    partial_out,
-    partial_sums,
-    records,
-    arrivals,
-    block_table,
-    counter,
-    table_stride,
-    scale,
-    window,
-    softcap,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEY_SHARES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    OWN_OUTPUT: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, k_head_stride, out, running, partial_out, partial_sums, records, arrivals,
+    block_table, counter, table_stride, scale, window, softcap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KEY_SHARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PART: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    OWN_OUTPUT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Process all items; one program per SM.
 
     Shapes as in `kernels.prefill_attention`; `scale` and `softcap` as `exponents` returns them, `records` and
@@ -178,19 +153,8 @@ class HopperInvariant:
             return
         *descriptors, head_stride = self._boxes.describe(q, kv, out)
         invariant[self._grid](
-            *descriptors,
-            head_stride,
-            out,
-            self._running,
-            self._partial_out,
-            self._partial_sums,
-            self._list.records,
-            self._list.arrivals,
-            self._table,
-            self._counter,
-            self._table.stride(0),
-            self._scale,
-            window_argument(self._problem),
-            self._softcap,
+            *descriptors, head_stride, out, self._running, self._partial_out, self._partial_sums,
+            self._list.records, self._list.arrivals, self._table, self._counter, self._table.stride(0),
+            self._scale, window_argument(self._problem), self._softcap,
             **self._constants,
-        )
+        )  # fmt: skip

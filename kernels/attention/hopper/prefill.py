@@ -57,39 +57,13 @@ _LARGEST_INT32 = (1 << 31) - 1
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "table_stride", "window"])
 def prefill(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    out,
-    lse,
-    tiles,
-    block_table,
-    counter,
-    table_stride,
-    num_entries,
-    late_heads,
-    num_items,
-    k_head_stride,
-    scale,
-    window,
-    softcap,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEY_SHARES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PAGED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    LSE: gl.constexpr,
-    OWN_OUTPUT: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out, lse, tiles, block_table, counter, table_stride, num_entries,
+    late_heads, num_items, k_head_stride, scale, window, softcap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KEY_SHARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, LSE: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+):  # fmt: skip
     """Process all items; one program per SM.
 
     Shapes as in `kernels.prefill_attention`; `scale` and `softcap` as `exponents` returns them, `tiles` as in
@@ -157,22 +131,11 @@ class HopperPrefill:
         *descriptors, head_stride = self._boxes.describe(q, kv, out)
         work = self._work
         self._kernel()[work.grid](
-            *descriptors,
-            out,
-            out if lse is None else lse,
-            work.items.tiles,
-            work.items.table,
-            work.counter,
-            work.items.table.stride(0),
-            work.items.num_entries,
-            work.items.late_heads,
-            work.num_items,
-            head_stride,
-            self._scale,
-            window_argument(self._problem),
-            self._softcap,
+            *descriptors, out, out if lse is None else lse, work.items.tiles, work.items.table, work.counter,
+            work.items.table.stride(0), work.items.num_entries, work.items.late_heads, work.num_items,
+            head_stride, self._scale, window_argument(self._problem), self._softcap,
             **self._constants,
-        )
+        )  # fmt: skip
 
     def _kernel(self) -> Any:  # noqa: ANN401 - of Triton
         return prefill

@@ -109,13 +109,7 @@ class CascadeDecode:
     def merge(self, out: Tensor, lse: Tensor | None = None) -> None:
         """Merge the partial results of the two kernels into `out` and `lse`."""
         combine_parts[(self._tiles,)](
-            self._partial_out,
-            self._partial_lse,
-            out,
-            out if lse is None else lse,
-            self._batch.cu_seqlens_q,
-            self._batch.num_seqs,
-            self._num_parts,
-            self._tiles,
+            self._partial_out, self._partial_lse, out, out if lse is None else lse, self._batch.cu_seqlens_q,
+            self._batch.num_seqs, self._num_parts, self._tiles,
             **self._constants,
-        )
+        )  # fmt: skip

@@ -172,18 +172,10 @@ def hide_scores(scores, key, exists, last_seen, window, CAUSAL: tl.constexpr, WI
 
 @triton.jit
 def dequantize(
-    tiles,
-    scales,
-    stride,
-    block,
-    key,
-    exists,
-    dtype: tl.constexpr,
-    MASK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    tiles, scales, stride, block, key, exists,
+    dtype: tl.constexpr, MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D2: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply both parts of a float8 tile by the scales of its keys, which are stored by block, then by token."""
     first, second = tiles
     place = block.to(tl.int64) * stride + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
@@ -196,32 +188,12 @@ def dequantize(
 
 @triton.jit
 def attend_tiles(
-    state,
-    q,
-    k_base,
-    v_base,
-    scales,
-    table,
-    begin,
-    end,
-    num_keys,
-    last_seen,
-    lowest,
-    stride,
-    scale,
-    window,
+    state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, stride, scale, window,
     softcap,
-    MASK: tl.constexpr,
-    PAGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    MASK: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """Process the key tiles from begin to end; without MASK, every row must see every key in them."""
     acc1, acc2, m, total = state
     q1, q2 = q
@@ -272,33 +244,12 @@ def attend_tiles(
 
 @triton.jit
 def attend(
-    q,
-    k_base,
-    v_base,
-    scales,
-    table,
-    begin,
-    end,
-    num_keys,
-    last_seen,
-    lowest,
-    highest,
-    stride,
-    scale,
-    window,
+    q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, highest, stride, scale, window,
     softcap,
-    PAGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ONE_LOOP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """Compute attention to the keys from begin to end of one sequence, masking only the tiles that need it.
 
     With ONE_LOOP all tiles are masked, which takes more arithmetic but avoids the wait for memory at the start of a

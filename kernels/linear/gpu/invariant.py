@@ -38,24 +38,10 @@ _FEWEST_COLUMNS: Final = 256
 
 @triton.jit(do_not_specialize=["num_rows"])
 def invariant_linear(
-    x,
-    weight,
-    scales,
-    bias,
-    out,
-    num_rows,
-    x_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    IN_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, scales, bias, out, num_rows, x_stride,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute some outputs of some rows over one part of the columns; program (rows, outputs, part).
 
     Args:
@@ -160,20 +146,8 @@ class InvariantLinear:
         tiles = self._tiles
         grid = (-(-rows // tiles["ROWS"]), -(-stacked // tiles["OUTPUTS"]), self._splits)
         invariant_linear[grid](
-            x,
-            numbers.view(torch.uint8) if choice.unpacks else numbers,
-            scale,
-            bias,
-            out,
-            rows,
-            x.stride(0),
-            N=stacked,
-            K=numbers.shape[1],
-            SPLITS=self._splits,
-            SCALED=scale is not None,
-            BIAS=bias is not None,
-            IN_PARTS=self._in_parts,
-            **tiles,
-            **dependent_launch(arguments.pdl),
-        )
+            x, numbers.view(torch.uint8) if choice.unpacks else numbers, scale, bias, out, rows, x.stride(0),
+            N=stacked, K=numbers.shape[1], SPLITS=self._splits, SCALED=scale is not None,
+            BIAS=bias is not None, IN_PARTS=self._in_parts, **tiles, **dependent_launch(arguments.pdl),
+        )  # fmt: skip
         return out

@@ -42,24 +42,11 @@ if TYPE_CHECKING:
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def matrix_linear(
-    x_desc,
-    w_desc,
-    bias,
-    scale,
-    out,
-    num_rows,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    IN_PARTS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    x_desc, w_desc, bias, scale, out, num_rows,
+    N: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, IN_PARTS: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
+    BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Compute some outputs of some rows over one part of the columns; program (rows, outputs, part).
 
     Where GATED, half of the weight rows are of the gate and half of the up projection, so there are N / 2 outputs.
@@ -285,24 +272,12 @@ class MatrixLinear:
         grid = (-(-rows // launch.rows), stacked // launch.outputs, launch.splits)
         matrix_linear[grid](
             TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, layout),
-            self._boxes[launch.outputs, launch.columns],
-            out if self._bias is None else self._bias,
-            out if self._scale is None else self._scale,
-            out,
-            rows,
-            N=stacked,
-            K=inputs,
-            OUTPUTS=launch.outputs,
-            ROWS=launch.rows,
-            COLUMNS=launch.columns,
-            STAGES=launch.stages(inputs),
-            IN_PARTS=self._in_parts,
-            SPLITS=launch.splits,
-            GATED=self._gated,
-            BIAS=self._bias is not None,
-            num_warps=launch.outputs // 16,
-            **dependent_launch(arguments.pdl),
-        )
+            self._boxes[launch.outputs, launch.columns], out if self._bias is None else self._bias,
+            out if self._scale is None else self._scale, out, rows,
+            N=stacked, K=inputs, OUTPUTS=launch.outputs, ROWS=launch.rows, COLUMNS=launch.columns,
+            STAGES=launch.stages(inputs), IN_PARTS=self._in_parts, SPLITS=launch.splits, GATED=self._gated,
+            BIAS=self._bias is not None, num_warps=launch.outputs // 16, **dependent_launch(arguments.pdl),
+        )  # fmt: skip
         return out
 
     def _weight_boxes(self, outputs: int, columns: int) -> TensorDescriptor:

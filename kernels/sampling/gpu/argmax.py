@@ -50,21 +50,10 @@ _TILE = 8192
 
 @triton.jit
 def rank_tiles(
-    logits,
-    table,
-    masks,
-    best,
-    noisy,
-    groups,
-    sums,
-    row_stride,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr,
+    logits, table, masks, best, noisy, groups, sums, row_stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Write the best key of a tile; program (tile, row).
 
     Args:

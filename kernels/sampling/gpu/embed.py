@@ -49,13 +49,7 @@ def embed(ids: Tensor, sampled: Tensor | None, table: Tensor, *, pdl: bool = Fal
         return out
     block = triton.next_power_of_2(size)
     gather_rows[(len(ids),)](
-        ids,
-        ids if sampled is None else sampled,
-        table,
-        out,
-        C=size,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=min(_MOST_WARPS, max(1, block // _WARP_COLUMNS)),
-    )
+        ids, ids if sampled is None else sampled, table, out,
+        C=size, BLOCK=block, PDL=pdl, num_warps=min(_MOST_WARPS, max(1, block // _WARP_COLUMNS)),
+    )  # fmt: skip
     return out

@@ -169,26 +169,11 @@ class StepKernel(BoundStep):
         """
         weights = self._weights
         whole_step[self._grid](
-            self._table,
-            weights.embedding,
-            weights.norm,
-            weights.head,
-            ids,
-            positions,
-            slots,
-            block_table,
-            *rope,
-            *(None,) * (4 - len(rope)),
-            *self._buffers,
-            logits,
-            tokens,
-            logprobs,
-            sampled,
-            weights.shape.eps,
-            weights.shape.softmax_scale * math.log2(math.e),
-            LOCAL_ROPE=len(rope) > 2,
-            **self._constants,
-        )
+            self._table, weights.embedding, weights.norm, weights.head, ids, positions, slots, block_table,
+            *rope, *(None,) * (4 - len(rope)), *self._buffers, logits, tokens, logprobs, sampled,
+            weights.shape.eps, weights.shape.softmax_scale * math.log2(math.e),
+            LOCAL_ROPE=len(rope) > 2, **self._constants,
+        )  # fmt: skip
 
 
 def exchange_buffers(weights: StepWeights, arch: GPUArch, rows: int = 1) -> tuple[Tensor, ...]:
