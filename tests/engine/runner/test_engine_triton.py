@@ -36,7 +36,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.step.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
-    monkeypatch.setattr(model.executors.attention, "write_kv", write_kv)
+    monkeypatch.setattr(kernels.rope.pytorch, "write_kv", write_kv)
 
 
 def config(folder):
