@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-import model.executors.attention
+import kernels.rope.pytorch
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
@@ -121,7 +121,7 @@ def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
 def test_a_step_with_drafts_samples_what_as_many_steps_sample(
     monkeypatch, as_on_a_gpu, prefixes, tmp_path
 ):
-    from kernels.attention.portable.decode import PortableDecode
+    from kernels.attention.portable.launch import PortableDecode
 
     monkeypatch.setattr("server.engine.runner.start.runner_start.warm_up", lambda *_: None)
     monkeypatch.setattr(
