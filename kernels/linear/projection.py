@@ -52,21 +52,9 @@ if TYPE_CHECKING:
     from kernels.linear.select import LinearChoice
 
 __all__ = [
-    "SWIGLU",
-    "Activation",
-    "FixedProjection",
-    "LayerNorm",
-    "LinearWeights",
-    "Norm",
-    "Operations",
-    "Projection",
-    "Purpose",
-    "Residual",
-    "ResidualWriter",
-    "bind_norm",
-    "bind_projection",
-    "linear_problem",
-]
+    "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
+    "Projection", "Purpose", "Residual", "ResidualWriter", "bind_norm", "bind_projection", "linear_problem",
+]  # fmt: skip
 
 
 class Purpose(enum.Enum):

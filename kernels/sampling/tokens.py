@@ -30,20 +30,9 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 __all__ = [
-    "ENTROPY_SCALE",
-    "FILTERED",
-    "GREEDY",
-    "UNFILTERED",
-    "WEIGHT_SCALE",
-    "SampleRow",
-    "candidate_bounds",
-    "chosen_logprobs",
-    "sample_tokens",
-    "embed_tokens",
-    "has_kernels",
-    "log_softmax",
-    "argmax_tokens",
-]
+    "ENTROPY_SCALE", "FILTERED", "GREEDY", "UNFILTERED", "WEIGHT_SCALE", "SampleRow", "candidate_bounds",
+    "chosen_logprobs", "sample_tokens", "embed_tokens", "has_kernels", "log_softmax", "argmax_tokens",
+]  # fmt: skip
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -27,14 +27,9 @@ Choice: TypeAlias = ChoiceT | tuple[ChoiceT, ...]
 
 _SCHEMAS = "#/components/schemas/"
 _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
-    errors.MalformedBodyError,
-    errors.BodyTimeoutError,
-    errors.BodyTooLargeError,
-    errors.MediaTypeError,
-    errors.ValidationError,
-    errors.OverloadedError,
-    errors.UnavailableError,
-)
+    errors.MalformedBodyError, errors.BodyTimeoutError, errors.BodyTooLargeError, errors.MediaTypeError,
+    errors.ValidationError, errors.OverloadedError, errors.UnavailableError,
+)  # fmt: skip
 _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
     errors.AbortedError,
     errors.DeadlineExceededError,

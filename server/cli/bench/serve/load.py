@@ -164,16 +164,8 @@ class _Answer:
     """Parses the pieces of one response on arrival."""
 
     __slots__ = (
-        "_api",
-        "_error",
-        "_last",
-        "_reader",
-        "_text",
-        "output_tokens",
-        "prompt_tokens",
-        "reads",
-        "times",
-    )
+        "_api", "_error", "_last", "_reader", "_text", "output_tokens", "prompt_tokens", "reads", "times",
+    )  # fmt: skip
 
     def __init__(self, api: API) -> None:
         self.times: list[float] = []

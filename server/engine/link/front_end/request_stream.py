@@ -43,27 +43,10 @@ class RequestStream:
     """
 
     __slots__ = (
-        "_abort",
-        "_accepted",
-        "_finished",
-        "_first_events",
-        "_stop",
-        "_stopped",
-        "_take",
-        "_waiter",
-        "client",
-        "delivered",
-        "engine",
-        "events",
-        "external_id",
-        "num_cached_tokens",
-        "prompt_logprobs",
-        "prompt_top_tokens",
-        "queue_seconds",
-        "request",
-        "request_id",
-        "usage",
-    )
+        "_abort", "_accepted", "_finished", "_first_events", "_stop", "_stopped", "_take", "_waiter",
+        "client", "delivered", "engine", "events", "external_id", "num_cached_tokens", "prompt_logprobs",
+        "prompt_top_tokens", "queue_seconds", "request", "request_id", "usage",
+    )  # fmt: skip
 
     def __init__(
         self,
