@@ -86,7 +86,7 @@ class Tessera:
 
         Raises:
             ChildStartError: the engine cannot start; the text says why.
-            ModelError, StartupError, ApiKeyError, TracingError: see `embedded_service`.
+            ModelError, StartupError: see `embedded_service`.
         """
         async with contextlib.AsyncExitStack() as held:
             service = await held.enter_async_context(embedded_service(self._settings))

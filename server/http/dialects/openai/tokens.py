@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from typing import TYPE_CHECKING
 
@@ -97,38 +98,24 @@ def _texts(token_ids: array[int], tokenizer: Tokenizer) -> Iterator[str]:
     yield detokenizer.flush()
 
 
-TOKEN_FORMS = (
-    TokenForm(
-        endpoint="tokenize",
-        keys=("messages",),
-        body=TokenizeMessagesBody,
-        reply=TokenizeReply,
-        error_reply=OpenAIErrorReply,
-        answer=_tokenize_messages,
-        render_error=render_error,
-        status_of=status_of,
-        errors=(UnknownModelError,),
-    ),
-    TokenForm(
-        endpoint="tokenize",
-        keys=("prompt",),
-        body=TokenizePromptBody,
-        reply=TokenizeReply,
-        error_reply=OpenAIErrorReply,
-        answer=_tokenize_prompt,
-        render_error=render_error,
-        status_of=status_of,
-        errors=(UnknownModelError,),
-    ),
-    TokenForm(
-        endpoint="detokenize",
-        keys=("tokens",),
-        body=DetokenizeBody,
-        reply=DetokenizeReply,
-        error_reply=OpenAIErrorReply,
-        answer=_detokenize,
-        render_error=render_error,
-        status_of=status_of,
-        errors=(UnknownModelError,),
-    ),
+_form = functools.partial(
+    TokenForm,
+    error_reply=OpenAIErrorReply,
+    render_error=render_error,
+    status_of=status_of,
+    errors=(UnknownModelError,),
 )
+TOKEN_FORMS = (
+    _form(
+        endpoint="tokenize", keys=("messages",), body=TokenizeMessagesBody, reply=TokenizeReply,
+        answer=_tokenize_messages,
+    ),
+    _form(
+        endpoint="tokenize", keys=("prompt",), body=TokenizePromptBody, reply=TokenizeReply,
+        answer=_tokenize_prompt,
+    ),
+    _form(
+        endpoint="detokenize", keys=("tokens",), body=DetokenizeBody, reply=DetokenizeReply,
+        answer=_detokenize,
+    ),
+)  # fmt: skip
