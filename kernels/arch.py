@@ -11,16 +11,14 @@ import dataclasses
 import functools
 import os
 import platform
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from kernels.errors import UnsupportedDeviceError
 from kernels.torch_private import onednn_has_bfloat16
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _KIB = 1024
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 Group = Literal["model", "HTTP", "engine", "memory", "process"]
 """Groups of the help text."""

@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.arch import GPUArch, detect
 from kernels.attention.cascade import prefix_problem, prefix_selection, rest_of
@@ -22,16 +23,13 @@ from kernels.attention.checks import (
     check_scale,
     check_write,
 )
-from kernels.attention.plan import AttentionPlan
+from kernels.attention.plan import AttentionKernel, AttentionKernelFactory, AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
 from kernels.attention.select import Selection, select_for, select_for_queries
 from kernels.selection import load
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.plan import AttentionKernel, AttentionKernelFactory
     from kernels.attention.portable.cascade_decode import PrefixKernel
 
 _logger = logging.getLogger(__name__)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kernels.arch import NEVER_RUN, NOT_ALLOWED
-from kernels.attention.problem import Phase
+from kernels.arch import NEVER_RUN, NOT_ALLOWED, GPUArch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.splits import sequences_of_part
 
 if TYPE_CHECKING:
-    from kernels.arch import GPUArch
     from kernels.attention.launch import LaunchConfig
-    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 
 _MOST_PARTS: Final = 8
 

@@ -11,13 +11,11 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 _MOST_THREADS: Final = 32
 _HASHED: Final = re.compile(r"\.(py|so),sha256=")

@@ -15,6 +15,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.around import (
@@ -26,7 +27,7 @@ from kernels.linear.around import (
 )
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import REGISTRY
-from kernels.linear.select import select_linear
+from kernels.linear.select import LinearChoice, select_linear
 from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import (
     PRODUCT_ONLY,
@@ -45,11 +46,8 @@ from kernels.selection import VectorProblem, load, select_vector
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from kernels.arch import GPUArch
     from kernels.collective.communicator import Communicator
-    from kernels.linear.select import LinearChoice
 
 __all__ = [
     "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",

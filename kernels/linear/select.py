@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from kernels.linear.registry import REGISTRY, VECTOR, VECTOR_COLUMNS
-from kernels.selection import choose
+from kernels.linear.registry import REGISTRY, VECTOR, VECTOR_COLUMNS, LinearSpec
+from kernels.selection import Refusal, choose
 from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
     from kernels.linear.problem import LinearProblem
-    from kernels.linear.registry import LinearSpec
-    from kernels.selection import Refusal
 
 WARP_COLUMNS: Final = 32 * VECTOR_COLUMNS
 _WIDE_GATED_BYTES: Final = 32 << 20

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.attention.functional import write_kv
 from kernels.hadamard import hadamard_transform
 from kernels.norms.pytorch import rms_norm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.weights import Norm
     from kernels.rope.cache import CacheSlots
 

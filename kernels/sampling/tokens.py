@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Set
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from kernels.arch import detect
+from kernels.arch import GPUArch, detect
 from kernels.gpu.dependent_launch import may_depend
 from kernels.sampling.registry import REGISTRY, TRITON
 from kernels.sampling.rows import (
@@ -21,13 +22,6 @@ from kernels.sampling.rows import (
     candidate_bounds,
 )
 from kernels.selection import VectorProblem, select_vector
-
-if TYPE_CHECKING:
-    from collections.abc import Set
-
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
 
 __all__ = [
     "ENTROPY_SCALE", "FILTERED", "GREEDY", "UNFILTERED", "WEIGHT_SCALE", "SampleRow", "candidate_bounds",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -17,17 +17,13 @@ from torch import Tensor
 
 from kernels.weights import Weight
 from model.families.table import FAMILIES
-from model.families.tensors import HEAD, Rewrite
-from model.network.layers import stacked_rows
+from model.families.tensors import HEAD, Rewrite, Tensors
+from model.network.layers import DecoderLayer, stacked_rows
 from model.network.matrix import Matrix
 from model.network.parallel import shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from model.decoder import DecoderLM
-    from model.families.tensors import Tensors
-    from model.network.layers import DecoderLayer
     from model.network.spec import Attention
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)

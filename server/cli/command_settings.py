@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -30,11 +33,6 @@ from server.cli.settings import (
 from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import check_start
 from server.engine.settings import EngineSettings
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 # Beginnings of the types of errors that `allowed_values` describes; the others have messages of their own.
 _PLAIN_PROBLEMS = ("int_", "float_", "bool_", "literal_", "greater_", "less_", "finite_")

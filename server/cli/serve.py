@@ -34,7 +34,7 @@ from server.engine.link.front_end.client import EngineClient
 from server.engine.link.front_end.hub import EngineHub
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
-from server.log import configure_logging
+from server.log import LogFormat, configure_logging
 
 if TYPE_CHECKING:
     import socket
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from server.cli.settings import Settings
     from server.http.config import HTTPConfig
     from server.http.serving import HTTPServer
-    from server.log import LogFormat
 
 log = logging.getLogger("tessera")
 

@@ -13,7 +13,7 @@ from model.checkpoint.hub import BUNDLED, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
 from server.cli.nvidia import count_gpus, may_have_gpu
-from server.cli.settings import check_keys
+from server.cli.settings import Settings, check_keys
 from server.engine.core.start_checks import StartupError
 from server.engine.link.spawn import gpu_variables
 from server.http.config import HTTPConfig, HTTPSettings
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from model.checkpoint.config import ModelConfig
-    from server.cli.settings import Settings
 
 log = logging.getLogger("tessera")
 _TRACING_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")

@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from kernels.arch import known_processors
-from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
+from server.engine.core.messages import EngineConfig, EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process.rank_processes import RankProcesses
 from server.engine.runner.start.compile_absent import compile_for
 from server.engine.runner.start.startup import start_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from server.engine.core.messages import EngineConfig
 
 
 class _EndsAtOnce:

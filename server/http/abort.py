@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.engine.link.protocol import AbortTarget
@@ -16,8 +16,6 @@ from server.http.request_id import MAX_ID_CHARACTERS, current_request
 from server.http.responses import json_response
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from server.http.context import AppContext
 
 _CLIENT_CLOSED = 499

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from server.http.responses import JSON_HEADER, send_json
+from server.http.responses import JSON_HEADER, Headers, send_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from starlette.types import Send
-
-    from server.http.responses import Headers
 
 ItemT = TypeVar("ItemT")
 

@@ -13,10 +13,8 @@ import hashlib
 import json
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any, Final
 
 KEY_CHARACTERS: Final = 512
 MAX_LOAD: Final = 1.25

@@ -47,13 +47,12 @@ from kernels.attention.hopper.producer import copy_tile, copy_tiles, rows_of_til
 from kernels.attention.hopper.scores import cap_scores, mask_scores, softmax_step
 from kernels.attention.portable.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.portable.tile import window_argument
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.gpu.dependent_launch import dependent_launch, may_depend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 FEW_ROWS = gl.constexpr(8)

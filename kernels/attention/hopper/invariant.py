@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -39,13 +40,10 @@ from kernels.attention.hopper.pipeline import (
 from kernels.attention.hopper.prefill import TileBoxes, attends_nothing, exponents, shape_constants
 from kernels.attention.portable.part_list import PartList
 from kernels.attention.portable.tile import window_argument
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.gpu.dependent_launch import dependent_launch, may_depend
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 PART_TOKENS: Final = 1024

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -42,8 +43,6 @@ from kernels.attention.portable.tile import window_argument
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.launch import LaunchConfig
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.select import Selection

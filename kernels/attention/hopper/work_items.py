@@ -12,20 +12,15 @@ keeps them together:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.portable.tile import FEWEST_SEQUENCES
 from kernels.attention.portable.tile_list import TILE_FIELDS, load_lengths, store_tile
-from kernels.attention.problem import PagedBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import PackedBatch
+from kernels.attention.problem import PackedBatch, PagedBatch
 
 _STEPS = tl.constexpr(16)
 """Steps that the longest tile's keys are divided into, to find the tiles that are short."""

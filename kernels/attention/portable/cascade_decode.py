@@ -15,13 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.attention.portable.combine import combine_parts
 from kernels.attention.portable.tile import split_head_dim
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.plan import AttentionKernel
     from kernels.attention.problem import AttentionProblem, PagedBatch
 

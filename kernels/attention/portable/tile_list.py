@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.portable.tile import FEWEST_SEQUENCES
-from kernels.attention.problem import PagedBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import PackedBatch
+from kernels.attention.problem import PackedBatch, PagedBatch
 
 TILE_FIELDS = tl.constexpr(6)
 """Fields of a tile: sequence (-1 for an unused entry), its first row, query start, query tokens, key start, keys."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.gpu.fp8 import quantize
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit

@@ -6,13 +6,10 @@ The runs are computed once per step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kernels.attention.problem import Phase
+from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.errors import ShapeError
-
-if TYPE_CHECKING:
-    from kernels.attention.problem import AttentionProblem, PagedBatch
 
 
 class Run(NamedTuple):

@@ -11,13 +11,12 @@ import itertools
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels.attention.training.philox import drop_below, random_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch import Tensor
 
     from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 

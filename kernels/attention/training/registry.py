@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 import torch
+from torch import Tensor
 
-from kernels.arch import HOPPER, TENSOR_CORES
+from kernels.arch import HOPPER, TENSOR_CORES, GPUArch
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import HOPPER_PREFILL, PORTABLE_PREFILL
 from kernels.selection import choose
@@ -15,9 +16,6 @@ from kernels.selection import choose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
     from kernels.attention.spec import KernelSpec
 
 _LARGEST_HEAD_DIM: Final = 256

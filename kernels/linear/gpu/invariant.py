@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -20,8 +21,6 @@ from kernels.linear.gpu.vector import widen
 from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights

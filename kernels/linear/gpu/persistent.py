@@ -18,6 +18,7 @@ after split. With the same number of splits, the bits are the same too.
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -44,8 +45,6 @@ from kernels.linear.persistent_tiles import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights

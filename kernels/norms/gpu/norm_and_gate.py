@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.functions import silu
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.norms.pytorch import ActivationName
 
 _GATE_BLOCK = 1024

@@ -5,18 +5,14 @@ The rows are inputs of an FP8 matrix product. The result of the norm is not roun
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX
 from kernels.gpu.dependent_launch import dependent_launch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LARGEST = tl.constexpr(LARGEST_E4M3)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)

@@ -6,11 +6,12 @@ short attention to the second-level cache, since attention leaves memory bandwid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -23,9 +24,6 @@ from kernels.gpu.functions import (
     rotate_halves,
 )
 from kernels.gpu.hadamard import hadamard_transform
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FEW_HEADS = 1024
 """Up to this number of heads, of all tokens together, each head has a program, since all of them run at once."""

@@ -7,11 +7,10 @@ on the other rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -36,9 +35,6 @@ from kernels.sampling.gpu.row_table import (
     load_logits,
     logits_of,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOWEST_BITS = tl.constexpr(-(2**31))
 """Below the `ranking_bits` of every value; used where there is no value."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _WARP_COLUMNS = 256
 _MOST_WARPS = 8

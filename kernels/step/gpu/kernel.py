@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -19,13 +20,10 @@ from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
 from kernels.step.gpu.ring import FIELDS, MOST_PROGRAMS, StepConstants, make_ring
 from kernels.step.sizes import ROWS, step_sizes
-from kernels.step.weights import MATRICES
+from kernels.step.weights import MATRICES, StepWeights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.arch import GPUArch
-    from kernels.step.weights import StepWeights
 
 _HEAD_FLYING: Final = 4
 _LITTLE_HIDDEN: Final = 1024

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add_result_flags(parser: argparse.ArgumentParser, usual_label: str) -> None:

@@ -8,11 +8,9 @@ import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 _CODE = ("benchmarks/*.py", "kernels", "model", "server")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
 from server.cli.client.complete import INTERRUPTED
 from server.cli.client.options import DEFAULT_URL, split_target, target
 from server.cli.client.session import Session, write_answer
 from server.cli.client.streams import Chat, ServerError
-
-if TYPE_CHECKING:
-    import argparse
 
 _HELP = "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D or /exit ends."
 

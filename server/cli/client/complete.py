@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from server.cli.client.options import DEFAULT_URL, looks_like_url, split_target, target
 from server.cli.client.session import Session, write_answer
 from server.cli.client.streams import Completions, GenerateStream, ServerError
-
-if TYPE_CHECKING:
-    import argparse
 
 INTERRUPTED = 130
 

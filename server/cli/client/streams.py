@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-
-if TYPE_CHECKING:
-    import argparse
 
 
 class ServerError(Exception):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kernels import KernelError
+from kernels import GPUArch, KernelError
 from model.errors import ModelError
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kernels import GPUArch
     from server.cli.settings import Settings
     from server.engine.core.plan_report import (
         LaunchPlan,

@@ -7,10 +7,8 @@ response. A task, or a timeout, would take longer than what they do.
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Generator
+from typing import Any, Generic, TypeVar
 
 ResultT = TypeVar("ResultT")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -19,7 +19,6 @@ from server.http.request_id import current_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Self
 
     from starlette.types import Receive, Scope
 

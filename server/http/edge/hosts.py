@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.errors import ForbiddenError
+from server.errors import ForbiddenError, TesseraError
 from server.http.edge.probes import HEALTH_PATHS
-from server.http.responses import error_response
+from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from server.errors import TesseraError
-    from server.http.responses import ErrorBody
 
 
 class AllowedHostsMiddleware:

@@ -8,13 +8,12 @@ A place is taken only when the body is complete, so that clients that send slowl
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from server.errors import OverloadedError, ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Self
 
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from server.engine.core.request import FinishReason
 from server.errors import (
@@ -18,7 +18,6 @@ from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Self
 
     from server.http.metrics.registry import Metrics
     from server.http.metrics.usage import RequestUsage

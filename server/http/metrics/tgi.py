@@ -7,20 +7,15 @@ Source of names and labels: router/src of huggingface/text-generation-inference@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, UnknownMetricFamily
 
 from server.http.metrics import specs
-from server.http.metrics.rows import Row, gauge, histogram, read_rows, step_times
-from server.http.metrics.snapshot import empty_histogram
+from server.http.metrics.rows import Reading, Row, Samples, gauge, histogram, read_rows, step_times
+from server.http.metrics.snapshot import Snapshot, empty_histogram
 from server.http.metrics.specs import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from server.http.metrics.rows import Reading, Samples
-    from server.http.metrics.snapshot import Snapshot
 
 _SUCCESSES = (Outcome.LENGTH, Outcome.EOS_TOKEN, Outcome.STOP_SEQUENCE)
 # `timeout` and `unavailable` are Tessera's own: TGI has no deadlines and does not listen before its model is ready.

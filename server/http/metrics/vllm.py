@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from server.http.metrics import specs
-from server.http.metrics.rows import Row, counter, gauge, histogram, read_rows
+from server.http.metrics.rows import Reading, Row, Samples, counter, gauge, histogram, read_rows
 from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
-    from server.http.metrics.rows import Reading, Samples
     from server.http.metrics.snapshot import Snapshot
 
 _FINISHED_REASONS = {

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.errors import NotFoundError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastapi import FastAPI
 
 INDEX = "index.html"
 PREFIX = "/page/"

@@ -21,8 +21,8 @@ from server.errors import (
     TesseraError,
 )
 from server.http.body.eager import Begun
-from server.http.body.request_body import ClientDisconnectedError
-from server.http.metrics.records import outcome_of
+from server.http.body.request_body import ClientDisconnectedError, ClientWatch
+from server.http.metrics.records import RequestRecord, outcome_of
 from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from server.engine.core.request import TokenEvent
-    from server.http.body.request_body import ClientWatch
     from server.http.config import HTTPConfig
     from server.http.lifecycle import Lifecycle
-    from server.http.metrics.records import RequestRecord
     from server.http.reply.completion import Completion
     from server.http.reply.generation import Generation
     from server.http.responses import Headers

@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -30,13 +31,10 @@ from kernels.attention.hopper.fp8.tiles import (
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.attention.splits import split_sequences
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.hopper.fp8.cached_rows import find_slots, load_cached
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.problem import PagedBatch
 
 LARGEST = tl.constexpr(448.0)

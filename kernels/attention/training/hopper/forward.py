@@ -6,19 +6,15 @@ import functools
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
-from kernels.arch import detect
+from kernels.arch import GPUArch, detect
 from kernels.attention.functional import plan_attention, prefill_attention
-from kernels.attention.problem import PackedBatch
-from kernels.attention.select import select
+from kernels.attention.problem import AttentionProblem, PackedBatch
+from kernels.attention.select import Selection, select
 from kernels.attention.training.portable.launch import PORTABLE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionProblem
-    from kernels.attention.select import Selection
     from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 
 _ALIGNMENT = 16

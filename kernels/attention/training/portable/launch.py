@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
+from torch import Tensor
 
-from kernels.arch import HOPPER, detect
+from kernels.arch import HOPPER, GPUArch, detect
 from kernels.attention.training.philox import drop_below
 from kernels.attention.training.portable.backward import backward_keys, backward_queries, delta
 from kernels.attention.training.portable.forward import forward
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
     from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 
 

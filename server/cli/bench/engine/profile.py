@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from server.cli.bench.engine.device_trace import (
+    Interval,
     KernelTotal,
     busy_microseconds,
     idle_gaps,
@@ -26,19 +27,15 @@ from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.stopwatch import Stopwatch, Timed
 from server.engine.core import engine
 from server.engine.core.schedule import scheduler
-from server.engine.runner.explain.model_work import Rows
+from server.engine.runner.explain.model_work import ModelWork, Rows, Work
 from server.engine.runner.step import model_runner, step_input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from numpy.random import Generator
 
-    from server.cli.bench.engine.device_trace import Interval
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
-    from server.engine.runner.explain.model_work import ModelWork, Work
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64

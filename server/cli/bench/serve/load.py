@@ -7,7 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -18,7 +18,6 @@ from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
     from multiprocessing.connection import Connection
 
 _OK = 200

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from server.cli.bench.serve.metrics import PERCENTILES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from server.cli.bench.serve.metrics import Distribution, Summary
+from server.cli.bench.serve.metrics import PERCENTILES, Distribution, Summary
 
 _BUSY_LIMIT = 0.8
 _LAG_LIMIT_MS = 20.0

@@ -10,7 +10,7 @@ from server.engine.core.queue.expected_output import OutputMeans, expected_outpu
 from server.engine.core.queue.waiting_queue import WaitingQueue
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import DuplicateRequestError
-from server.engine.core.sequence import SequenceStatus
+from server.engine.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from server.engine.core.accounting import Accounting
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.memory.block_manager import BlockManager
-    from server.engine.core.sequence import Sequence
     from server.engine.core.step import SchedulerOutput
 
 RUNNING: Final = SequenceStatus.RUNNING

@@ -6,11 +6,10 @@ from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from server.engine.core.sequence import SequenceStatus
+from server.engine.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from server.engine.core.accounting import Accounting
-    from server.engine.core.sequence import Sequence
     from server.engine.core.step import SchedulerOutput
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.engine.core.queue.live_sequences import RUNNING
+from server.engine.core.queue.live_sequences import RUNNING, LiveSequences
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.results.step_events import StepEvents
 from server.engine.core.results.token_events import append_forced, append_sampled, leading
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from server.engine.core.accounting import Accounting
     from server.engine.core.memory.block_manager import BlockManager
-    from server.engine.core.queue.live_sequences import LiveSequences
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import (
         DecodeRows,

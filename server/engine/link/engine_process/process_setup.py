@@ -10,13 +10,11 @@ import resource
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ConfigT = TypeVar("ConfigT")
 

@@ -9,12 +9,13 @@ import asyncio
 import itertools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from server.engine.core.messages import AbortRequests, StepMessage
-from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.engine_group import EngineGroup
 from server.engine.link.front_end.request_stream import RequestStream
@@ -37,12 +38,6 @@ from server.engine.link.protocol import (
 )
 from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import Connection
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from server.engine.core.request import GenerateRequest
-
 
 log = logging.getLogger("tessera.client")
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from server.engine.core.request import GenerateRequest
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 
 
 class RequestStream:

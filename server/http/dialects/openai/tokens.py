@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from model.text.detokenizer import IncrementalDetokenizer
 from server.errors import UnknownModelError
-from server.http.context import check_vocabulary
+from server.http.context import AppContext, check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.replies import DetokenizeReply, OpenAIErrorReply, TokenizeReply
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from model.text.tokenizer import Tokenizer
-    from server.http.context import AppContext
 
 # Tokens that are decoded at a time; takes less than a millisecond.
 _DECODED = 500

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from server.http.dialects.openai.replies import FunctionCall, OutputMessage
-from server.http.dialects.openai.responses_api.format import new_message_id
+from server.http.dialects.openai.replies import FunctionCall, OutputItem, OutputMessage
+from server.http.dialects.openai.responses_api.format import ResponseFormat, new_message_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.text.tools.parser import CallDelta
-    from server.http.dialects.openai.replies import OutputItem
-    from server.http.dialects.openai.responses_api.format import ResponseFormat
     from server.http.dialects.openai.tools import ToolUse
     from server.http.reply.completion import Token
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from server.http.dialects.openai.errors import error_reply
-from server.http.dialects.openai.replies import OutputMessage, ResponseEvent
+from server.http.dialects.openai.replies import OutputItem, OutputMessage, ResponseEvent
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.request import TokenEvent
     from server.errors import TesseraError
     from server.http.dialects.openai.frames import TokenTexts
-    from server.http.dialects.openai.replies import OutputItem
     from server.http.dialects.openai.responses_api.format import ResponseFormat
     from server.http.dialects.openai.responses_api.items import OutputItems
     from server.http.reply.completion import Completion, Token
