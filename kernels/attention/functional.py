@@ -1,7 +1,6 @@
 """The public operations of attention over a cache: plan a step, attend, write the cache.
 
-Dimensions: B sequences, T tokens of the step, H query heads, K key-value heads, D head dim,
-N blocks, S block size.
+Dimensions: B sequences, T tokens of the step, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
 
 from __future__ import annotations
@@ -136,18 +135,15 @@ def prefill_attention(
         kv: index 0 is keys, 1 is values. Paged: [2, N, S, K, D] contiguous. Packed, if the problem
             has no block size: [2, T_k, K, D], contiguous in D, rows as in the plan's `cu_seqlens_k`.
         plan: from `plan_attention` with `Phase.PREFILL`.
-        out: [T, H, D] contiguous; every row of a sequence is written. Rows that attend to nothing
-            become 0.
+        out: [T, H, D] contiguous; every row of a sequence is written. Rows that attend to nothing become 0.
         lse: [T, H] float32 contiguous; the natural logarithm of the sum of exponentials of the
             scaled scores, -inf for rows that attend to nothing. Given if and only if the problem has `lse`.
-        kv_scale: [2, N, K, S] float32 contiguous; the factor of each key and each value of a head.
-            Given if and only if the cache is quantized. Slots without a token may hold any value, in
-            `kv` too.
+        kv_scale: [2, N, K, S] float32 contiguous; the factor of each key and each value of a head. Given if and only if
+            the cache is quantized. Slots without a token may hold any value, in `kv` too.
 
     Raises:
-        ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot
-            address a tensor: `hopper_prefill` needs addresses and strides of q, kv and out that are
-            multiples of 16 bytes.
+        ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot address a tensor:
+            `hopper_prefill` needs addresses and strides of q, kv and out that are multiples of 16 bytes.
     """
     check_attention(q, kv, plan, out, Phase.PREFILL)
     check_lse(lse, plan)
@@ -210,9 +206,8 @@ def write_kv(
             each value of a head is divided by its scale and rounded to the nearest, ties to even.
         slot_mapping: [T] int32 or int64, contiguous; block id * S + offset in the block, distinct, or
             -1 to skip a token.
-        kv_scale: [2, N, K, S] float32 contiguous; the scales are written to it: the largest magnitude
-            of the key or value divided by 448, 1 for zeros. Given if and only if the cache is in
-            float8_e4m3fn.
+        kv_scale: [2, N, K, S] float32 contiguous; the scales are written to it: the largest magnitude of the key or
+            value divided by 448, 1 for zeros. Given if and only if the cache is in float8_e4m3fn.
 
     Raises:
         ShapeError: a shape or dtype differs from the above.

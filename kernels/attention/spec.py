@@ -56,8 +56,7 @@ class KernelSpec:
         dtypes: supported dtypes.
         cpu: whether it runs on a CPU.
         sm: compute capabilities of the GPUs it runs on; None for every GPU, an empty set for none.
-        flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's
-            own attention.
+        flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's own attention.
         head_dims: supported head dims; None for any.
         block_sizes: smallest and largest block size, both included; None for any.
         power_of_two_blocks: whether a block size must be a power of two.

@@ -122,8 +122,7 @@ class HopperPrefill:
         """Write the attention of `q` over `kv` to `out`.
 
         Raises:
-            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are
-                too far apart.
+            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are too far apart.
         """
         if attends_nothing(q, kv, out, lse):
             return

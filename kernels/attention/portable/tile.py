@@ -11,8 +11,7 @@ Triton device functions, inlined into `attention`.
 Scores are in units of log2, since the hardware's exponential has base 2: m is the running
 maximum of score * log2(e), total the running sum of exp2(score - m).
 
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
-"FlashAttention-2", 2023.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def check_head_stride(q: Tensor) -> None:
     """Check that the heads of a token lie within 2^31 elements; tokens may have any distance.
 
-    The offset of a head is computed in 32 bits, since 64-bit offsets need registers that the largest tiles do not
-    have.
+    The offset of a head is computed in 32 bits, since 64-bit offsets need registers that the largest tiles do not have.
 
     Raises:
         ShapeError: the last head is 2^31 elements or more after the first.

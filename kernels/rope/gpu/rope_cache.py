@@ -172,8 +172,7 @@ def rotation_launch(
 ) -> RotationLaunch:
     """Choose the tile sizes: small ones for few heads, so that no program takes long.
 
-    There are only four launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at
-    once.
+    There are only four launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at once.
 
     Args:
         num_tokens: T.
@@ -224,8 +223,7 @@ def rope_and_write_kv(
     Args:
         qkv: [T, (H + 2 * K) * D], contiguous in its rows.
         kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values.
-        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
-            qkv's dtype.
+        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in qkv's dtype.
         positions: [T] int64, rows of `rope`.
         slot_mapping: [T] int32 or int64; -1 skips a token's key and value.
         norms: weights of the queries' and the keys' norm, [D] each; None where the family has none.

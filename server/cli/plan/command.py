@@ -67,8 +67,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
     """Explain how a processor computes a service with these settings.
 
     Raises:
-        ModelError: the model is not supported, or the processor does not support the
-            quantization.
+        ModelError: the model is not supported, or the processor does not support the quantization.
         NoKernelError: no kernel supports an operation; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """

@@ -53,10 +53,9 @@ class Scheduler:
     among the longer chunks and new sequences (`prompt_chunks.divide`): half of it to the sequence
     that was admitted first, half to the shortest. So short prompts do not wait for long ones.
 
-    Order: `WaitingQueue` says which sequence is admitted next, `Admission` whether there is a place for
-    it. The running list is in order of priority, then of first admission. Priorities are strict: a
-    sequence waits as long as sequences with lower numbers keep coming and fill the limits. A waiting
-    sequence never preempts a running one.
+    Order: `WaitingQueue` says which sequence is admitted next, `Admission` whether there is a place for it. The running
+    list is in order of priority, then of first admission. Priorities are strict: a sequence waits as long as sequences
+    with lower numbers keep coming and fill the limits. A waiting sequence never preempts a running one.
 
     Preemption: if no block is free for the next token of a running sequence, the last running
     sequence loses all its blocks and returns to the queue, before all new sequences of its priority,
