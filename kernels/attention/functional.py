@@ -146,8 +146,6 @@ def prefill_attention(
             `hopper_prefill` needs addresses and strides of q, kv and out that are multiples of 16 bytes.
     """
     check_attention(q, kv, plan, out, Phase.PREFILL)
-    check_lse(lse, plan)
-    check_scale(kv, plan, kv_scale)
     _run(q, kv, plan, out, lse, kv_scale)
 
 
@@ -174,8 +172,6 @@ def decode_attention(
         ShapeError: a shape, stride or dtype differs from the plan's.
     """
     check_attention(q, kv, plan, out, Phase.DECODE)
-    check_lse(lse, plan)
-    check_scale(kv, plan, kv_scale)
     _run(q, kv, plan, out, lse, kv_scale)
 
 
@@ -188,6 +184,8 @@ def _run(
     kv_scale: Tensor | None,
 ) -> None:
     """Run the plan's kernel. Only kernels that read a quantized cache have the parameter `kv_scale`."""
+    check_lse(lse, plan)
+    check_scale(kv, plan, kv_scale)
     if kv_scale is None:
         plan.run(q, kv, out, lse)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -152,6 +152,12 @@ class TrainingBatch(NamedTuple):
         return cls(cu_q, cu_k, slopes if slopes.numel() else None, arrays)
 
 
+Grads: TypeAlias = "tuple[Tensor, Tensor]"
+"""Of the two results of `TrainingKernel.forward`."""
+Saved: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor]"
+"""q, k, v and the results of `TrainingKernel.forward`."""
+
+
 class TrainingKernel(Protocol):
     """Computes attention of packed sequences and its gradients."""
 
@@ -173,11 +179,7 @@ class TrainingKernel(Protocol):
         """
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of q, k and v."""
 

@@ -255,19 +255,12 @@ def step_constants(
 def address_table(
     weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
 ) -> Tensor:
-    """Return the table of a step on the weights' device."""
-    table = torch.tensor(addresses(weights, caches, scales), dtype=torch.int64)
-    return table.to(weights.embedding.device)
-
-
-def addresses(
-    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
-) -> list[list[int]]:
-    """Return the rows of the table of a step; 0 for tensors that a layer does not have."""
-    return [
+    """Return the table of a step on the weights' device; 0 for tensors that a layer does not have."""
+    addresses = [
         [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in row]
         for row in table_rows(weights, caches, scales)
     ]
+    return torch.tensor(addresses, dtype=torch.int64).to(weights.embedding.device)
 
 
 def table_rows(

@@ -33,7 +33,13 @@ from kernels.attention.training.hopper.backward_tiles import (
 )
 from kernels.attention.training.hopper.forward import HopperTraining, aligned
 from kernels.attention.training.portable.launch import PORTABLE
-from kernels.attention.training.registry import A_MILLISECOND, TrainingBatch, TrainingProblem
+from kernels.attention.training.registry import (
+    A_MILLISECOND,
+    Grads,
+    Saved,
+    TrainingBatch,
+    TrainingProblem,
+)
 
 BLOCK_M: Final = 64
 """Queries of a tile: as many as fit in registers beside the gradients of 128 keys and values."""
@@ -72,11 +78,7 @@ class OnePassTraining(HopperTraining):
         return super().forward(q, k, v, batch, problem)
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         (dout, dlse), (q, k, v, out, lse) = grads, saved

@@ -15,7 +15,7 @@ from kernels.attention.select import Selection, select
 from kernels.attention.training.portable.launch import PORTABLE
 
 if TYPE_CHECKING:
-    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+    from kernels.attention.training.registry import Grads, Saved, TrainingBatch, TrainingProblem
 
 _ALIGNMENT = 16
 """Bytes, of addresses and strides."""
@@ -47,11 +47,7 @@ class HopperTraining:
         return out, lse
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         return PORTABLE.backward(grads, saved, batch, problem)

@@ -27,7 +27,7 @@ from kernels.attention.training.portable.backward import backward_keys, backward
 from kernels.attention.training.portable.forward import forward
 
 if TYPE_CHECKING:
-    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+    from kernels.attention.training.registry import Grads, Saved, TrainingBatch, TrainingProblem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,11 +105,7 @@ class PortableTraining:
         return out, lse
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         (dout, dlse), (q, k, v, out, lse) = grads, saved
