@@ -6,28 +6,25 @@ The engine runs it step by step over a paged KV cache; training runs it over who
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
-from kernels import NoKernelError, detect, select
+from kernels import detect
 from kernels.linear.projection import Purpose
-from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import LIBRARY_FORMATS, unquantized
-from model.executors import cpu_library, single_launch
+from model.executors import cpu_library
 from model.executors.attention_plans import AttentionPlanner, attention_problems
-from model.executors.executor import ModelProblem
+from model.executors.bound import BoundExecutors
 from model.executors.layers import Layers, layer_forward
-from model.executors.table import choose_executor
 from model.network.initial_weights import initialize
 from model.network.layers import DecoderLayer, layer_formats, norm_dtype, stacked_rows
 from model.network.parallel import head_rows, shard, shard_network, shard_stacked
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
-    from model.executors.columns import Bucket
-    from model.executors.executor import Executor
     from model.executors.layers import BoundLayer, Contexts
     from model.executors.step import StepInput, StepOutput
 
@@ -68,6 +63,7 @@ class DecoderLM(nn.Module):
         weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
             packed them, its format of all matrices.
         ropes: the tables of each of `Network.rotaries`.
+        executors: compute its steps.
         layers_executor: computes with the layers as they are.
         cpu_library: has the packed matrices; None where they are not packed for the C library.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
@@ -111,10 +107,7 @@ class DecoderLM(nn.Module):
         self.unmeasured_kernels = False
         self.cpu_library: cpu_library.CPULibrary | None = None
         self.layers_executor: Layers = Layers(self, Purpose.TRAINING)
-        self._is_bound = False
-        self._refusals: tuple[str, ...] = ()
-        self._executors: WeakKeyDictionary[KVCache, dict[Bucket, Executor]] = WeakKeyDictionary()
-        self._kept: WeakKeyDictionary[KVCache, dict[Hashable, Any]] = WeakKeyDictionary()
+        self.executors = BoundExecutors(self)
 
     def optimize(self, quantization: WeightFormat | None = None, threads: int = 1) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
@@ -130,7 +123,7 @@ class DecoderLM(nn.Module):
         """
         if self.is_packed:
             return
-        self._is_bound = True
+        self.executors.for_serving = True
         if quantization in LIBRARY_FORMATS:
             assert quantization is not None
             self.cpu_library = cpu_library.CPULibrary(self, quantization, threads)
@@ -182,50 +175,13 @@ class DecoderLM(nn.Module):
         Returns:
             `out` if it is given, else the new logits, and the scores if the bucket wants them.
         """
-        executor = self.executor(step.bucket, kv_cache)
+        executors = self.executors
         try:
-            return executor.step(step, sampled, out)
+            return executors.find(step.bucket, kv_cache).step(step, sampled, out)
         except RuntimeError as error:
-            if not self.replaces_single_launch(error):
+            if not executors.replaces_single_launch(error):
                 raise
-        return self.executor(step.bucket, kv_cache).step(step, sampled, out)
-
-    def executor(self, bucket: Bucket, kv_cache: KVCache) -> Executor:
-        """Return the executor of a bucket's steps over a cache; it is chosen and bound when it is first needed."""
-        by_bucket = self._executors.get(kv_cache)
-        if by_bucket is None or len(by_bucket) > _MOST_BUCKETS:
-            by_bucket = self._executors[kv_cache] = {}
-        found = by_bucket.get(bucket)
-        if found is None:
-            spec = choose_executor(self.problem(self.arch, kv_cache.kv_dtype), bucket).spec
-            found = by_bucket[bucket] = spec.bind(self, kv_cache, bucket)
-        return found
-
-    def problem(self, arch: GPUArch, kv_dtype: str | None = None) -> ModelProblem:
-        """Describe the model on a processor, which need not be present, for the choice of executors.
-
-        Args:
-            arch: the processor.
-            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
-        """
-        return ModelProblem(
-            self.network,
-            self._dtype_name,
-            self.weight_format,
-            arch,
-            kv_dtype,
-            self.num_ranks,
-            self.unmeasured_kernels,
-            self._refusals if self._is_bound or self.is_meta else ("bound for training",),
-        )
-
-    def bound_once(self, key: Hashable, kv_cache: KVCache, bind: Callable[[], T]) -> T:
-        """Return what an executor has bound to a cache under a key; `bind` binds it at its first use."""
-        kept = self._kept.setdefault(kv_cache, {})
-        if key not in kept:
-            kept[key] = bind()
-        found: T = kept[key]
-        return found
+        return executors.find(step.bucket, kv_cache).step(step, sampled, out)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states after the last norm of whole sequences, differentiably and without a cache.
@@ -257,58 +213,6 @@ class DecoderLM(nn.Module):
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
         return self.layers_executor.row_counts
 
-    def launched_rows(self, arch: GPUArch) -> tuple[int, ...]:
-        """Return the numbers of sequences, from 2 on, for which a decode step is a single launch on `arch`."""
-        problem = self.problem(arch)
-        counts = single_launch.ROW_COUNTS
-        return tuple(rows for rows in counts if not single_launch.unsupported(problem, rows))
-
-    def replaces_single_launch(self, error: RuntimeError) -> bool:
-        """Compute all later steps layer by layer if an error is the driver's refusal of a single launch.
-
-        Args:
-            error: raised by a launch, by its recording or by a replay.
-
-        Returns:
-            Whether the step can be computed again, without a single launch.
-        """
-        reason = single_launch.launch_refusal(error)
-        if reason is None or reason in self._refusals:
-            return False
-        _logger.warning("a decode step is not a single launch: %s", reason)
-        self._refusals += (reason,)
-        self._executors.clear()
-        self._kept.clear()
-        return True
-
-    def deterministic_unsupported(
-        self, arch: GPUArch, block_size: int, kv_dtype: str | None = None
-    ) -> tuple[str, ...]:
-        """List why `arch` cannot compute deterministic steps; empty if it can.
-
-        Args:
-            arch: the processor; it need not be present.
-            block_size: tokens per cache block.
-            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
-        """
-        if self.weight_format in LIBRARY_FORMATS:
-            return ()
-        if arch.is_cpu:
-            in_c = cpu_library.unsupported(
-                self.config.network, fp8_cache=kv_dtype is not None, num_ranks=self.num_ranks
-            )
-            needed = "on a CPU the weights must be in int8 or int4"
-            if in_c:
-                return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
-            return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
-        reasons = triton_unsupported(VectorProblem(self._dtype_name), arch)
-        try:
-            for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
-                select(problem, arch)
-        except NoKernelError as error:
-            return (*reasons, str(error))
-        return reasons
-
     @property
     def arch(self) -> GPUArch:
         """The processor of the parameters' device."""
@@ -327,10 +231,11 @@ class DecoderLM(nn.Module):
     @property
     def attention(self) -> AttentionPlanner:
         """Describes and plans the attention of the layers."""
-        return AttentionPlanner(self._problems, self._dtype_name, self.unmeasured_kernels)
+        return AttentionPlanner(self._problems, self.dtype_name, self.unmeasured_kernels)
 
     @property
-    def _dtype_name(self) -> str:
+    def dtype_name(self) -> str:
+        """Name of the dtype of parameters and activations."""
         return str(self.embed_tokens.dtype).removeprefix("torch.")
 
     @property

@@ -27,6 +27,7 @@ __all__ = [
     "SingleLaunch",
     "bind_single_launch",
     "launch_refusal",
+    "launched_rows",
     "step_shape",
     "unsupported",
 ]
@@ -181,6 +182,11 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     return reasons + missing
 
 
+def launched_rows(problem: ModelProblem) -> tuple[int, ...]:
+    """Return the numbers of sequences, from 2 on, for which a decode step is a single launch."""
+    return tuple(rows for rows in ROW_COUNTS if not unsupported(problem, rows))
+
+
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     counts = (1, *ROW_COUNTS)
     of_bucket = reasons_of(
@@ -196,7 +202,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
 
 
 def _bind(model: DecoderLM, state: KVCache, bucket: Bucket) -> SingleLaunch:
-    return model.bound_once(
+    return model.executors.bound_once(
         ("single launch", bucket.rows), state, lambda: SingleLaunch(model, state, bucket.rows)
     )
 

@@ -180,7 +180,9 @@ def build(name, dtype, weight_format=None):
 
 def problem_of(model):
     """Return the problem of a model that is served, for kernels that need not have been measured."""
-    return dataclasses.replace(model.problem(detect("cuda")), refusals=(), unmeasured=True)
+    return dataclasses.replace(
+        model.executors.problem(detect("cuda")), refusals=(), unmeasured=True
+    )
 
 
 def in_float32(model):
