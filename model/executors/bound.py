@@ -10,6 +10,7 @@ from kernels import NoKernelError, select
 from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import LIBRARY_FORMATS
 from model.executors import cpu_library, single_launch
+from model.executors.attention_plans import attention_planner
 from model.executors.executor import ModelProblem
 from model.executors.table import choose_executor
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from kernels import GPUArch
-    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.executors.columns import Bucket
     from model.executors.executor import Executor
+    from model.executors.layers import Layers
+    from model.network.parameters import DecoderParameters
 
 _logger = logging.getLogger(__name__)
 _MOST_BUCKETS: Final = 4096
@@ -32,13 +34,18 @@ class BoundExecutors:
 
     Args:
         model: its parameters.
+        layers: computes layer by layer.
 
     Attributes:
+        model: see above.
+        layers: see above; bound again for serving.
+        cpu_library: has the packed matrices; None where they are not packed for the C library.
         for_serving: whether the parameters are bound to kernels for serving; until then the layers compute every step.
     """
 
-    def __init__(self, model: DecoderLM) -> None:
-        self._model = model
+    def __init__(self, model: DecoderParameters, layers: Layers) -> None:
+        self.model, self.layers = model, layers
+        self.cpu_library: cpu_library.CPULibrary | None = None
         self.for_serving = False
         self._refusals: tuple[str, ...] = ()
         self._found: WeakKeyDictionary[KVCache, dict[Bucket, Executor]] = WeakKeyDictionary()
@@ -51,9 +58,9 @@ class BoundExecutors:
             by_bucket = self._found[kv_cache] = {}
         found = by_bucket.get(bucket)
         if found is None:
-            model = self._model
-            spec = choose_executor(self.problem(model.arch, kv_cache.kv_dtype), bucket).spec
-            found = by_bucket[bucket] = spec.bind(model, kv_cache, bucket)
+            problem = self.problem(self.model.arch, kv_cache.kv_dtype)
+            spec = choose_executor(problem, bucket).spec
+            found = by_bucket[bucket] = spec.bind(self, kv_cache, bucket)
         return found
 
     def bound_once(self, key: Hashable, kv_cache: KVCache, bind: Callable[[], T]) -> T:
@@ -71,7 +78,7 @@ class BoundExecutors:
             arch: the processor.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
         """
-        model = self._model
+        model = self.model
         return ModelProblem(
             model.network,
             model.dtype_name,
@@ -103,7 +110,7 @@ class BoundExecutors:
 
 
 def deterministic_unsupported(
-    model: DecoderLM, arch: GPUArch, block_size: int, kv_dtype: str | None = None
+    model: DecoderParameters, arch: GPUArch, block_size: int, kv_dtype: str | None = None
 ) -> tuple[str, ...]:
     """List why a model on `arch` cannot compute deterministic steps; empty if it can.
 
@@ -117,7 +124,7 @@ def deterministic_unsupported(
         return ()
     if arch.is_cpu:
         in_c = cpu_library.unsupported(
-            model.config.network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks
+            model.whole_network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks
         )
         needed = "on a CPU the weights must be in int8 or int4"
         if in_c:
@@ -125,7 +132,8 @@ def deterministic_unsupported(
         return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
     reasons = triton_unsupported(VectorProblem(model.dtype_name), arch)
     try:
-        for problem in model.attention.problems(block_size, kv_dtype, deterministic=True):
+        planner = attention_planner(model)
+        for problem in planner.problems(block_size, kv_dtype, deterministic=True):
             select(problem, arch)
     except NoKernelError as error:
         return (*reasons, str(error))

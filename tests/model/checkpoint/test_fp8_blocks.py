@@ -279,7 +279,7 @@ def test_the_c_library_gets_the_dequantized_values(tmp_path, form):
     for folder in (tmp_path / "fp8", exact):
         model = load(folder)
         model.optimize(form)
-        layers = model.cpu_library._decoder._held[0]
+        layers = model.executors.cpu_library._decoder._held[0]
         packed.append([part for layer in layers for it in layer[:4] for part in it._tensors])
 
     assert len(packed[0]) > 8

@@ -62,7 +62,7 @@ def by_layers(model, cache, ids, slots, table, context):
     )
     metadata = model.attention.metadata(slots, BLOCK, batch, None, cache.kv_dtype)
     return model.logits(
-        model.layers_executor.paged(ids, torch.tensor([context - 1]), cache, metadata)
+        model.executors.layers.paged(ids, torch.tensor([context - 1]), cache, metadata)
     )
 
 
@@ -90,7 +90,7 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     for it in (model, wide):
         it.reserve_positions(192)
     cache, truth_cache = new_cache(model), new_cache(wide)
-    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
+    monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     bound = bind_single_launch(model, cache)
     table = torch.randperm(BLOCKS, generator=generator).int()[None]
     for context in (150, 30):
