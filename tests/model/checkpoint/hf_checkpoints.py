@@ -108,7 +108,8 @@ _GRANITE = {
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0}
 
 
-def _longrope(pairs, original):
+def longrope(pairs, original):
+    """LongRoPE of heads of which `pairs` pairs of dimensions rotate, in the form of Phi."""
     factors = {
         "short_factor": [1.0 + 0.02 * i for i in range(pairs)],
         "long_factor": [1.0 + 0.5 * i for i in range(pairs)],
@@ -257,10 +258,10 @@ CASES = {
     ),
     "phi3": Case("Phi3", {"sliding_window": 23}, in_half=True),
     # The original context is shorter than every prompt of the tests.
-    "phi3 longrope": Case("Phi3", _longrope(8, 16) | {"sliding_window": 512}),
+    "phi3 longrope": Case("Phi3", longrope(8, 16) | {"sliding_window": 512}),
     "phi3 partial longrope tied": Case(
         "Phi3",
-        _longrope(6, 16) | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+        longrope(6, 16) | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
         in_half=True,
     ),
     "smollm3": Case("SmolLM3", _layers(4), in_half=True),
