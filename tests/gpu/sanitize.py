@@ -250,9 +250,9 @@ def step_all() -> int:
     for name, weight_format in STEP_MODELS:
         model = build(name, torch.bfloat16, weight_format)
         arch = kernels.detect(DEVICE)
-        if single_launch.unsupported(
-            model.network, torch.bfloat16, weight_format, arch, unmeasured=True
-        ):
+        model.unmeasured_kernels = True
+        problem = model.problem(arch)
+        if single_launch.unsupported(problem):
             continue
         for kv_dtype in (None, kernels.FP8):
             cache = new_cache(model, kv_dtype)
@@ -266,9 +266,7 @@ def step_all() -> int:
                 assert step.tokens.item() == step.sampled[0].item() == first.float().argmax().item()
                 fill(cache)
                 runs += 2
-            if single_launch.unsupported(
-                model.network, torch.bfloat16, weight_format, arch, STEP_ROWS, unmeasured=True
-            ):
+            if single_launch.unsupported(problem, STEP_ROWS):
                 continue
             bound = bind(model, cache, STEP_ROWS)
             several = RowsStep(model, SEVERAL[:STEP_ROWS])
