@@ -51,7 +51,6 @@ PHI = changed(
     rope=Rotary(
         "longrope",
         original_max_positions=64,
-        attention_factor=1.2,
         short_factor=(1.0,) * 24,
         long_factor=tuple(1.0 + 0.25 * i for i in range(24)),
         dims=48,
