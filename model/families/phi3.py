@@ -27,7 +27,7 @@ _TENSORS: Final = dataclasses.replace(
         **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
     },
 )
-_CODE: Final = "Phi3ForCausalLM"
+_ARCHITECTURE: Final = "Phi3ForCausalLM"
 # The first files say "su" and "yarn" for what later ones call "longrope".
 _ROPE_TYPES: Final[Mapping[str, RopeType]] = {
     "default": "default",
@@ -57,14 +57,15 @@ def _check_code(keys: Keys) -> None:
     """Check that code that is stored beside the weights, as Microsoft does, is that of this family."""
     if code := keys.inner("auto_map"):
         model = code.text("AutoModelForCausalLM")
-        if model is None or model.rpartition(".")[2] != _CODE:
+        if model is None or model.rpartition(".")[2] != _ARCHITECTURE:
             raise UnsupportedModelError(
-                f"{code.name('AutoModelForCausalLM')} = {shorten(model)} is not supported; supported is {_CODE}"
+                f"{code.name('AutoModelForCausalLM')} = {shorten(model)} is not supported; supported is"
+                f" {_ARCHITECTURE}"
             )
 
 
 FAMILY: Final = Family(
-    "Phi3ForCausalLM",
+    _ARCHITECTURE,
     "phi3",
     network,
     _TENSORS,
