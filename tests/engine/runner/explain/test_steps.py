@@ -144,7 +144,9 @@ def test_the_c_library_computes_every_step_with_integer_weights():
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
 
-    plan = explain_model(build("bundled", "float32"), 16, CATALOGUE["cpu"], None, INT8_ROWS)
+    made = build("bundled", "float32")
+    made.weight_format = INT8_ROWS
+    plan = explain_model(made, 16, CATALOGUE["cpu"])
 
     assert {step.executor for step in plan.steps} == {"cpu_library"}
     assert all("one call of the C library" in step.why for step in plan.steps)
