@@ -83,6 +83,32 @@ FAMILIES = {
         "rope": None,
         "position_offset": 2,
     },
+    "stablelm": {
+        "architecture": "StableLmForCausalLM",
+        "norm": "layer",
+        "attention_bias": True,
+        "rope": Rotary(dims=8),
+    },
+    "phi3": {
+        "architecture": "Phi3ForCausalLM",
+        "sliding_window": 3,
+        "rope": Rotary(
+            "longrope",
+            original_max_positions=32,
+            attention_factor=1.2,
+            short_factor=(1.0,) * 12,
+            long_factor=tuple(1.0 + 0.25 * i for i in range(12)),
+            dims=24,
+        ),
+    },
+    "smollm3": {
+        "architecture": "SmolLM3ForCausalLM",
+        "num_layers": 2,
+        "sliding_window": 64,
+        "rope": None,
+        "local_rope": Rotary(),
+        "layer_types": ("sliding_attention", "full_attention"),
+    },
     "gemma2": GEMMA | {"architecture": "Gemma2ForCausalLM", "attention_softcap": 1.0},
     "gemma3": GEMMA
     | {

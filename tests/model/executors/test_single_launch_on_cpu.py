@@ -36,6 +36,26 @@ QWEN = model_config(
     qk_norm=True,
     rope=Rotary(theta=1e6),
 )
+GEMMA1 = changed(
+    QWEN,
+    architecture="GemmaForCausalLM",
+    qk_norm=False,
+    norms_add_one=True,
+    activation="gelu_tanh",
+    scale_embeddings=True,
+    tie_word_embeddings=True,
+)
+PHI = changed(
+    QWEN,
+    architecture="Phi3ForCausalLM",
+    rope=Rotary(
+        "longrope",
+        original_max_positions=64,
+        short_factor=(1.0,) * 24,
+        long_factor=tuple(1.0 + 0.25 * i for i in range(24)),
+        dims=48,
+    ),
+)
 GEMMA = changed(
     QWEN,
     architecture="Gemma3ForCausalLM",
@@ -74,7 +94,9 @@ def new_cache(model):
     return cache
 
 
-@pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["qwen", "gemma"])
+@pytest.mark.parametrize(
+    "config", [QWEN, PHI, GEMMA1, GEMMA], ids=["qwen", "phi", "gemma 1", "gemma 3"]
+)
 def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     arch = dataclasses.replace(ARCHES[90], num_sms=16)
     model, wide = DecoderLM(config, torch.bfloat16), DecoderLM(config, torch.float32)
