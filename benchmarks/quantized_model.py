@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from kernels.linear.projection import SWIGLU, Activation, FixedProjection, Norm, Operations
 from model.decoder import DecoderLM
-from model.executors.layers import BoundAttention, BoundDense, BoundLayer
+from model.executors.attention import BoundAttention
+from model.executors.layers import BoundDense, BoundLayer
 from tests.kernels.references.quantized_reference import (
     ACTIVATION_GROUP,
     dequantize_int8,
@@ -76,8 +77,8 @@ class QuantizedLM(DecoderLM):
             if table is not None:
                 table.copy_(head.round_weight(table))
         eps = self.network.norm.eps
-        bound = self.layers_executor.bound
-        self.layers_executor.bound = bound._replace(
+        bound = self.executors.layers.bound
+        self.executors.layers.bound = bound._replace(
             layers=[
                 _bind_layer(layer, it, layers, eps)
                 for layer, it in zip(self.decoder_layers, bound.layers, strict=True)
