@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 import kernels.attention.functional
-import model.decoder
 import model.executors.attention
+import model.network.parameters
 import server.engine.runner.start.startup
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
@@ -59,7 +59,7 @@ def _on_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "PART_TOKENS", 32)
     for module in (
         kernels.attention.functional,
-        model.decoder,
+        model.network.parameters,
         server.engine.runner.step.model_runner,
         server.engine.runner.start.startup,
     ):

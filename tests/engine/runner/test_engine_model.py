@@ -184,7 +184,7 @@ def test_logprobs_of_the_prompt_are_those_of_one_forward_pass(checkpoint):
     assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-4)
     model = engine.engine._runner.model
     with torch.inference_mode():
-        hidden = model(torch.tensor([prompt]), torch.arange(len(prompt)), None, None)
+        hidden = model(torch.tensor([prompt]), torch.arange(len(prompt)))
         logprobs = torch.log_softmax(model.logits(hidden)[0].float(), -1)
     assert likeliest[0] == likeliest[1] == logprobs[:-1].argmax(-1).tolist()
     expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
