@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from model.checkpoint.dtypes import resolve_kv_dtype
-from model.device.kv_cache import bytes_per_token
 from server.engine.core.memory.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.explain.model_work import ModelWork, Rows
 from server.engine.runner.start.kv_memory import SHARE, size_within
@@ -135,25 +134,20 @@ def estimate(
 def _memory(
     model: DecoderLM, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
-    layers, dtype = model.network.layers, model.embed_tokens.dtype
+    dtype = model.embed_tokens.dtype
     weight_bytes = model.weight_bytes
     activation_bytes = _activations(model.config.network, dtype.itemsize, limits)
     if config.cuda_graphs:
         row_bytes = model.network.vocab * dtype.itemsize
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
-    per_token = bytes_per_token(
-        len(layers),
-        layers[0].mixer.num_kv_heads,
-        layers[0].mixer.head_dim,
-        resolve_kv_dtype(config.kv_cache_dtype, dtype),
-    )
+    state = model.network.state(resolve_kv_dtype(config.kv_cache_dtype, dtype))
     blocks_per_sequence = -(-limits.max_model_len // config.block_size)
     demand = KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
         requested_gib=config.kv_cache_gib,
         useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
         block_size=config.block_size,
-        bytes_per_token=per_token,
+        bytes_per_token=state.token_bytes,
         kept_bytes=activation_bytes + GPU_HEADROOM_BYTES,
     )
     total = arch.memory_mib * MIB
@@ -170,7 +164,7 @@ def _memory(
         cuda_bytes=_CONTEXT_BYTES + GPU_HEADROOM_BYTES,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=state.token_bytes,
         kv_tokens=size.num_blocks * config.block_size,
         kv_why=size.why,
     )

@@ -18,7 +18,7 @@ import torch
 
 from kernels import detect, select
 from model.checkpoint.dtypes import resolve_kv_dtype
-from model.device.kv_cache import KVCache, bytes_per_token
+from model.device.kv_cache import KVCache
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
 from server.engine.core.memory.kv_demand import KVCacheDemand, NotEnoughMemoryError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from model.decoder import DecoderLM
+    from model.network.state import StateSpec
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
     from server.engine.runner.start.startup_progress import Phases
@@ -195,7 +196,6 @@ def _allocate(
         kept_bytes: bytes that stay free for a step's activations.
         hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
     """
-    layers, parameter = model.network.layers, model.embed_tokens
 
     def allocate(num_blocks: int) -> ModelRunner:
         runner = make_runner(model, config, num_blocks)
@@ -209,16 +209,11 @@ def _allocate(
         requested_gib=config.kv_cache_gib,
         useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
         block_size=config.block_size,
-        bytes_per_token=bytes_per_token(
-            len(layers),
-            layers[0].mixer.num_kv_heads,
-            layers[0].mixer.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
-        ),
+        bytes_per_token=_state(model, config).token_bytes,
         kept_bytes=kept_bytes,
     )
     num_processes = config.num_engines * config.tensor_parallel
-    return allocate_kv_cache(demand, parameter.device, allocate, num_processes)
+    return allocate_kv_cache(demand, model.embed_tokens.device, allocate, num_processes)
 
 
 def make_runner(
@@ -232,21 +227,18 @@ def make_runner(
         num_blocks: of the cache.
         deterministic: as for `ModelRunner`; None for the configuration's.
     """
-    layers, parameter = model.network.layers, model.embed_tokens
+    device = model.embed_tokens.device
     return ModelRunner(
         model,
-        KVCache(
-            len(layers),
-            num_blocks,
-            config.block_size,
-            layers[0].mixer.num_kv_heads,
-            layers[0].mixer.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
-            parameter.device,
-        ),
+        KVCache(_state(model, config), num_blocks, config.block_size, device),
         Grammars(config.model_path, model.config),
         deterministic=config.deterministic if deterministic is None else deterministic,
     )
+
+
+def _state(model: DecoderLM, config: EngineConfig) -> StateSpec:
+    """Return what a sequence keeps on the device."""
+    return model.network.state(resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype))
 
 
 def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:

@@ -90,7 +90,7 @@ class ModelRunner:
         self.executor = StepExecutor(model, kv_cache)
         self.num_blocks = kv_cache.num_blocks
         self._grammars = grammars
-        self.device = kv_cache.layer(0).device
+        self.device = kv_cache.device
         self.sharing_rule = self._find_sharing_rule()
         self.recorded: RecordedSteps | None = None
         self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)

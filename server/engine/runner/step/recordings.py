@@ -112,7 +112,7 @@ class RecordedSteps:
         self._executor = executor or StepExecutor(model, kv_cache)
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._sampled, self._sharing_rule = sampled, sharing_rule
-        self._device = kv_cache.layer(0).device
+        self._device = kv_cache.device
         self._grid = BucketGrid(limits, kv_cache.block_size, deterministic=deterministic)
         # Two recordings may compute the decode rows and the prompts of a step; their results must not overlap.
         self._decode_out = self._allocate(limits.max_logits)
