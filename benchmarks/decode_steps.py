@@ -28,7 +28,8 @@ from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
 from model.device.replay import CudaGraphs, Replay
-from model.network.metadata import AttentionMetadata, PhasePlans
+from model.executors.attention_plans import AttentionMetadata, PhasePlans
+from model.executors.layers import PagedStep
 from server.cli.bench.engine.options import shape_folder
 
 if TYPE_CHECKING:
@@ -132,8 +133,12 @@ def step(
         plan = kernels.plan_attention(problem, batch, selection=selection)
         most = sequences * batch.max_seqlen_k
         metadata = AttentionMetadata(slots, sequences, (PhasePlans(plan, None),), most)
-        hidden = model(ids, positions, cache, metadata, sampled)
-        return sampled.copy_(model.argmax(hidden, logits, tokens, logprobs))
+        layers = model.layers_executor
+        step = PagedStep(
+            None, cache, positions, layers.bound, deterministic=False, metadata=metadata
+        )
+        hidden = layers.hidden_states(step, ids, sampled)
+        return sampled.copy_(layers.bound.head.argmax(hidden, logits, tokens, logprobs))
 
     return compute
 

@@ -33,7 +33,7 @@ from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
 from model.device.quantizations import QUANTIZATIONS
-from model.executors import cpu_library as cpu_steps
+from model.executors import cpu_library
 from model.executors.columns import Bucket
 from model.executors.step import StepInput
 from model.training.corpus import SourceFile, read_files
@@ -79,7 +79,7 @@ class ServedModel:
         self._cache = KVCache(state, -(-CONTEXT_LENGTH // _BLOCK_SIZE), _BLOCK_SIZE, "cpu")
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """See `Predictor.__call__`."""
+        """Compute the logits [1, T, V] in place of hidden states: an executor keeps these to itself."""
         tokens = len(positions)
         columns = -(-tokens // _BLOCK_SIZE)
         bucket = Bucket(
@@ -94,11 +94,11 @@ class ServedModel:
         host.prompt_seq_lens[:] = tokens
         host.prompt_block_table[:] = np.arange(columns)
         step.send()
-        return self._model.hidden_states(step, self._cache)[None]
+        return self._model.step(step, self._cache).logits[None]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Predictor.logits`."""
-        return self._model.logits(hidden)
+        """Return the logits, as `__call__` does."""
+        return hidden
 
 
 class Choice(NamedTuple):
@@ -308,7 +308,7 @@ def _precisions(
     """
     entries: list[dict[str, Any]] = []
     models: list[Predictor] = []
-    reasons = cpu_steps.unsupported(config.network)
+    reasons = cpu_library.unsupported(config.network)
     if reasons:
         print(f"the C library cannot serve {options.model} here: {'; '.join(reasons)}")
     for name in options.quantization:

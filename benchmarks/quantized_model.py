@@ -19,11 +19,12 @@ from kernels.testing.quantized_reference import (
     round_activations,
 )
 from model.decoder import DecoderLM
+from model.executors.layers import BoundAttention, BoundDense, BoundLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from model.network.layers import BoundLayer, DecoderLayer
+    from model.network.layers import DecoderLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +76,28 @@ class QuantizedLM(DecoderLM):
             if table is not None:
                 table.copy_(head.round_weight(table))
         eps = self.network.norm.eps
-        self._bound = self._bound._replace(
+        bound = self.layers_executor.bound
+        self.layers_executor.bound = bound._replace(
             layers=[
-                _bind_layer(layer, bound, layers, eps)
-                for layer, bound in zip(self.decoder_layers, self._bound.layers, strict=True)
+                _bind_layer(layer, it, layers, eps)
+                for layer, it in zip(self.decoder_layers, bound.layers, strict=True)
             ],
-            head=_project(self._head, head),
+            head=_project(self.head, head),
         )
 
 
 def _bind_layer(layer: DecoderLayer, bound: BoundLayer, scheme: Scheme, eps: float) -> BoundLayer:
     qkv, output, gate_up, down = (it.numbers for it in layer.matrices.values())
-    return bound._replace(
+    assert isinstance(bound.mixer, BoundAttention)
+    mixer = bound.mixer._replace(
         qkv=_project(qkv, scheme, layer.qkv_bias, Norm(layer.input_norm, eps)),
         output=_project(output, scheme, layer.output_bias),
-        gate_up=_project(gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), SWIGLU),
-        down=_project(down, scheme, layer.down_bias),
     )
+    mlp = BoundDense(
+        _project(gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), SWIGLU),
+        _project(down, scheme, layer.down_bias),
+    )
+    return BoundLayer(mixer, mlp)
 
 
 def _project(

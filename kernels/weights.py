@@ -91,13 +91,10 @@ class Weight:
             ValueError: a byte with two numbers would be divided.
         """
         stop, size = start + length, self.shape[dim]
-        whole = self.refined(
-            self.format.divided(dim, *(end for end in (start, stop) if end < size))
-        )
-        form, packed = (
-            whole.format,
-            8 // self.format.bits if dim == 1 and self.format.bits < 8 else 1,
-        )
+        ends = (end for end in (start, stop) if end < size)
+        whole = self.refined(self.format.divided(dim, *ends))
+        form = whole.format
+        packed = 8 // form.bits if dim == 1 and form.bits < 8 else 1
         if start % packed or (stop % packed and stop < size):
             raise ValueError(f"{start} to {stop} of {size} inputs divides a byte of {form.name}")
         parts = {"numbers": whole.numbers.narrow(dim, start // packed, length // packed)}
@@ -139,17 +136,15 @@ class Weight:
         Quantized numbers stay what they are, and their scales are multiplied.
         """
         factor = torch.as_tensor(factor, dtype=torch.float32, device=self.numbers.device)
-        if not self.format.is_quantized:
-            return Weight.full(
-                self.numbers.float() * (factor if factor.ndim == 0 else factor[:, None])
-            )
+        column = factor[:, None] if factor.ndim else factor
+        if self.scale is None:
+            return Weight.full(self.numbers.float() * column)
         whole = self
         if factor.ndim and self.format.scales == "block":
             whole = self.refined(self.format.divided(0, 1))
         assert whole.scale is not None
-        if factor.ndim and whole.scale.ndim == 2:
-            factor = factor[:, None]
-        return dataclasses.replace(whole, scale=whole.scale * factor)
+        scale = whole.scale * (factor if whole.scale.ndim == 1 else column)
+        return dataclasses.replace(whole, scale=scale)
 
     def permuted(self, order: Tensor) -> Weight:
         """Return the outputs with the indices `order`, [M] int64, as a copy.

@@ -17,6 +17,7 @@ Harmless: TypeAlias = tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...]
 
 _WORDS: Final = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string", "array": "a list",
+    "object": "an object",
 }  # fmt: skip
 _MAX_DEPTH: Final = 100
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")

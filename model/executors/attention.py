@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kernels.rope.cache import Rotation
     from kernels.selection import VectorSpec
     from model.device.kv_cache import KVCache
-    from model.network.layers import BoundLayer
-    from model.network.metadata import AttentionMetadata
+    from model.executors.attention_plans import AttentionMetadata
+    from model.executors.layers import BoundAttention
     from model.network.rope import RotaryEmbedding
 
 _LITTLE_BYTES: Final = 16 << 20
@@ -40,13 +40,13 @@ class DenseAttention:
     def __init__(self, ropes: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._ropes = ropes
 
-    def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
+    def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
         """Compute attention: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
         del index
-        mixer = layer.mixer
+        mixer = attention.spec
         assert mixer.softcap is None, "dense attention caps no scores"
-        rope = self._ropes[layer.rotary]
-        q, k, v = split_heads(qkv, mixer.head_dim, mixer.num_kv_heads, layer.head_norms, rope)
+        rope = self._ropes[attention.rotary]
+        q, k, v = split_heads(qkv, mixer.head_dim, mixer.num_kv_heads, attention.head_norms, rope)
         return flash_attention(q, k, v, mixer.scale, mixer.window).flatten(-2)
 
 
@@ -82,12 +82,12 @@ class PagedAttention:
         ]
         self._prefetches = pdl and not batch_invariant and len(positions) <= _FEW_ROWS
 
-    def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
+    def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
         """Write keys and values to the cache, then compute attention.
 
         Args:
             index: the layer's index.
-            layer: the layer.
+            attention: of the layer.
             qkv: [T, (H + 2 * K) * D] contiguous, rows as [decode rows | prefill rows]; may be overwritten.
 
         Returns:
@@ -98,18 +98,18 @@ class PagedAttention:
         if (
             self._prefetches
             and self._most_bytes(kv) <= _LITTLE_BYTES
-            and not layer.output.prefetches(len(qkv))
+            and not attention.output.prefetches(len(qkv))
         ):
-            ahead = layer.next_weights
+            ahead = attention.next_weights
         cache = CacheSlots(kv, slots, scale)
-        q = self._rotations[layer.rotary](qkv, cache, layer.head_norms, ahead)
-        return self._attend(index, layer, q)
+        q = self._rotations[attention.rotary](qkv, cache, attention.head_norms, ahead)
+        return self._attend(index, attention, q)
 
-    def _attend(self, index: int, layer: BoundLayer, q: Tensor) -> Tensor:
+    def _attend(self, index: int, attention: BoundAttention, q: Tensor) -> Tensor:
         """Compute attention over a cache that already holds the step's tokens: [T, H, D] to [T, H * D] contiguous."""
         kv, scale = self._layers[index], self._scales[index]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode, prefill = self._metadata.plans[layer.problem]
+        decode, prefill = self._metadata.plans[attention.problem]
         split = self._metadata.num_decode_tokens
         if decode is not None:
             # Kernels of prefill take rows of several tokens where those of decode take one.

@@ -10,6 +10,7 @@ A new column is a record in `COLUMNS`. Input, copies, sizes in bytes and message
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
@@ -18,6 +19,15 @@ import msgspec
 import numpy as np
 
 A = TypeVar("A")
+
+
+class Want(enum.Enum):
+    """What a step computes beside its keys and values."""
+
+    TOKENS = "tokens"
+    """The requested rows of logits."""
+    PROMPT_SCORES = "prompt scores"
+    """Also the log-probabilities of given tokens, and the most likely tokens in their place."""
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +45,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
         deterministic: whether a token's results must have the same bits in every step that could compute it: with any
             other tokens, as part of any chunk, and in any bucket with this field.
         extra_columns: names of the columns with a value per sequence that the step has; see `Column.value`.
+        want: what is computed.
+        top: most likely tokens in place of each given one; 0 unless prompts are scored.
     """
 
     rows: int
@@ -46,6 +58,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     shared_blocks: int = 0
     deterministic: bool = False
     extra_columns: tuple[str, ...] = ()
+    want: Want = Want.TOKENS
+    top: int = 0
 
     @property
     def decode_tokens(self) -> int:
@@ -94,6 +108,12 @@ COLUMNS: Final[tuple[Column, ...]] = (
     Column("slot_mapping", np.int32, lambda b: (b.tokens,), fill=-1),
     Column("logits_rows", np.int64, lambda b: (b.num_logits,)),
     Column("sampled_rows", np.int64, lambda b: (b.num_logits,)),
+    Column(
+        "next_ids",
+        np.int64,
+        lambda b: (b.tokens if b.want is Want.PROMPT_SCORES else 0,),
+        fill=-1,
+    ),
     Column("cu_seqlens", np.int32, lambda b: (b.rows + 1,)),
     Column("seq_lens", np.int32, lambda b: (b.rows,)),
     Column("block_table", np.int32, lambda b: (b.rows, b.columns)),
@@ -113,6 +133,8 @@ class StepArrays(Generic[A]):
         slot_mapping: [T], cache slot for each token's keys and values; -1 writes nothing.
         logits_rows: [M], the tokens for which logits are computed; not read if `Bucket.has_all_logits`.
         sampled_rows: [M], index in the sampled tokens at which the token of each row of logits is stored; may repeat.
+        next_ids: [T] if prompts are scored, else [0]: the token after each token, whose log-probability is computed; -1
+            for none.
         cu_seqlens: [R + 1], for the decode rows, whose first token is token 0.
         seq_lens: [R], for the decode rows; 0 for an unused row.
         block_table: [R, C], for the decode rows.

@@ -8,20 +8,25 @@ import torch
 
 from kernels.cpu.decoder import CPUDecoder, DecoderShape, LayerMatrices, StepTensors
 from kernels.cpu.decoder import unsupported as shape_unsupported
-from kernels.cpu.library import load
+from kernels.cpu.library import instructions, load
 from kernels.cpu.matrix import PackedMatrix
+from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
+from model.executors.columns import Want
+from model.executors.executor import ExecutorSpec
+from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network import spec
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from kernels.weight_format import WeightFormat
+    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
+    from model.executors.columns import Bucket
+    from model.executors.executor import ModelProblem
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
 
@@ -60,16 +65,11 @@ def unsupported(
     )
 
 
-class CPUSteps:
-    """Computes the steps of a model; see the methods of the same names of `DecoderLM`.
+class CPULibrary:
+    """Computes the steps of a model whose matrices it has packed.
 
     Args:
-        network: of the model; `unsupported` must be empty for it.
-        max_context: positions for which rotary tables are made at most.
-        layers: with weights of any float dtype; their matrices are dropped one layer after the other.
-        norm: the final norm's weight.
-        head: [V, C].
-        embedding: [V, C]; `head` if they are tied.
+        model: `unsupported` must be empty for its network. Its matrices are dropped one layer after the other.
         quantization: of all matrices, embedding and head included: one of `LIBRARY_FORMATS`.
         threads: that compute a step.
 
@@ -77,17 +77,7 @@ class CPUSteps:
         num_bytes: of the quantized matrices.
     """
 
-    def __init__(
-        self,
-        network: spec.Network,
-        max_context: int,
-        layers: Sequence[DecoderLayer],
-        norm: Tensor,
-        head: Tensor,
-        embedding: Tensor,
-        quantization: WeightFormat,
-        threads: int,
-    ) -> None:
+    def __init__(self, model: DecoderLM, quantization: WeightFormat, threads: int) -> None:
         library = load()
         assert not isinstance(library, str), library
 
@@ -97,6 +87,7 @@ class CPUSteps:
             layer.drop_matrix(name)
             return packed
 
+        head, embedding, network = model.head, model.embed_tokens, model.network
         packed_head = PackedMatrix(library, Weight.full(head), quantization)
         packed_embedding = packed_head
         if embedding is not head:
@@ -112,14 +103,13 @@ class CPUSteps:
                 None if layer.q_norm is None else _float32(layer.q_norm),
                 None if layer.k_norm is None else _float32(layer.k_norm),
             )
-            for layer in layers
+            for layer in model.decoder_layers
         ]
-        self.quantization = quantization
         self._decoder = CPUDecoder(
-            _shape(network), matrices, _float32(norm), packed_head, packed_embedding, threads
+            _shape(network), matrices, _float32(model.norm), packed_head, packed_embedding, threads
         )
         self._rope = RotaryEmbedding(*network.rotaries[0])
-        self._max_context = max_context
+        self._max_context = model.config.max_context
         self._positions_reserved = False
         self.num_bytes = self._decoder.num_bytes
 
@@ -128,20 +118,17 @@ class CPUSteps:
         self._rope.reserve(num_positions, torch.float32, torch.device("cpu"))
         self._positions_reserved = True
 
-    def hidden_states(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> Tensor:
-        """Compute the layers of a step; returns [T, hidden_size] float32."""
-        return self._decoder.hidden_states(self._tensors(step, cache, sampled))
-
-    def step(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> StepOutput:
+    def step(self, state: KVCache, step: StepInput, sampled: Tensor | None) -> StepOutput:
         """Compute a step; the results have tokens, but no log-probabilities."""
         bucket = step.bucket
-        rows = None if bucket.has_all_logits else step.device.logits_rows
-        tensors = self._tensors(step, cache, sampled)
-        return StepOutput(*self._decoder.logits(tensors, rows, bucket.num_logits))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [M, V] float32 of hidden states [M, hidden_size]."""
-        return self._decoder.project(hidden)
+        tensors = self._tensors(step, state, sampled)
+        if bucket.want is Want.PROMPT_SCORES:
+            hidden = self._decoder.hidden_states(tensors)
+            scores = prompt_scores(step, hidden, self._decoder.project)
+            rows = hidden if bucket.has_all_logits else hidden[step.device.logits_rows]
+            return StepOutput(self._decoder.project(rows), scores=scores)
+        wanted = None if bucket.has_all_logits else step.device.logits_rows
+        return StepOutput(*self._decoder.logits(tensors, wanted, bucket.num_logits))
 
     def _tensors(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> StepTensors:
         if not self._positions_reserved:
@@ -161,6 +148,41 @@ class CPUSteps:
             cache.layers,
             self._rope.tables,
         )
+
+
+class _LibraryOfState:
+    """Computes steps over one state."""
+
+    def __init__(self, library: CPULibrary, state: KVCache) -> None:
+        self._library, self._state = library, state
+
+    def step(
+        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
+    ) -> StepOutput:
+        """See `Executor.step`."""
+        assert out is None, "steps on a CPU are not recorded"
+        return self._library.step(self._state, step, sampled)
+
+
+def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
+    if problem.weight_format not in LIBRARY_FORMATS:
+        return ("weights are not in int8 or int4",)
+    columns = tuple(f"no {name} of sequences" for name in bucket.extra_columns)
+    in_fp8 = problem.kv_dtype is not None
+    return columns + unsupported(problem.network, fp8_cache=in_fp8, num_ranks=problem.num_ranks)
+
+
+def _bind(model: DecoderLM, state: KVCache, _bucket: Bucket) -> _LibraryOfState:
+    assert model.cpu_library is not None
+    return _LibraryOfState(model.cpu_library, state)
+
+
+def _describe(_problem: ModelProblem) -> str:
+    return f"one call of the C library computes a step, with {instructions()}"
+
+
+CPU_LIBRARY: Final = ExecutorSpec("cpu_library", _unsupported, _bind, _describe)
+"""Computes every step of a model with weights in int8 or int4 on a CPU, in one call each."""
 
 
 def _shape(network: spec.Network) -> DecoderShape:

@@ -22,6 +22,7 @@ from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, select_vector
 from kernels.weight_format import unquantized
 from kernels.weights import Weight
+from model.executors.layers import projections
 from model.network.layers import DecoderLayer
 from model.network.parallel import head_rows
 
@@ -77,7 +78,7 @@ def layer_kernels(
     kinds: Counter[tuple[tuple[str, LinearChoice], ...]] = Counter()
     for layer, count in Counter(network.layers).items():
         parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_format)
-        products = parameters.projections(model.communicator)
+        products = projections(parameters, model.communicator)
         size = sum(math.prod(weights.weight.shape) for weights, _ in products.values())
         choices = ((name, choose(*it, bucket.tokens, size)) for name, it in products.items())
         kinds[tuple(choices)] += count

@@ -1,32 +1,285 @@
-"""A model's parameters, bound to the kernels that compute its forward pass."""
+"""The executor of every network and processor: computes a step layer by layer.
+
+What a layer computes follows from its parts: the tables `MIXERS` and `MLPS` have the implementation of each kind.
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from torch.nn import functional
 
 from kernels.gpu.dependent_launch import may_depend
-from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
+from kernels.linear.projection import (
+    Activation,
+    LayerNorm,
+    LinearWeights,
+    Norm,
+    Operations,
+    Projection,
+    Purpose,
+    Residual,
+    ResidualWriter,
+    bind_norm,
+    bind_projection,
+)
 from kernels.rope import registry as rope
+from kernels.sampling.tokens import embed_tokens
 from kernels.selection import VectorProblem, select_vector
+from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
+from model.executors.attention import DenseAttention, PagedAttention
 from model.executors.attention_plans import attention_problems, same_problem
+from model.executors.columns import Want
+from model.executors.embedding import finish_embeddings
+from model.executors.executor import ExecutorSpec
 from model.executors.head import Head, SoftcappedHead
-from model.network.parallel import GatheredHead
+from model.executors.parallel import GatheredHead, ReducedProjection
+from model.executors.scores import prompt_scores
+from model.executors.step import StepOutput
+from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from kernels import GPUArch
     from kernels.collective.communicator import Communicator
-    from kernels.linear.projection import LayerNorm, Norm
     from kernels.selection import VectorSpec
-    from model.network.layers import BoundLayer, DecoderLayer
-    from model.network.spec import Network
+    from model.decoder import DecoderLM
+    from model.device.kv_cache import KVCache
+    from model.executors.attention_plans import AttentionMetadata
+    from model.executors.columns import Bucket
+    from model.executors.executor import ModelProblem
+    from model.executors.step import StepInput
+    from model.network.layers import DecoderLayer
 
 _logger = logging.getLogger(__name__)
+
+
+class BoundMixer(Protocol):
+    """A mixer with the projections around it, bound to the kernels that compute them."""
+
+    def forward(self, index: int, residual: Residual, context: Any, /) -> Residual:  # noqa: ANN401 - of its kind
+        """Read the normalized residual stream and add the mixer's result to it.
+
+        Args:
+            index: the layer's index.
+            residual: the stream.
+            context: what the mixers of this kind have in common in a step, from the table.
+        """
+
+
+class BoundMLP(Protocol):
+    """An MLP, bound to the kernels that compute it."""
+
+    def forward(self, residual: Residual, /) -> Residual:
+        """Read the normalized residual stream and add the MLP's result to it."""
+
+
+class BoundLayer(NamedTuple):
+    """The two halves of a layer."""
+
+    mixer: BoundMixer
+    mlp: BoundMLP
+
+    @property
+    def projections(self) -> dict[str, ResidualWriter]:
+        """The products of the layer, by the names of their matrices."""
+        parts = (self.mixer, self.mlp)
+        names = ("qkv", "output", "gate_up", "down")
+        return {name: getattr(it, name) for it in parts for name in names if hasattr(it, name)}
+
+
+def layer_forward(
+    index: int, layer: BoundLayer, residual: Residual, contexts: Contexts
+) -> Residual:
+    """Compute one layer: mixer, then MLP. Each reads the normalized residual stream and adds its result to it."""
+    residual = layer.mixer.forward(index, residual, contexts[type(layer.mixer)])
+    return layer.mlp.forward(residual)
+
+
+class Binder:
+    """Binds the products of a layer to kernels.
+
+    Args:
+        layer: its parameters. In-place changes to them take effect; replacing them does not.
+        model: of the layer.
+        purpose: what the layer is for; matrices may be copied unless it is training.
+    """
+
+    def __init__(self, layer: DecoderLayer, model: DecoderLM, purpose: Purpose) -> None:
+        self.layer, self.model = layer, model
+        self._purpose = purpose
+        self._weights = sum(math.prod(matrix.shape) for matrix in layer.matrices.values())
+        self._projections = projections(layer, model.communicator)
+
+    def reading(self, name: str) -> Projection:
+        """Bind a product that reads the residual stream."""
+        weights, operations = self._projections[name]
+        return bind_projection(
+            weights,
+            self.model.embed_tokens.dtype,
+            self.model.arch,
+            operations,
+            layer_weights=self._weights,
+            purpose=self._purpose,
+        )
+
+    def adding(self, name: str) -> ResidualWriter:
+        """Bind a product that adds to the residual stream."""
+        product, communicator = self.reading(name), self.model.communicator
+        if communicator is None:
+            return product
+        bias = getattr(self.layer, f"{name}_bias")
+        return ReducedProjection(product, bias, _post_norm(self.layer, name), communicator)
+
+
+class BoundAttention(NamedTuple):
+    """Attention with its projections.
+
+    Attributes:
+        spec: what it computes, of this rank's heads.
+        qkv: includes the layer's first norm; reads the residual stream.
+        head_norms: per-head norms of queries and of keys; None if the family has none.
+        output: adds to the residual stream, after a norm if the family has one there.
+        next_weights: the matrices that are read after attention, in that order.
+        problem: index of its problem in `AttentionPlanner.mixers`.
+        rotary: index of its rotary embedding in `Network.rotaries`.
+    """
+
+    spec: Attention
+    qkv: Projection
+    head_norms: tuple[Norm, Norm] | None
+    output: ResidualWriter
+    next_weights: tuple[Tensor, Tensor]
+    problem: int
+    rotary: int
+
+    @classmethod
+    def bind(cls, spec: Attention, binder: Binder) -> BoundAttention:
+        """Bind a layer's attention."""
+        layer, network = binder.layer, binder.model.network
+        head_norms = None
+        if spec.qk_norm is not None:
+            assert layer.q_norm is not None
+            assert layer.k_norm is not None
+            head_norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
+        return cls(
+            spec,
+            binder.reading("qkv"),
+            head_norms,
+            binder.adding("output"),
+            (layer.output.numbers, layer.gate_up.numbers),
+            attention_problems(network).index(same_problem(spec)),
+            network.rotaries.index((spec.rotary, spec.head_dim)),
+        )
+
+    def forward(self, index: int, residual: Residual, attend: Attend) -> Residual:
+        """See `BoundMixer.forward`."""
+        qkv, residual = self.qkv.from_residual(residual)
+        return self.output.to_residual(attend(index, self, qkv), residual)
+
+
+class Attend(Protocol):
+    """Attention of the layers of a step."""
+
+    def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
+        """Compute attention from the QKV projection.
+
+        Args:
+            index: the layer's index.
+            attention: of the layer.
+            qkv: [..., (H + 2 * K) * D]; may be overwritten.
+
+        Returns:
+            [..., H * D].
+        """
+
+
+class BoundDense(NamedTuple):
+    """A multi-layer perceptron.
+
+    Attributes:
+        gate_up: includes the MLP's norm and activation; reads the residual stream.
+        down: adds to the residual stream, after a norm if the family has one there.
+    """
+
+    gate_up: Projection
+    down: ResidualWriter
+
+    @classmethod
+    def bind(cls, _spec: Dense, binder: Binder) -> BoundDense:
+        """Bind a layer's MLP."""
+        return cls(binder.reading("gate_up"), binder.adding("down"))
+
+    def forward(self, residual: Residual) -> Residual:
+        """See `BoundMLP.forward`."""
+        gated, residual = self.gate_up.from_residual(residual)
+        return self.down.to_residual(gated, residual)
+
+
+class PagedStep(NamedTuple):
+    """What the mixers of a step read.
+
+    Attributes:
+        step: its input; None where the caller has planned attention, in `metadata`.
+        state: keys and values, and what else mixers keep; written.
+        positions: [T] int64.
+        bound: the model's kernels.
+        deterministic: see `Bucket`.
+        metadata: the plans of attention, if `step` is None.
+    """
+
+    step: StepInput | None
+    state: KVCache
+    positions: Tensor
+    bound: BoundNetwork
+    deterministic: bool
+    metadata: AttentionMetadata | None = None
+
+
+def _begin_attention(model: DecoderLM, it: PagedStep) -> Attend:
+    metadata = it.metadata
+    if metadata is None:
+        assert it.step is not None
+        metadata = model.attention.plan_step(it.step, it.state)
+    return PagedAttention(
+        it.state,
+        metadata,
+        model.ropes,
+        it.positions,
+        rotation=it.bound.rotation,
+        pdl=it.bound.pdl,
+        batch_invariant=it.deterministic,
+    )
+
+
+def _begin_dense_attention(model: DecoderLM, positions: Tensor, hidden: Tensor) -> Attend:
+    return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes])
+
+
+class MixerSpec(NamedTuple):
+    """The implementation of a kind of mixer.
+
+    Attributes:
+        bind: binds the mixer of a layer.
+        begin: returns the context of a step over a state, once for all layers.
+        begin_dense: the same for whole sequences without a state, [B, L, C] at positions [L]; differentiable.
+    """
+
+    bind: Callable[[Any, Binder], BoundMixer]
+    begin: Callable[[DecoderLM, PagedStep], Any]
+    begin_dense: Callable[[DecoderLM, Tensor, Tensor], Any]
+
+
+Contexts = dict[type, Any]
+"""The context of each kind of bound mixer in a step."""
+MIXERS: Final[dict[type, MixerSpec]] = {
+    Attention: MixerSpec(BoundAttention.bind, _begin_attention, _begin_dense_attention)
+}
+MLPS: Final[dict[type, Callable[[Any, Binder], BoundMLP]]] = {Dense: BoundDense.bind}
 
 
 class BoundNetwork(NamedTuple):
@@ -34,6 +287,7 @@ class BoundNetwork(NamedTuple):
 
     Attributes:
         layers: the layers in order.
+        kinds: of mixers among them, by the type of the bound mixer.
         norm: the final norm.
         head: the projection to the vocabulary.
         rotation: the row of `kernels.rope.registry` that the layers take.
@@ -41,6 +295,7 @@ class BoundNetwork(NamedTuple):
     """
 
     layers: list[BoundLayer]
+    kinds: dict[type, MixerSpec]
     norm: Callable[[Residual], Tensor]
     head: Head
     rotation: VectorSpec
@@ -49,57 +304,220 @@ class BoundNetwork(NamedTuple):
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
-        first = self.layers[0]
-        projections = (first.qkv, first.output, first.gate_up, first.down, self.head)
-        return tuple(sorted({rows for it in projections for rows in it.row_counts}))
+        counts = [it.row_counts for it in self.layers[0].projections.values()]
+        return tuple(sorted({rows for it in (*counts, self.head.row_counts) for rows in it}))
 
 
-def bind_network(
-    network: Network,
-    layers: Sequence[DecoderLayer],
-    norm: Norm | LayerNorm,
-    head: Tensor,
-    arch: GPUArch,
-    purpose: Purpose,
-    communicator: Communicator | None = None,
-) -> BoundNetwork:
-    """Bind a model's parameters. In-place changes to them take effect; replacing them does not.
-
-    Args:
-        network: what this rank computes.
-        layers: the layers in order.
-        norm: the final norm.
-        head: [V, C], in the dtype of the activations; with a communicator this rank's rows.
-        arch: architecture of the parameters' device.
-        purpose: what the model is for; matrices may be copied unless it is training.
-        communicator: of the ranks that share the model; None for one that is whole.
-    """
-    dtype = head.dtype
+def bind_network(model: DecoderLM, purpose: Purpose) -> BoundNetwork:
+    """Bind a model's parameters. In-place changes to them take effect; replacing them does not."""
+    network, arch, head = model.network, model.arch, model.head
     trainable = purpose is Purpose.TRAINING
-    vectors = VectorProblem(str(dtype).removeprefix("torch."), trainable)
+    vectors = VectorProblem(str(head.dtype).removeprefix("torch."), trainable)
     rotation, _, refusals = select_vector(rope.REGISTRY, vectors, arch)
     if refusals and not (trainable or arch.is_cpu):
         reason = refusals[0].reasons[0]
         _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
     bound_head: Head = bind_projection(
-        LinearWeights(Weight.full(head)), dtype, arch, purpose=purpose
+        LinearWeights(Weight.full(head)), head.dtype, arch, purpose=purpose
     )
-    if communicator is not None:
-        bound_head = GatheredHead(bound_head, network.vocab, communicator)
+    if model.communicator is not None:
+        bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
     if network.logit_softcap is not None:
         bound_head = SoftcappedHead(bound_head, network.logit_softcap)
-    problems, rotaries = attention_problems(network), network.rotaries
-
-    def bind(layer: DecoderLayer) -> BoundLayer:
-        mixer = layer.spec.mixer
-        problem = problems.index(same_problem(mixer))
-        rotary = rotaries.index((mixer.rotary, mixer.head_dim))
-        return layer.bind(arch, dtype, purpose, communicator, problem, rotary)
-
+    layers, kinds = [], {}
+    for parameters in model.decoder_layers:
+        spec, binder = parameters.spec, Binder(parameters, model, purpose)
+        row = MIXERS[type(spec.mixer)]
+        mixer = row.bind(spec.mixer, binder)
+        kinds[type(mixer)] = row
+        layers.append(BoundLayer(mixer, MLPS[type(spec.mlp)](spec.mlp, binder)))
     return BoundNetwork(
-        layers=[bind(layer) for layer in layers],
-        norm=bind_norm(norm, vectors, arch),
+        layers=layers,
+        kinds=kinds,
+        norm=bind_norm(make_norm(model.norm, model.norm_bias, network.norm.eps), vectors, arch),
         head=bound_head,
         rotation=rotation,
         pdl=rotation is rope.TRITON and may_depend(arch, head.device),
     )
+
+
+class Layers:
+    """Computes with a model's layers; bound again for deterministic steps, when they first need it.
+
+    Args:
+        model: its parameters.
+        purpose: what the results are for.
+    """
+
+    def __init__(self, model: DecoderLM, purpose: Purpose) -> None:
+        self._model = model
+        self.bound = bind_network(model, purpose)
+        self._deterministic: BoundNetwork | None = None
+        self._positions_reserved = False
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `DecoderLM.reserve_positions`."""
+        parameter = self._model.embed_tokens
+        for it in self._model.ropes:
+            it.reserve(num_positions, parameter.dtype, parameter.device)
+        self._positions_reserved = True
+
+    def step(
+        self, state: KVCache, step: StepInput, sampled: Tensor | None, out: StepOutput | None
+    ) -> StepOutput:
+        """Compute a step; see `DecoderLM.step`."""
+        bucket, arrays, model = step.bucket, step.device, self._model
+        bound = self.kernels(deterministic=bucket.deterministic)
+        hidden = self.hidden_states(
+            PagedStep(step, state, arrays.positions, bound, bucket.deterministic),
+            arrays.token_ids,
+            sampled,
+        )
+        scores = None
+        if bucket.want is Want.PROMPT_SCORES:
+            scores = prompt_scores(step, hidden, bound.head)
+        if not bucket.num_logits:
+            return StepOutput(hidden.new_empty((0, model.network.vocab)), scores=scores)
+        if not bucket.has_all_logits:
+            hidden = hidden[arrays.logits_rows]
+        if out is None:
+            return StepOutput(bound.head(hidden), scores=scores)
+        assert out.tokens is not None
+        assert out.logprobs is not None
+        ids = bound.head.argmax(hidden, out.logits, out.tokens, out.logprobs)
+        if sampled is not None:
+            sampled.index_copy_(0, arrays.sampled_rows, ids)
+        return out
+
+    def hidden_states(
+        self, it: PagedStep, input_ids: Tensor, sampled: Tensor | None = None
+    ) -> Tensor:
+        """Compute the hidden states after the last norm, [T, C], of packed tokens.
+
+        Args:
+            it: what the mixers read.
+            input_ids: [T] int64; -1 - i refers to index i of `sampled`.
+            sampled: [capacity] int64; None if there are no such ids.
+        """
+        model, bound = self._model, it.bound
+        hidden = embed_tokens(input_ids, model.embed_tokens, sampled)
+        if not self._positions_reserved:
+            capacity = min(model.config.max_context, it.state.num_blocks * it.state.block_size)
+            for rotary in model.ropes:
+                rotary.reserve(capacity, hidden.dtype, hidden.device)
+        hidden = finish_embeddings(model.network, hidden, it.positions, model.embed_positions)
+        contexts = {kind: row.begin(model, it) for kind, row in bound.kinds.items()}
+        return bound.norm(model.run_layers(bound.layers, Residual(hidden), contexts))
+
+    def paged(
+        self, input_ids: Tensor, positions: Tensor, state: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Compute the hidden states of packed tokens, [T, C], whose attention the caller has planned.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64.
+            state: written.
+            metadata: from `AttentionPlanner.metadata`.
+        """
+        return self.hidden_states(
+            PagedStep(None, state, positions, self.bound, deterministic=False, metadata=metadata),
+            input_ids,
+        )
+
+    def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
+        model, bound = self._model, self.bound
+        hidden = functional.embedding(input_ids, model.embed_tokens)
+        contexts = {
+            kind: row.begin_dense(model, positions, hidden) for kind, row in bound.kinds.items()
+        }
+        hidden = finish_embeddings(model.network, hidden, positions, model.embed_positions)
+        return bound.norm(model.run_layers(bound.layers, Residual(hidden), contexts))
+
+    def kernels(self, *, deterministic: bool) -> BoundNetwork:
+        """Return the bound parameters."""
+        if not deterministic:
+            return self.bound
+        if self._deterministic is None:
+            self._deterministic = bind_network(self._model, Purpose.DETERMINISTIC_SERVING)
+        return self._deterministic
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """See `BoundNetwork.row_counts`; of deterministic steps once they are bound."""
+        return (self._deterministic or self.bound).row_counts
+
+
+class _LayersOfState:
+    """Computes steps over one state."""
+
+    def __init__(self, layers: Layers, state: KVCache) -> None:
+        self._layers, self._state = layers, state
+
+    def step(
+        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
+    ) -> StepOutput:
+        """See `Executor.step`."""
+        return self._layers.step(self._state, step, sampled, out)
+
+
+def projections(
+    layer: DecoderLayer, communicator: Communicator | None = None
+) -> dict[str, tuple[LinearWeights, Operations]]:
+    """Return the parameters of each product of a rank's layer and the operations around it, in their order."""
+    mlp = layer.spec.mlp
+
+    def weights(name: str) -> LinearWeights:
+        return LinearWeights(layer.matrices[name], getattr(layer, f"{name}_bias"))
+
+    def reading(norm: str, activation: Activation | None = None) -> Operations:
+        weight, bias = getattr(layer, norm), getattr(layer, f"{norm}_bias")
+        return Operations(make_norm(weight, bias, layer.spec.norm.eps), activation)
+
+    def adding(name: str) -> tuple[LinearWeights, Operations]:
+        if communicator is None:
+            return weights(name), Operations(residual=True, post_norm=_post_norm(layer, name))
+        # The bias and the norm are those of the sum over all ranks.
+        return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
+
+    activation = Activation(mlp.activation, gated=mlp.gated)
+    return {
+        "qkv": (weights("qkv"), reading("input_norm")),
+        "output": adding("output"),
+        "gate_up": (weights("gate_up"), reading("mlp_norm", activation)),
+        "down": adding("down"),
+    }
+
+
+def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
+    """Return the RMS norm with a weight, or the layer norm with a weight and a bias."""
+    return Norm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
+
+
+def _post_norm(layer: DecoderLayer, name: str) -> Norm | None:
+    weight = getattr(layer, f"{name}_norm")
+    return None if weight is None else Norm(weight, layer.spec.norm.eps)
+
+
+def _unsupported(problem: ModelProblem, _bucket: Bucket) -> tuple[str, ...]:
+    network = problem.network
+    missing = (
+        type(part).__name__
+        for layer in network.layers
+        for part, table in ((layer.mixer, MIXERS), (layer.mlp, MLPS))
+        if type(part) not in table
+    )
+    packed = problem.weight_format in LIBRARY_FORMATS
+    return (
+        *(("weights are in the layout of the C library",) if packed else ()),
+        *dict.fromkeys(f"no {name}" for name in missing),
+    )
+
+
+def _bind(model: DecoderLM, state: KVCache, _bucket: Bucket) -> _LayersOfState:
+    return _LayersOfState(model.layers_executor, state)
+
+
+LAYERS: Final = ExecutorSpec("layers", _unsupported, _bind)
+"""Computes every part that the tables above have, on every processor."""

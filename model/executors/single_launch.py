@@ -1,14 +1,12 @@
-"""Decode steps that are a single launch: which ones, their kernels bound to a model and its caches, and the launch."""
+"""The executor of decode steps that are a single launch: which ones, and their kernels bound to a model and a cache."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
 
 import torch
 
-from kernels import detect
+from kernels.selection import reasons as reasons_of
 from kernels.step.single_launch import (
     ROW_COUNTS,
     LayerWeights,
@@ -19,27 +17,29 @@ from kernels.step.single_launch import (
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
+from model.executors.executor import ExecutorSpec
 from model.executors.step import StepOutput
 from model.network import spec
 
 __all__ = [
-    "ROW_COUNTS", "SingleLaunches", "bind_single_launch", "has_run", "launch_once", "launch_refusal", "step_shape",
+    "ROW_COUNTS",
+    "SINGLE_LAUNCH",
+    "SingleLaunch",
+    "bind_single_launch",
+    "launch_refusal",
+    "step_shape",
     "unsupported",
-]  # fmt: skip
+]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
-    from kernels import GPUArch
     from kernels.step.single_launch import StepKernel
-    from kernels.weight_format import WeightFormat
+    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
+    from model.executors.columns import Bucket
+    from model.executors.executor import ModelProblem
     from model.executors.step import StepInput
-    from model.network.layers import DecoderLayer
-
-_logger = logging.getLogger(__name__)
 
 READS: Final[spec.Reads] = {
     spec.Network: {"tied": spec.ALL, "embedding_factor": spec.ALL},
@@ -62,108 +62,50 @@ READS_OF_ROWS: Final[spec.Reads] = {
 VARYING_OF_ROWS: Final = ((spec.Attention, "window"),)
 
 
-class SingleLaunches:
-    """The single-launch kernels of a model's decode steps, by cache and number of sequences.
-
-    Attributes:
-        refusals: why the driver has refused launches; if there is one, no step is a single launch any more.
-    """
-
-    def __init__(self) -> None:
-        self.refusals: tuple[str, ...] = ()
-        # None where a step is computed layer by layer.
-        self._kernels: WeakKeyDictionary[KVCache, dict[int, StepKernel | None]] = (
-            WeakKeyDictionary()
-        )
-
-    def kernel(
-        self, kv_cache: KVCache, rows: int, bind: Callable[[KVCache, int], StepKernel | None]
-    ) -> StepKernel | None:
-        """Return the kernel of steps of `rows` sequences on a cache; `bind` binds it at its first use."""
-        if rows not in (1, *ROW_COUNTS):
-            return None
-        kernels = self._kernels.setdefault(kv_cache, {})
-        if rows not in kernels:
-            kernels[rows] = bind(kv_cache, rows)
-        return kernels[rows]
-
-    def replace(self, error: RuntimeError) -> bool:
-        """Stop using the kernels if an error is the driver's refusal of a launch; return whether that is new."""
-        reason = launch_refusal(error)
-        if reason is None or reason in self.refusals:
-            return False
-        _logger.warning("a decode step is not a single launch: %s", reason)
-        self.refusals += (reason,)
-        for kernels in self._kernels.values():
-            kernels.update(dict.fromkeys(kernels))
-        return True
-
-
-def launch_once(
-    kernel: StepKernel,
-    step: StepInput,
-    embedding: Tensor,
-    rope: tuple[Tensor, ...],
-    sampled: Tensor | None,
-    out: StepOutput | None,
-) -> StepOutput:
-    """Run a step of decode rows as a single launch; the kernel always computes the argmax.
+class SingleLaunch:
+    """The single launch of steps of some sequences, bound to a model and a cache; it always computes the argmax.
 
     Args:
-        kernel: bound to the model and the cache.
-        step: as for `DecoderLM.step`, as are `sampled` and `out`.
-        embedding: [V, C].
-        rope: cos and sin of all positions; then those of layers with a sliding window if they have their own.
-        sampled: [capacity] int64, or None.
-        out: where to write the results; None for new tensors.
-
-    Returns:
-        `out` if it is given, else the new logits.
-    """
-    arrays, rows = step.device, step.bucket.rows
-    logits, tokens, logprobs = out or StepOutput(embedding.new_empty((rows, len(embedding))))
-    if tokens is None or logprobs is None:
-        tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device)
-        logprobs = torch.empty_like(tokens, dtype=torch.float32)
-    sampled_rows = arrays.sampled_rows
-    if sampled is None:
-        sampled = torch.empty_like(tokens)
-        sampled_rows = torch.arange(rows, device=embedding.device) if rows > 1 else tokens
-    kernel(
-        arrays.token_ids,
-        arrays.positions,
-        arrays.slot_mapping,
-        arrays.block_table,
-        rope,
-        logits,
-        tokens,
-        logprobs,
-        sampled,
-        *((sampled_rows,) if rows > 1 else ()),
-    )
-    return StepOutput(logits, tokens, logprobs)
-
-
-def bind_single_launch(
-    network: spec.Network,
-    layers: Sequence[DecoderLayer],
-    embedding: Tensor,
-    head: Tensor,
-    norm: Tensor,
-    kv_cache: KVCache,
-    rows: int = 1,
-) -> StepKernel:
-    """Bind the parameters and the cache. Neither may be reallocated afterwards.
-
-    Args:
-        network: of a model for which `unsupported` returns no reasons.
-        layers: the layers in order.
-        embedding: [V, C].
-        head: [V, C].
-        norm: [C], the final norm.
-        kv_cache: on the model's device.
+        model: for which `unsupported` returns no reasons. Its parameters may not be reallocated afterwards.
+        kv_cache: on the model's device; likewise.
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
     """
+
+    def __init__(self, model: DecoderLM, kv_cache: KVCache, rows: int) -> None:
+        self._model = model
+        self._launch = bind_single_launch(model, kv_cache, rows)
+
+    def step(
+        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
+    ) -> StepOutput:
+        """See `Executor.step`."""
+        arrays, rows, embedding = step.device, step.bucket.rows, self._model.embed_tokens
+        logits = embedding.new_empty((rows, len(embedding))) if out is None else out.logits
+        tokens, logprobs = (None, None) if out is None else (out.tokens, out.logprobs)
+        if tokens is None or logprobs is None:
+            tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device)
+            logprobs = torch.empty_like(tokens, dtype=torch.float32)
+        sampled_rows = arrays.sampled_rows
+        if sampled is None:
+            sampled = torch.empty_like(tokens)
+            sampled_rows = torch.arange(rows, device=embedding.device) if rows > 1 else tokens
+        self._launch(
+            arrays.token_ids,
+            arrays.positions,
+            arrays.slot_mapping,
+            arrays.block_table,
+            self._model.rope_tables,
+            logits,
+            tokens,
+            logprobs,
+            sampled,
+            *((sampled_rows,) if rows > 1 else ()),
+        )
+        return StepOutput(logits, tokens, logprobs)
+
+
+def bind_single_launch(model: DecoderLM, kv_cache: KVCache, rows: int = 1) -> StepKernel:
+    """Bind the kernel; arguments as for `SingleLaunch`."""
     weights = [
         LayerWeights(
             layer.qkv.weight,
@@ -179,10 +121,12 @@ def bind_single_launch(
             layer.output_norm,
             layer.down_norm,
         )
-        for layer in layers
+        for layer in model.decoder_layers
     ]
-    step = StepWeights(step_shape(network), weights, embedding, head, norm)
-    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device), rows)
+    step = StepWeights(
+        step_shape(model.network), weights, model.embed_tokens, model.head, model.norm
+    )
+    return bind_step(step, kv_cache.layers, kv_cache.scales, model.arch, rows)
 
 
 def step_shape(network: spec.Network) -> StepShape:
@@ -204,30 +148,27 @@ def step_shape(network: spec.Network) -> StepShape:
     )
 
 
-def unsupported(
-    network: spec.Network,
-    dtype: torch.dtype,
-    weight_format: WeightFormat,
-    arch: GPUArch,
-    rows: int = 1,
-    *,
-    unmeasured: bool = False,
-) -> tuple[str, ...]:
+def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     """List why a decode step cannot be a single launch; empty if it can.
 
     Args:
-        network: of the model.
-        dtype: dtype of its parameters.
-        weight_format: of the layers' matrices.
-        arch: architecture that the model runs on.
+        problem: the model and the processor.
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
-        unmeasured: whether kernels may be chosen that were never measured on a GPU.
     """
+    network = problem.network
     missing = spec.unsupported(network, READS, VARYING)
+    if problem.num_ranks > 1:
+        missing = (*missing, "no tensor parallelism")
+    missing += problem.refusals
     if not spec.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(
-        step_shape(network), dtype, arch, rows, weight_format, unmeasured=unmeasured
+        step_shape(network),
+        getattr(torch, problem.dtype),
+        problem.arch,
+        rows,
+        problem.weight_format,
+        unmeasured=problem.unmeasured,
     )
     missing += spec.different_norms(network, "eps", "float32")
     mixers = [layer.mixer for layer in network.layers]
@@ -238,3 +179,31 @@ def unsupported(
         of_rows = spec.unsupported(network, READS_OF_ROWS, VARYING_OF_ROWS)
         missing += tuple(f"{it} for several sequences" for it in of_rows if it not in missing)
     return reasons + missing
+
+
+def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
+    counts = (1, *ROW_COUNTS)
+    of_bucket = reasons_of(
+        (bucket.deterministic, "deterministic"),
+        (
+            bucket.rows not in counts or bucket.queries > 1 or not bucket.has_all_logits,
+            f"steps of {', '.join(map(str, counts))} sequences with a token each only",
+        ),
+        (bucket.shared_blocks > 0, "a shared prefix is read once"),
+        *((True, f"no {name} of sequences") for name in bucket.extra_columns),
+    )
+    return of_bucket or unsupported(problem, bucket.rows)
+
+
+def _bind(model: DecoderLM, state: KVCache, bucket: Bucket) -> SingleLaunch:
+    return model.bound_once(
+        ("single launch", bucket.rows), state, lambda: SingleLaunch(model, state, bucket.rows)
+    )
+
+
+def _describe(problem: ModelProblem) -> str:
+    return "" if has_run(problem.arch) else "no GPU of this architecture has run it"
+
+
+SINGLE_LAUNCH: Final = ExecutorSpec("single_launch", _unsupported, _bind, _describe)
+"""Computes a decode step of one or a few sequences in one launch on a GPU."""

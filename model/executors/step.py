@@ -88,6 +88,18 @@ class StepInput:
         self.send()
 
 
+class PromptScores(NamedTuple):
+    """The scores of the tokens of a step that have a `StepArrays.next_ids`, in their order, on the host.
+
+    Attributes:
+        logprobs: natural log-probabilities of the next tokens; NaN where the logits are not finite.
+        top_tokens: (token id, log-probability) of `Bucket.top` tokens each, most likely first.
+    """
+
+    logprobs: list[float]
+    top_tokens: list[list[tuple[int, float]]]
+
+
 class StepOutput(NamedTuple):
     """The results of a step, on the device.
 
@@ -96,12 +108,18 @@ class StepOutput(NamedTuple):
         tokens: [M] int64, the argmax of each row, the smallest id among equals; -1 where the largest logit is not
             finite. `tokens` and `logprobs` are None if they were not requested.
         logprobs: [M] float32, natural log-probabilities of `tokens`; undefined where the token is -1.
+        scores: of prompt tokens, if `Bucket.want` requests them.
     """
 
     logits: Tensor
     tokens: Tensor | None = None
     logprobs: Tensor | None = None
+    scores: PromptScores | None = None
 
     def first(self, num_rows: int) -> StepOutput:
         """Return the leading rows."""
-        return StepOutput(*(None if part is None else part[:num_rows] for part in self))  # type: ignore[arg-type]
+        return StepOutput(
+            self.logits[:num_rows],
+            None if self.tokens is None else self.tokens[:num_rows],
+            None if self.logprobs is None else self.logprobs[:num_rows],
+        )

@@ -14,7 +14,7 @@ from kernels.linear.projection import Residual
 from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
-from model.network.layers import Attend, BoundLayer, layer_forward
+from model.executors.layers import BoundAttention, BoundLayer, Contexts, layer_forward
 from model.training.prepare import CONTEXT_LENGTH
 from model.training.streams import PackedTokens
 
@@ -44,11 +44,11 @@ class PackedAttention:
     ) -> None:
         self._rope, self._cu_seqlens, self._attend = rope, cu_seqlens, attend
 
-    def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
+    def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
         """Compute attention: [T, (H + 2 * K) * D] to [T, H * D]."""
         del index
-        head_dim, num_kv_heads = layer.mixer.head_dim, layer.mixer.num_kv_heads
-        q, k, v = split_heads(qkv, head_dim, num_kv_heads, layer.head_norms, self._rope)
+        head_dim, num_kv_heads = attention.spec.head_dim, attention.spec.num_kv_heads
+        q, k, v = split_heads(qkv, head_dim, num_kv_heads, attention.head_norms, self._rope)
         return self._attend(q.to(v.dtype), k.to(v.dtype), v, self._cu_seqlens).flatten(-2)
 
 
@@ -66,22 +66,25 @@ class TrainedLM(DecoderLM):
 
     def packed_logits(self, batch: PackedTokens) -> Tensor:
         """Compute the logits of every next token of a batch, [T, vocab_size] in the autocast dtype."""
-        bound = self._kernels(deterministic=False)
+        bound = self.layers_executor.bound
         hidden = functional.embedding(batch.inputs, self.embed_tokens)
         (rope,) = self.ropes
         tables = rope.dense(batch.positions, hidden.dtype)
-        attention = PackedAttention(tables, batch.cu_seqlens, self.attend)
-        residual = self._run_layers(bound.layers, Residual(hidden), attention)
+        contexts: Contexts = {
+            BoundAttention: PackedAttention(tables, batch.cu_seqlens, self.attend)
+        }
+        residual = self.run_layers(bound.layers, Residual(hidden), contexts)
         return self.logits(bound.norm(residual))
 
-    def _run_layers(
-        self, layers: list[BoundLayer], residual: Residual, attention: Attend
+    def run_layers(
+        self, layers: Sequence[BoundLayer], residual: Residual, contexts: Contexts
     ) -> Residual:
+        """See `DecoderLM.run_layers`."""
         if not self.training or self.dropout == 0:
-            return super()._run_layers(layers, residual, attention)
+            return super().run_layers(layers, residual, contexts)
         hidden = functional.dropout(residual.hidden, self.dropout)
         for index, layer in enumerate(layers):
-            after = layer_forward(index, layer, Residual(hidden), attention).hidden
+            after = layer_forward(index, layer, Residual(hidden), contexts).hidden
             hidden = hidden + functional.dropout(after - hidden, self.dropout)
         return Residual(hidden)
 

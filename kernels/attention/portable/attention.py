@@ -191,12 +191,11 @@ def attention(
             )
             store_rows(partial_out, at * D, exists, acc1, acc2, D1, D2)
             tl.store(partial_lse + at, m, mask=exists)
-            line = first * KV_HEADS + kv_head
-            if not is_last(arrivals + line, count):
+            if not is_last(arrivals + first * KV_HEADS + kv_head, count):
                 return
             acc1, acc2, m, total = merge_parts(
-                partial_out, partial_lse, line, count, lines, exists, KV_HEADS, BLOCK_M, D1, D2
-            )
+                partial_out, partial_lse, first, count, kv_head, lines, exists, KV_HEADS, BLOCK_M, D1, D2
+            )  # fmt: skip
         inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
         write_rows(out, out_row, exists, acc1 * inverse[:, None], acc2 * inverse[:, None], D1, D2)
     else:
@@ -309,16 +308,16 @@ def merge_part(acc1, acc2, m, total, part1, part2, lse):
 
 @triton.jit
 def merge_parts(
-    partial_out, partial_lse, line, count, lines, exists, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    partial_out, partial_lse, first, count, kv_head, lines, exists, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a tile from memory; the first one's number, for its head, is `line`."""
+    """Merge `count` parts of a tile from memory, from number `first` on."""
     D: tl.constexpr = D1 + D2
     acc1, acc2, m, total = no_parts(BLOCK_M, D1, D2)
     for start in range(0, count, _UNROLLED):
         for i in tl.static_range(_UNROLLED):
             is_part = exists & (start + i < count)
-            at = (line + (start + i) * KV_HEADS) * lines + tl.arange(0, BLOCK_M)
+            at = ((first + start + i) * KV_HEADS + kv_head) * lines + tl.arange(0, BLOCK_M)
             # Other programs wrote these, so the loads must bypass the L1 cache.
             lse = tl.load(partial_lse + at, mask=is_part, other=-float("inf"), cache_modifier=".cg")
             part1 = load_columns(partial_out, at * D, is_part, 0, D1)

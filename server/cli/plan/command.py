@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernels import KernelError
-from kernels.weight_format import LIBRARY_FORMATS
 from model.errors import ModelError
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
@@ -74,14 +73,9 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
         NoKernelError: no kernel supports an operation; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
-    model, quantization, kv_dtype = resolve_model(settings, folder, arch)
+    model, _, kv_dtype = resolve_model(settings, folder, arch)
     return explain_model(
-        model,
-        settings.block_size,
-        arch,
-        kv_dtype,
-        quantization if quantization in LIBRARY_FORMATS else None,
-        deterministic=settings.deterministic,
+        model, settings.block_size, arch, kv_dtype, deterministic=settings.deterministic
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from kernels import FP8, detect
 from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
+from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
 from model.checkpoint.formats.table import kept
@@ -87,6 +88,8 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels
+    if quantization in LIBRARY_FORMATS:
+        model.weight_format = quantization
     return PlannedModel(model, quantization, FP8 if settings.kv_cache_dtype == "fp8" else None)
 
 

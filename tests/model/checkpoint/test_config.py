@@ -38,6 +38,13 @@ QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+MULTIMODAL = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": LLAMA,
+}
+GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+STARCODER2 = LLAMA | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -268,6 +275,14 @@ def test_an_unsupported_variant_of_a_family_is_rejected_with_its_key(base, chang
         (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
         (GEMMA3, {"rope_local_base_freq": 0}, "rope_local_base_freq must be"),
         (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern must be"),
+        (MULTIMODAL, {"text_config": 3}, "text_config must be an object, found 3"),
+        (
+            MULTIMODAL,
+            {"text_config": {"vocab_size": -1}},
+            "text_config.vocab_size must be .*, found -1",
+        ),
+        (GRANITE, {"residual_multiplier": 0}, "residual_multiplier must be"),
+        (STARCODER2, {"norm_epsilon": "x"}, "norm_epsilon must be a number, found 'x'"),
     ],
 )
 def test_the_error_for_an_invalid_value_names_the_key_of_the_family(base, changes, message):
@@ -525,20 +540,25 @@ ROPE = st.fixed_dictionaries(
 FURTHER_KEYS = (
     "attn_logit_softcapping",
     "enable_bias",
+    "embedding_multiplier",
     "final_logit_softcapping",
     "hidden_activation",
+    "logits_scaling",
     "n_inner",
     "query_pre_attn_scalar",
     "rope_local_base_freq",
     "rope_parameters",
     "sliding_window",
     "sliding_window_pattern",
+    "text_config",
 )
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(
-    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT2, OPT]),
+    base=st.sampled_from(
+        [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MULTIMODAL, GPT2, OPT, GRANITE, STARCODER2]
+    ),
     changes=st.fixed_dictionaries(
         {},
         optional={"rope_scaling": ROPE | JSON, "layer_types": JSON, "use_sliding_window": JSON}

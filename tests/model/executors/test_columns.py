@@ -14,7 +14,7 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
 from server.engine.runner.step.buckets import BucketGrid
-from server.engine.runner.step.ranks import ComputeStep
+from server.engine.runner.step.ranks import RankCommand
 from server.engine.runner.step.sampled_tokens import SampledTokens
 from server.engine.runner.step.step_input import PackedStep, exact_bucket
 from tests.engine.core.bookkeeping import make_request
@@ -85,8 +85,8 @@ def test_a_record_is_all_that_a_column_with_a_value_per_sequence_needs():
     )
     # The other ranks get it with the others.
     command = msgspec.msgpack.decode(
-        msgspec.msgpack.encode(ComputeStep(larger, packed.input.to_bytes(), 0, scores=True)),
-        type=ComputeStep,
+        msgspec.msgpack.encode(RankCommand(packed.input.to_bytes(), 0, larger)),
+        type=RankCommand,
     )
     theirs = StepInput(command.bucket, S, CPU)
     theirs.load(command.data)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kernels import Selection, select
 from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
-from kernels.selection import VectorProblem, choose, select_vector
+from kernels.selection import VectorProblem, select_vector
+from kernels.step.single_launch import has_run
+from kernels.weight_format import LIBRARY_FORMATS
 from model.executors.columns import Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
 from model.executors.layer_kernels import layer_kernels
-from model.executors.single_launch import ROW_COUNTS, has_run
+from model.executors.layers import LAYERS
+from model.executors.single_launch import ROW_COUNTS, SINGLE_LAUNCH
+from model.executors.table import choose_executor
 from model.sampling.sampler import SAMPLERS
 from server.engine.core.plan_report import (
     DeterminismPlan,
@@ -30,13 +34,9 @@ if TYPE_CHECKING:
 
     from kernels import AttentionProblem, GPUArch
     from kernels.selection import Refusal
-    from kernels.weight_format import WeightFormat
     from model.decoder import DecoderLM
     from model.executors.layer_kernels import AnyChoice
 
-_SINGLE_LAUNCH: Final = "single_launch"
-_CPU_LIBRARY: Final = "cpu_library"
-_LAYERS: Final = "layers"
 _DECODE_ROWS: Final = (1, *ROW_COUNTS, 64)
 _PROMPT_TOKENS: Final = 1024
 """Steps that are explained: those that may be one launch, one of many sequences, and one of a chunk of a prompt."""
@@ -47,7 +47,6 @@ def explain_model(
     block_size: int,
     arch: GPUArch,
     kv_dtype: str | None = None,
-    cpu_quantization: WeightFormat | None = None,
     *,
     deterministic: bool = False,
 ) -> PlanReport:
@@ -58,21 +57,20 @@ def explain_model(
         block_size: tokens in a block of the KV cache.
         arch: the processor; it need not be present.
         kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
-        cpu_quantization: of the matrices if the C library computes the steps; None otherwise.
         deterministic: whether all requests are deterministic.
 
     Raises:
         NoKernelError: no kernel supports an operation on the processor; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
-    in_c = cpu_quantization is not None
+    in_c = model.weight_format in LIBRARY_FORMATS
     invariant = deterministic and not in_c
     if invariant:
         check_deterministic(model, block_size, arch, kv_dtype)
     problems = model.attention.problems(block_size, kv_dtype, deterministic=invariant)
     shape = problems[0]
     steps = [
-        _plan_step(model, bucket, arch, block_size, kv_dtype, in_c=in_c)
+        _plan_step(model, bucket, arch, block_size, kv_dtype)
         for bucket in _buckets(block_size, deterministic=invariant)
     ]
     return PlanReport(
@@ -84,7 +82,7 @@ def explain_model(
         memory_bandwidth_gbs=arch.memory_bandwidth_gbs,
         peak_tflops=arch.peak_tflops(shape.dtype),
         dtype=shape.dtype,
-        weight_dtype=(cpu_quantization or model.weight_format).name,
+        weight_dtype=model.weight_format.name,
         kv_dtype=CPU_CACHE_DTYPE if in_c else shape.cache_dtype,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -119,37 +117,6 @@ def check_deterministic(
         raise StartupError(f"--deterministic is not supported here: {'; '.join(reasons)}")
 
 
-class _Executor(NamedTuple):
-    """One way to compute a step, and the reasons why it does not support the step at hand."""
-
-    name: str
-    reasons: tuple[str, ...] = ()
-    note: str = ""
-
-
-def _executors(
-    model: DecoderLM, bucket: Bucket, arch: GPUArch, *, in_c: bool
-) -> tuple[_Executor, ...]:
-    """Return all executors, the most preferred first."""
-    counts = (1, *ROW_COUNTS)
-    if bucket.deterministic:
-        single: tuple[str, ...] = ("deterministic",)
-    elif bucket.queries == 1 and bucket.rows in counts:
-        single = model.single_launch_unsupported(arch, bucket.rows)
-    else:
-        single = (f"steps of {', '.join(map(str, counts))} sequences with a token each only",)
-    note = "" if has_run(arch) else "no GPU of this architecture has run it"
-    return (
-        _Executor(_SINGLE_LAUNCH, single, note),
-        _Executor(
-            _CPU_LIBRARY,
-            () if in_c else ("weights are not in int8 or int4",),
-            f"one call of the C library computes a step, with {instructions()}" if in_c else "",
-        ),
-        _Executor(_LAYERS),
-    )
-
-
 def _buckets(block_size: int, *, deterministic: bool) -> Iterator[Bucket]:
     """Yield a step of each kind."""
     for rows, tokens in (*((rows, 0) for rows in _DECODE_ROWS), (0, _PROMPT_TOKENS)):
@@ -169,15 +136,14 @@ def _plan_step(
     arch: GPUArch,
     block_size: int,
     kv_dtype: str | None,
-    *,
-    in_c: bool,
 ) -> StepPlan:
     rows, tokens = bucket.rows, bucket.prompt_tokens
     name = f"decode of {rows} sequence{'s' * (rows > 1)}" if rows else f"prompt of {tokens} tokens"
-    executors = _executors(model, bucket, arch, in_c=in_c)
-    chosen = choose(executors, lambda executor: executor.reasons, f"a {name}", arch)
+    problem = model.problem(arch, kv_dtype)
+    chosen = choose_executor(problem, bucket, f"a {name}")
+    note = chosen.spec.describe(problem)
     operations: list[tuple[str, AnyChoice]] = []
-    if chosen.spec.name == _LAYERS:
+    if chosen.spec.name == LAYERS.name:
         operations += layer_kernels(model, bucket, arch, block_size, kv_dtype)
     operations.append(("sampling", select_vector(SAMPLERS, VectorProblem("float32"), arch)))
     return StepPlan(
@@ -185,7 +151,7 @@ def _plan_step(
         decode_rows=rows,
         prompt_tokens=tokens,
         executor=chosen.spec.name,
-        why=chosen.why,
+        why=f"{chosen.why}; {note}" if note else chosen.why,
         refused=_refused(chosen.refusals),
         operations=[
             OperationPlan(
@@ -213,7 +179,7 @@ def _refused(refusals: Iterable[Refusal]) -> list[RefusedRow]:
 def _describe_few(steps: Sequence[StepPlan], arch: GPUArch) -> str:
     """Describe how a decode step of one sequence is computed; if in a single launch, also steps of a few."""
     first, *few = (step for step in steps if step.decode_rows in (1, *ROW_COUNTS))
-    if first.executor != _SINGLE_LAUNCH:
+    if first.executor != SINGLE_LAUNCH.name:
         return _way(first)
     counts: dict[str, list[str]] = {}
     for step in few:
@@ -224,9 +190,9 @@ def _describe_few(steps: Sequence[StepPlan], arch: GPUArch) -> str:
 
 
 def _way(step: StepPlan) -> str:
-    if step.executor != _LAYERS:
+    if step.executor != LAYERS.name:
         return "in one launch"
-    (reasons,) = (row.reasons for row in step.refused if row.kernel == _SINGLE_LAUNCH)
+    (reasons,) = (row.reasons for row in step.refused if row.kernel == SINGLE_LAUNCH.name)
     return f"layer by layer: {'; '.join(reasons)}"
 
 

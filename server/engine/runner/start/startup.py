@@ -27,7 +27,7 @@ from model.checkpoint.weights import load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
-from model.executors import cpu_library as cpu_steps
+from model.executors import cpu_library
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.memory.block_manager import BlockManager
@@ -308,7 +308,7 @@ def resolved_quantization(
 
     def unsupported() -> tuple[str, ...]:
         in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
-        reasons = cpu_steps.unsupported(model.network, fp8_cache=in_fp8, num_ranks=num_ranks)
+        reasons = cpu_library.unsupported(model.network, fp8_cache=in_fp8, num_ranks=num_ranks)
         if config.quantization == "auto" and reasons == (load(),):
             log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
         return reasons

@@ -156,4 +156,5 @@ def _argmax(runner: ModelRunner, num_rows: int) -> None:
     logits = weight.new_empty(num_rows, weight.shape[0])
     tokens = hidden.new_empty(num_rows, dtype=torch.int64)
     logprobs = torch.empty_like(tokens, dtype=torch.float32)
-    runner.model.argmax(hidden, logits, tokens, logprobs, deterministic=runner.deterministic)
+    head = runner.model.layers_executor.kernels(deterministic=runner.deterministic).head
+    head.argmax(hidden, logits, tokens, logprobs)

@@ -31,20 +31,8 @@ class StepExecutor:
         self._model, self._kv_cache = model, kv_cache
 
     def step(self, step: StepInput, sampled: Tensor | None) -> StepOutput:
-        """Compute a step's logits; see `DecoderLM.step`."""
+        """Compute what a step's bucket wants; see `DecoderLM.step`."""
         return self._model.step(step, self._kv_cache, sampled)
-
-    def hidden_states(self, step: StepInput, sampled: Tensor | None) -> Tensor:
-        """Compute the hidden states of a step; see `DecoderLM.hidden_states`."""
-        return self._model.hidden_states(step, self._kv_cache, sampled)
-
-    def score(self, step: StepInput, hidden: Tensor) -> StepOutput:
-        """Compute a step's logits from the result of `hidden_states`."""
-        return self._model.score(step, hidden)
-
-    def logits(self, hidden: Tensor, first: int, count: int, *, deterministic: bool) -> Tensor:
-        """Compute the logits of `count` rows of the result of `hidden_states`, from row `first` on."""
-        return self._model.logits(hidden[first : first + count], deterministic=deterministic)
 
     def share_tokens(self, ids: Tensor, count: int) -> None:
         """Make the first `count` tokens of `SampledTokens.ids` known to all ranks."""

@@ -7,6 +7,7 @@ on the device, where the next step reads those that the host does not know yet (
 from __future__ import annotations
 
 import functools
+import itertools
 import traceback
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, cast
@@ -17,7 +18,6 @@ import torch
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
 from model.executors.step import StepOutput
-from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
 from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
 from server.engine.core.sequence import SequenceStatus
@@ -28,11 +28,15 @@ from server.engine.runner.step.executor import StepExecutor
 from server.engine.runner.step.recordings import RecordedSteps
 from server.engine.runner.step.sampled_tokens import SampledTokens
 from server.engine.runner.step.shared_prefix import shared_blocks
-from server.engine.runner.step.step_input import PackedStep, exact_bucket
+from server.engine.runner.step.step_input import (
+    PackedStep,
+    exact_bucket,
+    scored_bucket,
+    scored_tokens,
+)
 from server.engine.runner.step.step_result import GreedyStep, SampledStep, WaitingStep, suffices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from collections.abc import Sequence as TypingSequence
     from concurrent.futures import Future
 
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder
     from model.executors.columns import Bucket
+    from model.executors.step import PromptScores
     from model.sampling.grammar import GrammarMatcher, PendingMasks
     from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher
@@ -57,8 +62,6 @@ if TYPE_CHECKING:
     from server.engine.runner.step.grammars import Grammars
     from server.engine.runner.step.shared_prefix import SharingRule
 
-_PROMPT_LOGPROB_ROWS: Final = 256
-"""Rows of logits computed at a time for a prompt's log-probabilities; bounds the memory with large vocabularies."""
 _FEWEST_SAMPLED: Final = 64
 _KEPT_INPUTS: Final = 8
 """Number of inputs kept for later steps of the same bucket that have no recording."""
@@ -223,16 +226,21 @@ class ModelRunner:
             return WaitingStep(lambda: sample(self._start_masks(rows, sampling)))
         return sample(masks)
 
-    def pack(self, output: SchedulerOutput, sharing_rule: SharingRule | None) -> PackedStep:
+    def pack(
+        self, output: SchedulerOutput, sharing_rule: SharingRule | None, *, scored: bool = False
+    ) -> PackedStep:
         """Pack a step that has no recording into its exact bucket.
 
         Args:
             output: at least one scheduled sequence; its blocks are allocated.
             sharing_rule: decides whether the decode sequences' shared prefix is read once; None for never.
+            scored: whether the tokens of prompts are scored for the sequences that requested it.
         """
         decode, prefill, block_size = output.decode, output.prefill, self.kv_cache.block_size
         shared = shared_blocks(decode, block_size, sharing_rule)
         bucket = exact_bucket(decode, prefill, block_size, shared)
+        if scored:
+            bucket = scored_bucket(bucket, decode, prefill)
         packed = self._inputs.pop(bucket, None) or PackedStep(bucket, block_size, self.device)
         self._inputs[bucket] = packed
         if len(self._inputs) > _KEPT_INPUTS:
@@ -249,13 +257,11 @@ class ModelRunner:
     def describe_plan(self) -> PlanReport:
         """Report which attention kernels run, their launch configurations, and the reasons."""
         cache = self.kv_cache
-        steps = self.model.cpu_steps
         return explain_model(
             self.model,
             cache.block_size,
             detect(self.device),
             cache.kv_dtype,
-            None if steps is None else steps.quantization,
             deterministic=self.deterministic,
         )
 
@@ -263,18 +269,12 @@ class ModelRunner:
         self, output: SchedulerOutput, *, scored: bool
     ) -> tuple[list[StepOutput], dict[int, PromptLogprobs]]:
         """Compute a step without a recording; also the prompt log-probabilities that sequences requested."""
-        packed = self.pack(output, self.sharing_rule)
+        packed = self.pack(output, self.sharing_rule, scored=scored)
         sampled = None
         if packed.reads_sampled or self.device.type == "cuda":
             sampled = self._sampled.ids
-        if not scored:
-            return [self.executor.step(packed.input, sampled)], {}
-        hidden = self.executor.hidden_states(packed.input, sampled)
-        deterministic = packed.input.bucket.deterministic
-        prefill = _first_tokens(output.prefill, packed.input.bucket.decode_tokens)
-        scheduled = (*_first_tokens(output.decode, 0), *prefill)
-        prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
-        return [self.executor.score(packed.input, hidden)], prompts
+        computed = self.executor.step(packed.input, sampled)
+        return [computed], _prompt_logprobs(output, computed.scores)
 
     def _find_sharing_rule(self) -> SharingRule | None:
         """Return the rule that decides whether a step reads a shared prefix once; None if no layer supports it."""
@@ -354,43 +354,22 @@ class ModelRunner:
         assert self._grammars is not None
         return masked, self._grammars.start_masks(inputs)
 
-    def _prompt_logprobs(
-        self,
-        scheduled: Iterable[tuple[ScheduledSequence, int]],
-        hidden: torch.Tensor,
-        *,
-        deterministic: bool,
-    ) -> dict[int, PromptLogprobs]:
-        """Compute the requested log-probabilities of prompts; each sequence comes with its first row of `hidden`."""
-        results: dict[int, PromptLogprobs] = {}
-        for s, row in scheduled:
-            sequence = s.sequence
-            if not scores_prompt(sequence):
-                continue
-            # The logits at token i score token i + 1; those at the last prompt token are for sampling.
-            following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
-            logprobs: list[float] = []
-            top_tokens: list[list[tuple[int, float]]] = []
-            count = sequence.sampling.prompt_top_logprobs
-            for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
-                ids = following[i : i + _PROMPT_LOGPROB_ROWS]
-                logits = self.executor.logits(
-                    hidden, row + i, len(ids), deterministic=deterministic
-                )
-                logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
-                if count:
-                    top_tokens += prompt_top_tokens(logits, count)
-            results[sequence.request_id] = PromptLogprobs(s.start, logprobs, top_tokens)
+
+def _prompt_logprobs(
+    output: SchedulerOutput, scores: PromptScores | None
+) -> dict[int, PromptLogprobs]:
+    """Divide the scores of a step among the sequences that requested them, by request id."""
+    results: dict[int, PromptLogprobs] = {}
+    if scores is None:
         return results
-
-
-def _first_tokens(
-    scheduled: Iterable[ScheduledSequence], first: int
-) -> Iterator[tuple[ScheduledSequence, int]]:
-    """Yield each sequence with the index of its first token in the step; that of the first sequence is `first`."""
-    for s in scheduled:
-        yield s, first
-        first += s.num_tokens
+    logprobs, tops = iter(scores.logprobs), iter(scores.top_tokens)
+    for s in (*output.decode, *output.prefill):
+        if scores_prompt(s.sequence):
+            found = list(itertools.islice(logprobs, len(scored_tokens(s))))
+            count = s.sequence.sampling.prompt_top_logprobs
+            top = [it[:count] for it in itertools.islice(tops, len(found))]
+            results[s.sequence.request_id] = PromptLogprobs(s.start, found, top if count else [])
+    return results
 
 
 def _end_allowed(row: SamplingRow) -> bool:

@@ -4,14 +4,14 @@
     rank 1..    receive, compute                               a process each
 
 The leader sends each packed step as bytes before it computes it. The ranks meet in the collective operations of the
-model (`model.network.parallel`), so all of them call the same ones in the same order.
+model (`model.executors.parallel`), so all of them call the same ones in the same order.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import torch
@@ -31,60 +31,22 @@ if TYPE_CHECKING:
 _KEPT_INPUTS: Final = 8
 
 
-class ComputeStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute a step without a recording.
+class RankCommand(msgspec.Struct, frozen=True, array_like=True):
+    """What the other ranks do with the leader.
 
     Attributes:
-        bucket: sizes of the step's arrays.
-        data: from `StepInput.to_bytes`.
+        data: of the step, from `StepInput.to_bytes`.
         capacity: of `SampledTokens.ids`; 0 for none.
-        scores: whether to compute the logits too; else `ScoreHidden` and `ComputeLogits` follow.
+        bucket: of the step; None for that of a recording.
+        recording: number of the recording that is made, where there is a bucket, or replayed; None for neither.
+        shared: tokens that the leader sampled since the last command, and sends after this one.
     """
 
-    bucket: Bucket
     data: bytes
     capacity: int
-    scores: bool
-
-
-class ScoreHidden(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute the logits of the last step."""
-
-
-class ComputeLogits(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute the logits of `count` rows of the last step's hidden states, from row `first` on."""
-
-    first: int
-    count: int
-    deterministic: bool
-
-
-class ShareTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take over `count` tokens that the leader sampled; see `ComputeStep` for `capacity`."""
-
-    capacity: int
-    count: int
-
-
-class RecordStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Record a step as number `number`; the other fields are those of `ComputeStep`."""
-
-    number: int
-    bucket: Bucket
-    data: bytes
-    capacity: int
-
-
-class ReplayStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute a step with the recording of that number."""
-
-    number: int
-    data: bytes
-
-
-RankCommand: TypeAlias = (
-    ComputeStep | ScoreHidden | ComputeLogits | ShareTokens | RecordStep | ReplayStep
-)
+    bucket: Bucket | None = None
+    recording: int | None = None
+    shared: int = 0
 
 
 class Ranks(Protocol):
@@ -118,45 +80,45 @@ class LeadingExecutor(StepExecutor):
         assert model.communicator is not None
         self._communicator, self._ranks = model.communicator, ranks
         self._numbers = itertools.count()
+        self._shared: Tensor | None = None
 
     def step(self, step: StepInput, sampled: Tensor | None) -> StepOutput:
         """See `StepExecutor.step`."""
-        self._ranks.tell(_compute(step, sampled, scores=True))
+        self._tell(step, sampled, step.bucket)
         return super().step(step, sampled)
 
-    def hidden_states(self, step: StepInput, sampled: Tensor | None) -> Tensor:
-        """See `StepExecutor.hidden_states`."""
-        self._ranks.tell(_compute(step, sampled, scores=False))
-        return super().hidden_states(step, sampled)
-
-    def score(self, step: StepInput, hidden: Tensor) -> StepOutput:
-        """See `StepExecutor.score`."""
-        self._ranks.tell(ScoreHidden())
-        return super().score(step, hidden)
-
-    def logits(self, hidden: Tensor, first: int, count: int, *, deterministic: bool) -> Tensor:
-        """See `StepExecutor.logits`."""
-        self._ranks.tell(ComputeLogits(first, count, deterministic))
-        return super().logits(hidden, first, count, deterministic=deterministic)
-
     def share_tokens(self, ids: Tensor, count: int) -> None:
-        """See `StepExecutor.share_tokens`."""
-        self._ranks.tell(ShareTokens(len(ids), count))
-        self._communicator.broadcast(ids[:count])
+        """See `StepExecutor.share_tokens`: the ranks get them with the next command, before they are read."""
+        self._shared = ids[:count]
 
     def record(
         self, recorder: Recorder, step: StepInput, sampled: Tensor, out: StepOutput
     ) -> Replay:
         """See `StepExecutor.record`."""
         number = next(self._numbers)
-        self._ranks.tell(RecordStep(number, step.bucket, step.to_bytes(), len(sampled)))
+        self._tell(step, sampled, step.bucket, number)
         replay = super().record(recorder, step, sampled, out)
 
         def replay_on_all() -> None:
-            self._ranks.tell(ReplayStep(number, step.to_bytes()))
+            self._tell(step, sampled, None, number)
             replay()
 
         return replay_on_all
+
+    def _tell(
+        self,
+        step: StepInput,
+        sampled: Tensor | None,
+        bucket: Bucket | None,
+        recording: int | None = None,
+    ) -> None:
+        capacity = 0 if sampled is None else len(sampled)
+        shared, self._shared = self._shared, None
+        count = 0 if shared is None or not capacity else len(shared)
+        self._ranks.tell(RankCommand(step.to_bytes(), capacity, bucket, recording, count))
+        if count:
+            assert shared is not None
+            self._communicator.broadcast(shared)
 
 
 class FollowingExecutor:
@@ -181,57 +143,42 @@ class FollowingExecutor:
         self._inputs: OrderedDict[Bucket, StepInput] = OrderedDict()
         self._recordings: dict[int, tuple[StepInput, Replay]] = {}
         self._out: StepOutput | None = None
-        self._last: tuple[StepInput, Tensor] | None = None
 
     @torch.inference_mode()
     def run(self, command: RankCommand) -> None:
         """Carry out a command of the leader."""
-        match command:
-            case ReplayStep():
-                step, replay = self._recordings[command.number]
-                step.load(command.data)
-                replay()
-            case ComputeStep():
-                self._compute(command)
-            case ShareTokens():
-                ids = self._tokens(command.capacity)
-                assert ids is not None
-                self._communicator.broadcast(ids[: command.count])
-            case RecordStep():
-                self._record(command)
-            case ScoreHidden():
-                assert self._last is not None
-                self._model.score(*self._last)
-            case ComputeLogits():
-                assert self._last is not None
-                rows = self._last[1][command.first : command.first + command.count]
-                self._model.logits(rows, deterministic=command.deterministic)
+        ids = self._tokens(command.capacity)
+        if command.shared:
+            assert ids is not None
+            self._communicator.broadcast(ids[: command.shared])
+        if command.bucket is None:
+            assert command.recording is not None
+            step, replay = self._recordings[command.recording]
+            step.load(command.data)
+            replay()
+        elif command.recording is not None:
+            assert ids is not None
+            self._recordings[command.recording] = self._record(command.bucket, command.data, ids)
+        else:
+            self._model.step(self._loaded(command.bucket, command.data), self._kv_cache, ids)
 
-    def _compute(self, command: ComputeStep) -> None:
-        bucket = command.bucket
+    def _loaded(self, bucket: Bucket, data: bytes) -> StepInput:
         step = self._inputs.pop(bucket, None) or self._new_input(bucket)
         self._inputs[bucket] = step
         if len(self._inputs) > _KEPT_INPUTS:
             self._inputs.popitem(last=False)
-        step.load(command.data)
-        sampled = self._tokens(command.capacity)
-        if command.scores:
-            self._last = None
-            self._model.step(step, self._kv_cache, sampled)
-        else:
-            self._last = step, self._model.hidden_states(step, self._kv_cache, sampled)
+        step.load(data)
+        return step
 
-    def _record(self, command: RecordStep) -> None:
+    def _record(self, bucket: Bucket, data: bytes, ids: Tensor) -> tuple[StepInput, Replay]:
         assert self._recorder is not None
-        step = self._new_input(command.bucket)
-        step.load(command.data)
-        ids = self._tokens(command.capacity)
-        assert ids is not None
+        step = self._new_input(bucket)
+        step.load(data)
         out = self._results().first(step.bucket.num_logits)
         kept = ids.clone()  # as the leader does: the next step may continue from them
         replay = self._recorder.record(lambda: self._model.step(step, self._kv_cache, ids, out))
         ids.copy_(kept)
-        self._recordings[command.number] = step, replay
+        return step, replay
 
     def _new_input(self, bucket: Bucket) -> StepInput:
         return StepInput(bucket, self._kv_cache.block_size, self._device)
@@ -252,8 +199,3 @@ class FollowingExecutor:
             logits = torch.empty(rows, len(table), dtype=table.dtype, device=self._device)
             self._out = StepOutput(logits, tokens, torch.empty_like(tokens, dtype=torch.float32))
         return self._out
-
-
-def _compute(step: StepInput, sampled: Tensor | None, *, scores: bool) -> ComputeStep:
-    capacity = 0 if sampled is None else len(sampled)
-    return ComputeStep(step.bucket, step.to_bytes(), capacity, scores)

@@ -6,10 +6,12 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from model.executors.columns import Bucket, columns_of, extra_columns
+from model.executors.columns import Bucket, Want, columns_of, extra_columns
 from model.executors.step import StepInput
+from server.engine.runner.step.batch_needs import scores_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +68,22 @@ def _extra_columns(batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> 
     return found
 
 
+def scored_tokens(s: ScheduledSequence) -> list[int]:
+    """Return the tokens that follow those of a part of a sequence, as far as the prompt goes.
+
+    The logits at token i score token i + 1; those at the last prompt token are for sampling.
+    """
+    return s.sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
+
+
+def scored_bucket(
+    bucket: Bucket, decode: DecodeRows, prefill: Sequence[ScheduledSequence]
+) -> Bucket:
+    """Return the bucket of a step that also scores the prompts of the sequences that requested it."""
+    tops = (s.sequence.sampling.prompt_top_logprobs for s in (*decode, *prefill))
+    return msgspec.structs.replace(bucket, want=Want.PROMPT_SCORES, top=max(tops))
+
+
 def _no_batch() -> None:
     """Stand in for a weak reference before the first step."""
 
@@ -119,6 +137,8 @@ class PackedStep:
             self._pack_decode(decode, sampled)
         if self.input.bucket.prompt_seqs:
             self._pack_prompts(prefill)
+        if self.input.bucket.want is Want.PROMPT_SCORES:
+            self._pack_scored(decode, prefill)
         self._pack_logits(decode, prefill, first_sampled, len(sampled.ids) - 1)
         self.input.send()
 
@@ -259,6 +279,18 @@ class PackedStep:
         slots[end:] = -1
         host.prompt_seq_lens[len(prefill) :] = 0
         host.prompt_cu_seqlens[len(prefill) + 1 :] = end
+
+    def _pack_scored(self, decode: DecodeRows, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the tokens whose log-probabilities are computed."""
+        next_ids = self.input.host.next_ids
+        next_ids[:] = -1
+        for scheduled, first in ((decode, 0), (prefill, self.input.bucket.decode_tokens)):
+            at = first
+            for s in scheduled:
+                if scores_prompt(s.sequence):
+                    ids = scored_tokens(s)
+                    next_ids[at : at + len(ids)] = ids
+                at += s.num_tokens
 
     def _pack_logits(
         self,

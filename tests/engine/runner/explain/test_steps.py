@@ -17,7 +17,7 @@ from kernels.fp8 import FP8
 from kernels.linear.registry import REGISTRY as LINEAR
 from kernels.norms import registry as norms
 from kernels.rope import registry as rope
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, INT8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.decoder import DecoderLM
@@ -140,7 +140,7 @@ def test_the_c_library_computes_every_step_with_integer_weights():
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
 
-    plan = explain_model(build("bundled", "float32"), 16, CATALOGUE["cpu"], None, "int8")
+    plan = explain_model(build("bundled", "float32"), 16, CATALOGUE["cpu"], None, INT8_ROWS)
 
     assert {step.executor for step in plan.steps} == {"cpu_library"}
     assert all("one call of the C library" in step.why for step in plan.steps)

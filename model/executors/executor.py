@@ -1,0 +1,68 @@
+"""What computes a step: the protocol of executors, and what each states of itself for the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels import GPUArch
+    from kernels.weight_format import WeightFormat
+    from model.decoder import DecoderLM
+    from model.device.kv_cache import KVCache
+    from model.executors.columns import Bucket
+    from model.executors.step import StepInput, StepOutput
+    from model.network.spec import Network
+
+
+class Executor(Protocol):
+    """Computes the steps of a bucket, bound to a model and its state on the device."""
+
+    def step(
+        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
+    ) -> StepOutput:
+        """Compute a step; see `DecoderLM.step`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelProblem:
+    """A model on a processor, for which executors say what they do not support. The processor may be absent.
+
+    Attributes:
+        network: what one rank computes.
+        dtype: name of the dtype of its activations.
+        weight_format: of the layers' matrices, or that of all matrices if it is one of `LIBRARY_FORMATS`.
+        arch: the processor.
+        kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
+        num_ranks: that share the model.
+        unmeasured: whether kernels may be chosen that were never measured on a GPU.
+        refusals: why the driver has refused launches so far.
+    """
+
+    network: Network
+    dtype: str
+    weight_format: WeightFormat
+    arch: GPUArch
+    kv_dtype: str | None = None
+    num_ranks: int = 1
+    unmeasured: bool = False
+    refusals: tuple[str, ...] = ()
+
+
+class ExecutorSpec(NamedTuple):
+    """One way to compute steps.
+
+    Attributes:
+        name: for plans.
+        unsupported: lists why it cannot compute a bucket's steps of a model; empty if it can.
+        bind: makes the executor, where `unsupported` is empty; bound kernels are kept and serve several buckets.
+        describe: a remark for plans; empty for none.
+    """
+
+    name: str
+    unsupported: Callable[[ModelProblem, Bucket], tuple[str, ...]]
+    bind: Callable[[DecoderLM, KVCache, Bucket], Executor]
+    describe: Callable[[ModelProblem], str] = lambda _problem: ""
