@@ -301,7 +301,8 @@ class DecoderLM(nn.Module):
             if in_c:
                 return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
             return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
-        reasons = triton_unsupported(VectorProblem(self._dtype_name), arch)
+        reasons = tuple(f"no deterministic {name}" for name in self.network.other_mixers)
+        reasons += triton_unsupported(VectorProblem(self._dtype_name), arch)
         try:
             for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
                 select(problem, arch)

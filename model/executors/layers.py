@@ -481,13 +481,16 @@ def projections(
         # The bias and the norm are those of the sum over all ranks.
         return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
 
-    activation = Activation(mlp.activation, gated=mlp.gated)
-    return {
-        "qkv": (weights("qkv"), reading("input_norm")),
-        "output": adding("output"),
-        "gate_up": (weights("gate_up"), reading("mlp_norm", activation)),
-        "down": adding("down"),
-    }
+    found: dict[str, tuple[LinearWeights, Operations]] = {}
+    if hasattr(layer, "qkv"):
+        found["qkv"] = weights("qkv"), reading("input_norm")
+    if hasattr(layer, "output"):
+        found["output"] = adding("output")
+    if isinstance(mlp, Dense):
+        activation = Activation(mlp.activation, gated=mlp.gated)
+        found["gate_up"] = weights("gate_up"), reading("mlp_norm", activation)
+        found["down"] = adding("down")
+    return found
 
 
 def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
@@ -500,8 +503,9 @@ def _post_norm(layer: DecoderLayer, name: str) -> Norm | None:
     return None if weight is None else Norm(weight, layer.spec.norm.eps)
 
 
-def _unsupported(problem: ModelProblem, _bucket: Bucket) -> tuple[str, ...]:
+def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     network = problem.network
+    others = network.other_mixers
     missing = (
         type(part).__name__
         for layer in network.layers
@@ -512,6 +516,8 @@ def _unsupported(problem: ModelProblem, _bucket: Bucket) -> tuple[str, ...]:
     return (
         *(("weights are in the layout of the C library",) if packed else ()),
         *dict.fromkeys(f"no {name}" for name in missing),
+        *(f"no deterministic {name}" for name in others if bucket.deterministic),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1),
     )
 
 

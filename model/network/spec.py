@@ -222,11 +222,21 @@ class Network:
         return StateSpec(name, tuple(layer.mixer.state(name) for layer in self.layers))
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The mixers of the layers with attention, in order."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
+
+    @property
+    def other_mixers(self) -> tuple[str, ...]:
+        """The kinds of the other mixers."""
+        kinds = (type(layer.mixer) for layer in self.layers)
+        return tuple(dict.fromkeys(kind.__name__ for kind in kinds if kind is not Attention))
+
+    @property
     def rotaries(self) -> tuple[tuple[Rotary | None, int], ...]:
         """The distinct rotary embeddings of the layers and their head dims, those of layers without a window first."""
-        mixers = sorted(
-            (layer.mixer for layer in self.layers), key=lambda mixer: mixer.window is not None
-        )
+        mixers = sorted(self.attentions, key=lambda mixer: mixer.window is not None)
         return tuple(dict.fromkeys((mixer.rotary, mixer.head_dim) for mixer in mixers))
 
 

@@ -11,8 +11,8 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_kv_dtype
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
-from model.network.state import Paged, StateSpec
 from model.errors import ModelError
+from model.network.state import Paged, StateSpec
 from tests.model.executors.paged import PagedDriver, greedy, logits_in_chunks
 
 FOLDER = Path(package.__file__).parent / "bundled"

@@ -197,11 +197,13 @@ def _way(step: StepPlan) -> str:
 
 
 def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:
-    """Return the memory of the weights and of a token, in a cache of dtype `kv_dtype`."""
+    """Return the memory of the weights, of a token and of a sequence, in a cache of dtype `kv_dtype`."""
+    state = model.network.state(kv_dtype)
     return MemoryPlan(
         weight_bytes=None if in_c else model.weight_bytes,
-        kv_bytes_per_token=model.network.state(kv_dtype).token_bytes,
+        kv_bytes_per_token=state.token_bytes,
         max_context=model.config.max_context,
+        state_bytes_per_sequence=state.slot_bytes,
     )
 
 

@@ -21,8 +21,12 @@ from model.checkpoint.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
-from server.engine.core.memory.kv_demand import KVCacheDemand, NotEnoughMemoryError
-from server.engine.runner.start.kv_memory import allocate_kv_cache
+from server.engine.core.memory.kv_demand import NotEnoughMemoryError
+from server.engine.runner.start.kv_memory import (
+    allocate_kv_cache,
+    kv_cache_demand,
+    num_slots,
+)
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
 from server.engine.runner.step.grammars import Grammars
 from server.engine.runner.step.model_runner import ModelRunner
@@ -198,26 +202,23 @@ def _allocate(
     """
 
     def allocate(num_blocks: int) -> ModelRunner:
-        runner = make_runner(model, config, num_blocks)
+        runner = make_runner(model, config, num_blocks, num_slots(config, limits))
         if hold_step is not None:
             hold_step(runner)
         return runner
 
-    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
-    demand = KVCacheDemand(
-        requested_tokens=config.kv_cache_tokens,
-        requested_gib=config.kv_cache_gib,
-        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
-        block_size=config.block_size,
-        bytes_per_token=_state(model, config).token_bytes,
-        kept_bytes=kept_bytes,
-    )
+    demand = kv_cache_demand(config, limits, _state(model, config), kept_bytes)
     num_processes = config.num_engines * config.tensor_parallel
     return allocate_kv_cache(demand, model.embed_tokens.device, allocate, num_processes)
 
 
 def make_runner(
-    model: DecoderLM, config: EngineConfig, num_blocks: int, *, deterministic: bool | None = None
+    model: DecoderLM,
+    config: EngineConfig,
+    num_blocks: int,
+    num_slots: int = 1,
+    *,
+    deterministic: bool | None = None,
 ) -> ModelRunner:
     """Return a runner of a model with a new KV cache.
 
@@ -225,12 +226,13 @@ def make_runner(
         model: on its device.
         config: of the engine.
         num_blocks: of the cache.
+        num_slots: of the cache, if layers have a state of fixed size.
         deterministic: as for `ModelRunner`; None for the configuration's.
     """
     device = model.embed_tokens.device
     return ModelRunner(
         model,
-        KVCache(_state(model, config), num_blocks, config.block_size, device),
+        KVCache(_state(model, config), num_blocks, config.block_size, device, num_slots),
         Grammars(config.model_path, model.config),
         deterministic=config.deterministic if deterministic is None else deterministic,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from model.executors.columns import Bucket, Want, columns_of, extra_columns
 from model.executors.step import StepInput
+from server.engine.core.memory.state_slots import NO_SLOT
 from server.engine.runner.step.batch_needs import scores_prompt
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from server.engine.core.sequence import Sequence as EngineSequence
     from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
     from server.engine.runner.step.sampled_tokens import SampledTokens
 
@@ -27,6 +29,8 @@ def exact_bucket(
     prefill: Sequence[ScheduledSequence],
     block_size: int,
     shared_blocks: int = 0,
+    *,
+    has_states: bool = False,
 ) -> Bucket:
     """Return the bucket that a step fills completely.
 
@@ -35,6 +39,7 @@ def exact_bucket(
         prefill: the other sequences; `decode` and `prefill` have at least one sequence together.
         block_size: tokens per block.
         shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
+        has_states: see `Bucket`.
     """
     deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
@@ -54,6 +59,7 @@ def exact_bucket(
         num_logits=decode.num_logits + sum([s.num_logits for s in prefill]),
         shared_blocks=0 if deterministic else shared_blocks,
         deterministic=deterministic,
+        has_states=has_states,
         extra_columns=_extra_columns(decode.batch, prefill),
     )
 
@@ -82,6 +88,12 @@ def scored_bucket(
     """Return the bucket of a step that also scores the prompts of the sequences that requested it."""
     tops = (s.sequence.sampling.prompt_top_logprobs for s in (*decode, *prefill))
     return msgspec.structs.replace(bucket, want=Want.PROMPT_SCORES, top=max(tops))
+
+
+def _slots(sequence: EngineSequence) -> tuple[int, int]:
+    """Return the slots that a sequence's state is read from and written to; a dummy sequence has none."""
+    slots = sequence.slots
+    return (NO_SLOT, NO_SLOT) if slots is None else (slots.read, slots.write)
 
 
 def _no_batch() -> None:
@@ -131,6 +143,8 @@ class PackedStep:
         self.input.wait()
         if self._of_sequences:
             self._pack_values(decode.batch, prefill)
+        if self.input.bucket.has_states:
+            self._pack_states(decode.batch, prefill)
         if self.input.bucket.queries > 1:
             self._pack_queries(decode, sampled)
         elif self.input.bucket.rows:
@@ -201,6 +215,15 @@ class PackedStep:
                 array[len(batch.sequences) : rows] = fill
             array[rows : rows + len(prefill)] = [value(it.sequence) for it in prefill]
             array[rows + len(prefill) :] = fill
+
+    def _pack_states(self, batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the slots of the sequences' states; those of a batch stay the same."""
+        array, rows = self.input.host.state_slots, self.input.bucket.rows
+        if batch is not self._batch():
+            array[: len(batch.sequences)] = [_slots(it) for it in batch.sequences]
+            array[len(batch.sequences) : rows] = NO_SLOT
+        array[rows : rows + len(prefill)] = [_slots(it.sequence) for it in prefill]
+        array[rows + len(prefill) :] = NO_SLOT
 
     def _pack_block_table(self, batch: DecodeBatch) -> None:
         """Write the entries of the block table that the rows lack.
