@@ -15,10 +15,11 @@ from server.engine.core.memory.state_slots import NO_SLOT
 from server.engine.runner.step.batch_needs import scores_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
+    from model.device.transfer import HostArray
     from server.engine.core.sequence import Sequence as EngineSequence
     from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
     from server.engine.runner.step.sampled_tokens import SampledTokens
@@ -90,10 +91,13 @@ def scored_bucket(
     return msgspec.structs.replace(bucket, want=Want.PROMPT_SCORES, top=max(tops))
 
 
-def _slots(sequence: EngineSequence) -> tuple[int, int]:
-    """Return the slots that a sequence's state is read from and written to; a dummy sequence has none."""
-    slots = sequence.slots
-    return (NO_SLOT, NO_SLOT) if slots is None else (slots.read, slots.write)
+def _slots(sequences: Iterable[EngineSequence]) -> HostArray:
+    """Return the slots that sequences' states are read from and written to, [.., 2]; a dummy sequence has none."""
+    found = [
+        (NO_SLOT, NO_SLOT) if it.slots is None else (it.slots.read, it.slots.write)
+        for it in sequences
+    ]
+    return np.array(found, np.int32).reshape(-1, 2)
 
 
 def _no_batch() -> None:
@@ -220,9 +224,9 @@ class PackedStep:
         """Write the slots of the sequences' states; those of a batch stay the same."""
         array, rows = self.input.host.state_slots, self.input.bucket.rows
         if batch is not self._batch():
-            array[: len(batch.sequences)] = [_slots(it) for it in batch.sequences]
+            array[: len(batch.sequences)] = _slots(batch.sequences)
             array[len(batch.sequences) : rows] = NO_SLOT
-        array[rows : rows + len(prefill)] = [_slots(it.sequence) for it in prefill]
+        array[rows : rows + len(prefill)] = _slots(it.sequence for it in prefill)
         array[rows + len(prefill) :] = NO_SLOT
 
     def _pack_block_table(self, batch: DecodeBatch) -> None:
