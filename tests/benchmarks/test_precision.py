@@ -11,7 +11,7 @@ from benchmarks.quantized_model import QuantizedLM, Scheme
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
-from model.executors import cpu_library as cpu_steps
+from model.executors import cpu_library
 from model.training.evaluate import file_bits
 from tests.gpu.python_headers import HEADERS
 from tests.model.checkpoint.hf_checkpoints import CASES
@@ -52,7 +52,7 @@ def test_the_measured_precisions_cost_what_their_bits_allow(bundled, code):
 def test_the_served_model_predicts_what_the_rounded_one_does(bundled, code, name):
     folder = resolve("bundled")
     config = ModelConfig.from_folder(folder)
-    if reasons := cpu_steps.unsupported(config.network):
+    if reasons := cpu_library.unsupported(config.network):
         pytest.skip("; ".join(reasons))
     served, rounded = ServedModel(folder, config, name), QuantizedLM(bundled, *PRECISIONS[name])
 

@@ -64,6 +64,7 @@ from tests.gpu.test_single_launch_gpu import (
     build,
     fill,
     new_cache,
+    problem_of,
 )
 from tests.kernels.linear.layer import linear
 from tests.kernels.sampling.sampled import by_kernel, by_rule
@@ -249,10 +250,8 @@ def step_all() -> int:
     runs = 0
     for name, weight_format in STEP_MODELS:
         model = build(name, torch.bfloat16, weight_format)
-        arch = kernels.detect(DEVICE)
-        if single_launch.unsupported(
-            model.network, torch.bfloat16, weight_format, arch, unmeasured=True
-        ):
+        problem = problem_of(model)
+        if single_launch.unsupported(problem):
             continue
         for kv_dtype in (None, kernels.FP8):
             cache = new_cache(model, kv_dtype)
@@ -266,9 +265,7 @@ def step_all() -> int:
                 assert step.tokens.item() == step.sampled[0].item() == first.float().argmax().item()
                 fill(cache)
                 runs += 2
-            if single_launch.unsupported(
-                model.network, torch.bfloat16, weight_format, arch, STEP_ROWS, unmeasured=True
-            ):
+            if single_launch.unsupported(problem, STEP_ROWS):
                 continue
             bound = bind(model, cache, STEP_ROWS)
             several = RowsStep(model, SEVERAL[:STEP_ROWS])

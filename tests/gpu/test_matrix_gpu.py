@@ -192,7 +192,8 @@ def decode(model, rows, dtype, context=70):
     with torch.inference_mode():
         metadata = model.attention.metadata(slots, 16, batch, None)
         positions = torch.full((rows,), context - 1, device="cuda")
-        return model.logits(model(ids, positions, cache, metadata)).float()
+        hidden = model.layers_executor.paged(ids, positions, cache, metadata)
+        return model.logits(hidden).float()
 
 
 @pytest.mark.parametrize("rows", [5, 16, 33, 64, 128, 200, 256])

@@ -14,10 +14,11 @@ from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.testing.problems import assert_no_worse_than
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, unquantized
 from model.checkpoint.hub import BUNDLED, resolve
 from model.decoder import DecoderLM
 from model.executors import single_launch
+from model.executors.executor import ModelProblem
 from model.executors.single_launch import bind_single_launch
 from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
@@ -177,6 +178,11 @@ def build(name, dtype, weight_format=None):
     return model
 
 
+def problem_of(model):
+    """Return the problem of a model that is served, for kernels that need not have been measured."""
+    return dataclasses.replace(model.problem(detect("cuda")), refusals=(), unmeasured=True)
+
+
 def in_float32(model):
     """Return a model with the weights of another one in float32."""
     wide = DecoderLM(model.config, torch.float32, "cuda")
@@ -192,12 +198,9 @@ def in_float32(model):
 
 def bind(model, cache, rows=1, *, tensor_cores=False):
     """Bind a model's steps; products are on tensor cores if that is wanted or the rule."""
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
     wanted = {"side_effect": lambda *_, **__: True} if tensor_cores else {"wraps": on_tensor_cores}
     with mock.patch("kernels.step.single_launch.on_tensor_cores", **wanted):
-        return bind_single_launch(
-            model.network, model.decoder_layers, model.embed_tokens, head, model.norm, cache, rows
-        )
+        return bind_single_launch(model, cache, rows)
 
 
 def new_cache(model, kv_dtype=None):
@@ -258,7 +261,7 @@ class Step:
             max_seqlen_k=self.context,
         )
         metadata = self.model.attention.metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
-        hidden = self.model(self.ids, self.positions, cache, metadata)
+        hidden = self.model.layers_executor.paged(self.ids, self.positions, cache, metadata)
         return self.model.logits(hidden)
 
     @torch.inference_mode()
@@ -310,7 +313,8 @@ class RowsStep:
             max_seqlen_k=max(self.contexts),
         )
         metadata = self.model.attention.metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
-        return self.model.logits(self.model(self.ids, self.positions, cache, metadata))
+        hidden = self.model.layers_executor.paged(self.ids, self.positions, cache, metadata)
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def single_launch(self, bound):
@@ -372,7 +376,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
 )  # fmt: skip
 def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
     model = build(name, torch.bfloat16)
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
@@ -510,9 +514,10 @@ ONE_ROW = {"wide", "long", *GEMMAS}
 def rows_supported(name, rows, arch):
     """Return whether a model's steps of several sequences are single launches."""
     config = MODELS[name]
-    return not single_launch.unsupported(
-        config.network, torch.bfloat16, None, arch, rows, unmeasured=True
+    problem = ModelProblem(
+        config.network, "bfloat16", unquantized(torch.bfloat16), arch, unmeasured=True
     )
+    return not single_launch.unsupported(problem, rows)
 
 
 def test_the_models_of_the_tests_of_several_sequences_are_supported():
@@ -559,7 +564,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
 @pytest.mark.parametrize("name", ["qwen", "groups of 7"])
 def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
     model, wide = build(name, torch.bfloat16), build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     step = RowsStep(model, SEVERAL)
@@ -662,7 +667,7 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
     model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
-    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
+    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
     cache = new_cache(model)
     one = bind(model, cache, tensor_cores=True)
     for context in (1, 65, 511, 4000):
@@ -745,11 +750,10 @@ def test_fp8_weights_reach_the_single_launch_in_an_engine(monkeypatch):
 
 def test_the_shapes_of_these_models_are_supported():
     for name in MODELS:
-        model = build(name, torch.bfloat16)
-        model.unmeasured_kernels = True
-        assert model.single_launch_unsupported(detect("cuda")) == ()
-    for config, weight_format in itertools.product(FP8_MODELS.values(), (None, FP8_WEIGHTS)):
-        arch = detect("cuda")
-        assert not single_launch.unsupported(
-            config.network, torch.bfloat16, weight_format, arch, unmeasured=True
+        assert single_launch.unsupported(problem_of(build(name, torch.bfloat16))) == ()
+    weight_formats = (unquantized(torch.bfloat16), FP8_WEIGHTS)
+    for config, weight_format in itertools.product(FP8_MODELS.values(), weight_formats):
+        problem = ModelProblem(
+            config.network, "bfloat16", weight_format, detect("cuda"), unmeasured=True
         )
+        assert not single_launch.unsupported(problem)

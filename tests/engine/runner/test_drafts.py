@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from model.executors import single_launch
+from model.executors.single_launch import SingleLaunch
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import DecodeRows, ScheduledSequence, SchedulerOutput
 from tests.engine.runner.drafts import WAYS, check, requests
+from tests.engine.runner.single_launches import replace_single_launch
 from tests.engine.runner.step.test_recordings import Again
 from tests.engine.runner.test_engine_model import make_engine
 from tests.faults.engine import inject
@@ -178,22 +179,15 @@ def step_of(decode, prefill=()):
 def test_a_step_with_drafts_is_no_single_launch(tmp_path, monkeypatch):
     rng = random.Random(11)
     folder = write_tiny_checkpoint(tmp_path)
-    launched = []
+    launched, one_step = [], SingleLaunch.step
 
-    def engine():
-        made = make_engine(folder)
-        runner = made.engine._runner
+    def step(self, given, *rest):
+        launched.append(given.bucket)
+        return one_step(self, given, *rest)
 
-        def launch_once(_kernel, step, _embedding, _rope, sampled, out):
-            launched.append(step.bucket)
-            hidden = runner.model.hidden_states(step, runner.kv_cache, sampled)
-            return runner.model.score(step, hidden, sampled, out)
-
-        monkeypatch.setattr(single_launch, "launch_once", launch_once)
-        runner.model._single_launches._kernels[runner.kv_cache] = dict.fromkeys((1, 2, 4), "kernel")
-        return made
-
-    steps = check(engine, requests(rng, WAYS[:2]), rng)
+    monkeypatch.setattr(SingleLaunch, "step", step)
+    replace_single_launch(monkeypatch, lambda kernel, *given: kernel(*given), (1, 2, 4))
+    steps = check(lambda: make_engine(folder), requests(rng, WAYS[:2]), rng)
 
     # Rows of logits may be as many as rows, even if some rows have several and others none.
     assert {len(step.decode) for step in steps} == {1, 2}

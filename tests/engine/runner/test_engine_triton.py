@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-import model.executors.attention
+import kernels.rope.pytorch
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
@@ -36,7 +36,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.step.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
-    monkeypatch.setattr(model.executors.attention, "write_kv", write_kv)
+    monkeypatch.setattr(kernels.rope.pytorch, "write_kv", write_kv)
 
 
 def config(folder):
@@ -121,7 +121,7 @@ def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
 def test_a_step_with_drafts_samples_what_as_many_steps_sample(
     monkeypatch, as_on_a_gpu, prefixes, tmp_path
 ):
-    from kernels.attention.portable.decode import PortableDecode
+    from kernels.attention.portable.launch import PortableDecode
 
     monkeypatch.setattr("server.engine.runner.start.runner_start.warm_up", lambda *_: None)
     monkeypatch.setattr(

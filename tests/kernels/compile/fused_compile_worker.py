@@ -38,7 +38,7 @@ from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from kernels.step.sizes import on_tensor_cores
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, WeightFormat
 from kernels.weights import Weight, quantize
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
@@ -144,8 +144,10 @@ class FusedJob:
         """Make a job from the fields of `to_json`."""
         choice = fields["choice"]
         if choice is not None:
+            problem = choice["problem"]
+            form = WeightFormat(**problem["format"])
             choice = LinearChoice(
-                LinearProblem(**choice["problem"]),
+                LinearProblem(**{**problem, "format": form}),
                 VECTOR,
                 LinearLaunch(**choice["launch"]),
                 choice["why"],

@@ -18,7 +18,7 @@ from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.table import detect
 from model.checkpoint.weights import load_model, load_part
 from model.errors import ModelError, UnsupportedModelError, WeightsError
-from model.executors import cpu_library as cpu_steps
+from model.executors import cpu_library
 from model.families.table import FAMILIES
 from model.families.tensors import LLAMA
 from model.sampling.parameters import SamplingParams
@@ -274,12 +274,12 @@ def test_the_c_library_gets_the_dequantized_values(tmp_path, form):
         tmp_path / "fp8"
     )
     exact = store(tmp_path / "fp8", 64)
-    assert not cpu_steps.unsupported(ModelConfig.from_folder(exact).network)
+    assert not cpu_library.unsupported(ModelConfig.from_folder(exact).network)
     packed = []
     for folder in (tmp_path / "fp8", exact):
         model = load(folder)
         model.optimize(form)
-        layers = model.cpu_steps._decoder._held[0]
+        layers = model.cpu_library._decoder._held[0]
         packed.append([part for layer in layers for it in layer[:4] for part in it._tensors])
 
     assert len(packed[0]) > 8

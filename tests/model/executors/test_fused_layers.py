@@ -137,7 +137,7 @@ def on_a_gpu(monkeypatch):
 def optimized(*arguments, **changes):
     made = build(*arguments, **changes).requires_grad_(requires_grad=False)
     made.optimize()
-    assert made._bound.rotation is TRITON
+    assert made.layers_executor.bound.rotation is TRITON
     return made
 
 
@@ -293,7 +293,7 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
             ahead is None
         )  # only kernels with dependent launch prefetch, and the interpreter has none
         fetched.append(fused.layers[0].output)
-        weights = fused._bound.layers[0].next_weights
+        weights = fused.layers_executor.bound.layers[0].mixer.next_weights
         return rope_and_write_kv(*arguments, ahead=weights, **more)
 
     monkeypatch.setattr(rope_cache, "rope_and_write_kv", fetching)
@@ -387,7 +387,7 @@ def test_argmax_tokens_match_the_logits(rows, fused, on_a_gpu):
     logprobs = torch.empty(rows)
 
     with torch.no_grad():
-        ids = made.argmax(hidden, logits, tokens, logprobs)
+        ids = made.layers_executor.bound.head.argmax(hidden, logits, tokens, logprobs)
         expected = made.logits(hidden)
 
     torch.testing.assert_close(logits, expected, equal_nan=True)
@@ -434,6 +434,6 @@ def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monke
 
     plain.optimize()
 
-    assert plain._bound.rotation is PYTORCH
+    assert plain.layers_executor.bound.rotation is PYTORCH
     assert "slower: needs" in caplog.text
     assert plain.row_counts == ()

@@ -10,6 +10,7 @@ from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
 from kernels.weight_format import FP8_ROWS, INT8_ROWS
 from model.decoder import DecoderLM
+from model.executors import single_launch
 from model.executors.single_launch import step_shape
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
@@ -245,7 +246,9 @@ def test_unsupported_features_are_named(monkeypatch, change, message):
     monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
-    assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
+    assert single_launch.unsupported(model.problem(HOPPER)) == (
+        (f"no {message}",) if message else ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,8 +277,8 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
     monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
-    assert model.single_launch_unsupported(HOPPER) == ()
-    assert model.single_launch_unsupported(HOPPER, 8) == (f"no {message}",)
+    assert single_launch.unsupported(model.problem(HOPPER)) == ()
+    assert single_launch.unsupported(model.problem(HOPPER), 8) == (f"no {message}",)
 
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():

@@ -7,7 +7,7 @@ import torch
 
 from kernels import PagedBatch
 from model.decoder import DecoderLM
-from model.executors.single_launch import bind_single_launch
+from model.executors.single_launch import bind_single_launch, unsupported
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
@@ -61,7 +61,9 @@ def by_layers(model, cache, ids, slots, table, context):
         max_seqlen_k=context,
     )
     metadata = model.attention.metadata(slots, BLOCK, batch, None, cache.kv_dtype)
-    return model.logits(model(ids, torch.tensor([context - 1]), cache, metadata))
+    return model.logits(
+        model.layers_executor.paged(ids, torch.tensor([context - 1]), cache, metadata)
+    )
 
 
 def new_cache(model):
@@ -75,9 +77,8 @@ def new_cache(model):
 @pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["qwen", "gemma"])
 def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     arch = dataclasses.replace(ARCHES[90], num_sms=16)
-    monkeypatch.setattr("model.executors.single_launch.detect", lambda _device: arch)
     model, wide = DecoderLM(config, torch.bfloat16), DecoderLM(config, torch.float32)
-    assert model.single_launch_unsupported(arch) == ()
+    assert unsupported(dataclasses.replace(model.problem(arch), refusals=())) == ()
     for it in (model, wide):
         it.requires_grad_(requires_grad=False)
     model.init_weights(std=0.1, seed=0)
@@ -88,11 +89,9 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     wide.load_state_dict(model.state_dict())
     for it in (model, wide):
         it.reserve_positions(192)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
     cache, truth_cache = new_cache(model), new_cache(wide)
-    bound = bind_single_launch(
-        model.network, model.decoder_layers, model.embed_tokens, head, model.norm, cache
-    )
+    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
+    bound = bind_single_launch(model, cache)
     table = torch.randperm(BLOCKS, generator=generator).int()[None]
     for context in (150, 30):
         ids, found = torch.tensor([context % 90]), torch.empty((1, 101), dtype=torch.bfloat16)

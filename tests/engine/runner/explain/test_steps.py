@@ -21,6 +21,7 @@ from kernels.weight_format import FP8_ROWS, INT8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.decoder import DecoderLM
+from model.executors import single_launch
 from model.executors.columns import Bucket
 from model.executors.layer_kernels import layer_kernels
 from model.sampling.sampler import SAMPLERS, HostTokens, Sampler
@@ -99,14 +100,14 @@ def test_the_kernels_of_a_step_are_those_that_a_model_binds(shape, monkeypatch):
         made.optimize()
         for deterministic in (False, True):
             plan = explain_model(made, 16, arch, deterministic=deterministic)
-            bound = made._kernels(deterministic=deterministic)
+            bound = made.layers_executor.kernels(deterministic=deterministic)
             for step in plan.steps:
                 if step.executor != "layers":
-                    assert not made.single_launch_unsupported(arch, step.decode_rows)
+                    assert not single_launch.unsupported(made.problem(arch), step.decode_rows)
                     continue
                 tokens = step.decode_rows + step.prompt_tokens
                 chosen = {
-                    name: getattr(bound.layers[0], name)._choose(tokens)[0].spec.name
+                    name: bound.layers[0].projections[name]._choose(tokens)[0].spec.name
                     for name in PRODUCTS[:-1]
                 }
                 chosen["head"] = bound.head._choose(max(1, step.decode_rows))[0].spec.name
@@ -128,9 +129,12 @@ def test_on_a_cpu_the_kernels_of_a_step_are_those_that_a_model_binds(dtype):
     for step in plan.steps:
         planned = {it.operation: it.kernel for it in step.operations}
         for name in PRODUCTS[:-1]:
-            product = getattr(made._bound.layers[0], name)._multiply
+            product = made.layers_executor.bound.layers[0].projections[name]._multiply
             assert type(product).__name__ == classes[planned[f"{name} product"]]
-        assert type(made._bound.head._multiply).__name__ == classes[planned["head product"]]
+        assert (
+            type(made.layers_executor.bound.head._multiply).__name__
+            == classes[planned["head product"]]
+        )
         assert planned["norms and activations"] == "torch_norm"
         assert planned["sampling"] == "host_sampling"
     assert isinstance(Sampler().begin(torch.zeros(1, 8), [sampling_row()]), HostTokens)
@@ -140,7 +144,9 @@ def test_the_c_library_computes_every_step_with_integer_weights():
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
 
-    plan = explain_model(build("bundled", "float32"), 16, CATALOGUE["cpu"], None, INT8_ROWS)
+    made = build("bundled", "float32")
+    made.weight_format = INT8_ROWS
+    plan = explain_model(made, 16, CATALOGUE["cpu"])
 
     assert {step.executor for step in plan.steps} == {"cpu_library"}
     assert all("one call of the C library" in step.why for step in plan.steps)

@@ -8,13 +8,12 @@ import torch
 from kernels.gpu.compile_ahead import NotCompiledError
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
-from model.executors import single_launch
 from model.executors.single_launch import launch_refusal
-from model.executors.step import StepOutput
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.start.dummy_steps import crowds, first_steps, largest_steps
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
 from server.engine.runner.step.model_runner import ModelRunner
+from tests.engine.runner.single_launches import replace_single_launch
 from tests.engine.runner.test_engine_model import greedy, make_engine
 from tests.model.executors.paged import new_cache
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
@@ -47,20 +46,18 @@ def test_only_a_step_that_samples_one_token_is_a_single_launch(
     requests = [greedy(0, [5, 6, 7, 8], 6, prompt_logprobs=scored)]
     changes = {"max_num_seqs": 1, "max_num_batched_tokens": budget}
     expected = make_engine(checkpoint, **changes).generate(requests)
-    engine = make_engine(checkpoint, **changes)
-    model, launches = engine.engine._runner.model, []
+    launches = []
 
-    def launch_once(kernel, step, _embedding, _rope, sampled, out):
+    def launch(kernel, *given):
         launches.append(kernel)
-        hidden = model.hidden_states(step, engine.engine._runner.kv_cache, sampled)
-        return model.score(step, hidden, sampled, out)
+        kernel(*given)
 
-    bound = {1: "kernel", **dict.fromkeys(single_launch.ROW_COUNTS)}
-    model._single_launches._kernels[engine.engine._runner.kv_cache] = bound
-    monkeypatch.setattr(single_launch, "launch_once", launch_once)
+    replace_single_launch(monkeypatch, launch)
+    engine = make_engine(checkpoint, **changes)
+    launches.clear()
 
     assert engine.generate(requests) == expected
-    assert len(launches) == (6 if budget < 4 and not scored else 5)
+    assert len(launches) == (6 if budget < 4 else 5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -69,30 +66,16 @@ def test_a_step_of_as_many_sequences_as_a_kernel_has_rows_is_a_single_launch(
 ):
     requests = [greedy(i, [5 + i, 6, 7, 8], 6) for i in range(count)]
     expected = make_engine(checkpoint).generate(requests)
-    engine = make_engine(checkpoint)
-    runner, launches = engine.engine._runner, []
-    model = runner.model
+    launches = []
 
-    def kernel(ids, positions, *rest):
+    def launch(kernel, ids, *given):
+        assert kernel.rows == len(ids)
         launches.append(len(ids))
-        logits, tokens, logprobs, sampled, *rows = rest[3:]
-        step = steps[-1]
-        hidden = model.hidden_states(step, runner.kv_cache, sampled)
-        found = model.score(step, hidden, sampled, StepOutput(logits, tokens, logprobs))
-        assert found.logits is logits
-        assert [it.tolist() for it in rows] == (
-            [step.device.sampled_rows.tolist()] if count > 1 else []
-        )
+        kernel(ids, *given)
 
-    steps = []
-    launch_once = single_launch.launch_once
-
-    def launch(kernel, step, *given):
-        steps.append(step)
-        return launch_once(kernel, step, *given)
-
-    monkeypatch.setattr(single_launch, "launch_once", launch)
-    model._single_launches._kernels[runner.kv_cache] = dict.fromkeys((1, 2, 4), kernel)
+    replace_single_launch(monkeypatch, launch, (1, 2, 4))
+    engine = make_engine(checkpoint)
+    launches.clear()
 
     assert engine.generate(requests) == expected
     assert set(launches) == ({count} if count != 3 else set())
@@ -106,20 +89,22 @@ def test_a_single_launch_that_the_driver_refuses_is_replaced_and_the_plan_says_w
 ):
     requests = [greedy(0, [5, 6, 7, 8], 6)]
     expected = make_engine(checkpoint, max_num_seqs=1).generate(requests)
-    engine = make_engine(checkpoint, max_num_seqs=1)
-    runner, launches = engine.engine._runner, []
+    launches, ready = [], []
 
-    def refuse(*_):
+    def refuse(kernel, *given):
+        if not ready:
+            return kernel(*given)
         launches.append(1)
         raise RuntimeError(f"Triton Error [CUDA]: {text}")
 
-    runner.model._single_launches._kernels[runner.kv_cache] = {1: refuse}
-    monkeypatch.setattr(single_launch, "launch_once", refuse)
+    replace_single_launch(monkeypatch, refuse)
+    engine = make_engine(checkpoint, max_num_seqs=1)
+    ready.append(True)
 
     assert engine.generate(requests) == expected
     assert len(launches) == 1
     reason = f"the driver refuses the launch ({text})"
-    assert reason in runner.describe_plan().one_sequence
+    assert reason in engine.engine._runner.describe_plan().one_sequence
     assert reason in caplog.text
 
 

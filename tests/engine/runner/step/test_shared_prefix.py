@@ -97,9 +97,9 @@ def steps(monkeypatch):
     seen = []
     pack = ModelRunner.pack
 
-    def packed(self, output, sharing_rule):
+    def packed(self, output, sharing_rule, **scored):
         assert sharing_rule is None
-        step = pack(self, output, always)
+        step = pack(self, output, always, **scored)
         seen.append((output, step.input, [tuple(s.sequence.block_table) for s in output.decode]))
         return step
 
