@@ -400,8 +400,9 @@ class Scheduler:
         decode, moved = output.decode, False
         assert decode.drafts is None, "states of fixed size cannot be taken back"
         for sequence, start in zip(decode.batch.sequences, decode.starts, strict=True):
-            if sequence.slots is not None and slots.advance(sequence.slots, start + 1):
-                moved = True
+            held = sequence.slots
+            if held is not None and (held.cuts or held.read != held.write):
+                moved |= slots.advance(held, start + 1)
         for row in output.prefill:
             if row.sequence.slots is not None:
                 slots.advance(row.sequence.slots, row.start + row.num_tokens)
