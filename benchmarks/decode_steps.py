@@ -133,7 +133,7 @@ def step(
         plan = kernels.plan_attention(problem, batch, selection=selection)
         most = sequences * batch.max_seqlen_k
         metadata = AttentionMetadata(slots, sequences, (PhasePlans(plan, None),), most)
-        layers = model.layers_executor
+        layers = model.executors.layers
         step = PagedStep(
             None, cache, positions, layers.bound, deterministic=False, metadata=metadata
         )

@@ -19,7 +19,8 @@ from kernels.testing.quantized_reference import (
     round_activations,
 )
 from model.decoder import DecoderLM
-from model.executors.layers import BoundAttention, BoundDense, BoundLayer
+from model.executors.attention import BoundAttention
+from model.executors.layers import BoundDense, BoundLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +77,8 @@ class QuantizedLM(DecoderLM):
             if table is not None:
                 table.copy_(head.round_weight(table))
         eps = self.network.norm.eps
-        bound = self.layers_executor.bound
-        self.layers_executor.bound = bound._replace(
+        bound = self.executors.layers.bound
+        self.executors.layers.bound = bound._replace(
             layers=[
                 _bind_layer(layer, it, layers, eps)
                 for layer, it in zip(self.decoder_layers, bound.layers, strict=True)

@@ -2,32 +2,98 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
 from kernels import Phase, decode_attention, flash_attention, prefill_attention
+from kernels.linear.projection import Norm
 from kernels.rope.cache import CacheSlots
 from kernels.rope.pytorch import split_heads
 from kernels.selection import load
+from model.executors.attention_plans import attention_problems, same_problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from kernels.linear.projection import Projection, Residual, ResidualWriter
     from kernels.rope.cache import Rotation
     from kernels.selection import VectorSpec
     from model.device.kv_cache import KVCache
     from model.executors.attention_plans import AttentionMetadata
-    from model.executors.layers import BoundAttention
+    from model.executors.binder import Binder
     from model.network.rope import RotaryEmbedding
+    from model.network.spec import Attention
 
 _LITTLE_BYTES: Final = 16 << 20
 """Weights are prefetched into the L2 cache before attention only if a layer reads at most this many bytes of keys and
 values; more would evict the weights before they are used."""
 _FEW_ROWS: Final = 64
 """Weights are prefetched only in steps of at most this many tokens; larger steps are not bound by reading weights."""
+
+
+class BoundAttention(NamedTuple):
+    """Attention with its projections.
+
+    Attributes:
+        spec: what it computes, of this rank's heads.
+        qkv: includes the layer's first norm; reads the residual stream.
+        head_norms: per-head norms of queries and of keys; None if the family has none.
+        output: adds to the residual stream, after a norm if the family has one there.
+        next_weights: the matrices that are read after attention, in that order.
+        problem: index of its problem in `AttentionPlanner.mixers`.
+        rotary: index of its rotary embedding in `Network.rotaries`.
+    """
+
+    spec: Attention
+    qkv: Projection
+    head_norms: tuple[Norm, Norm] | None
+    output: ResidualWriter
+    next_weights: tuple[Tensor, Tensor]
+    problem: int
+    rotary: int
+
+    @classmethod
+    def bind(cls, spec: Attention, binder: Binder) -> BoundAttention:
+        """Bind a layer's attention."""
+        layer, network = binder.layer, binder.model.network
+        head_norms = None
+        if spec.qk_norm is not None:
+            assert layer.q_norm is not None
+            assert layer.k_norm is not None
+            head_norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
+        return cls(
+            spec,
+            binder.reading("qkv"),
+            head_norms,
+            binder.adding("output"),
+            (layer.output.numbers, layer.gate_up.numbers),
+            attention_problems(network).index(same_problem(spec)),
+            network.rotaries.index((spec.rotary, spec.head_dim)),
+        )
+
+    def forward(self, index: int, residual: Residual, attend: Attend) -> Residual:
+        """See `BoundMixer.forward`."""
+        qkv, residual = self.qkv.from_residual(residual)
+        return self.output.to_residual(attend(index, self, qkv), residual)
+
+
+class Attend(Protocol):
+    """Attention of the layers of a step."""
+
+    def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
+        """Compute attention from the QKV projection.
+
+        Args:
+            index: the layer's index.
+            attention: of the layer.
+            qkv: [..., (H + 2 * K) * D]; may be overwritten.
+
+        Returns:
+            [..., H * D].
+        """
 
 
 class DenseAttention:

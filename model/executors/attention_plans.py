@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from model.device.kv_cache import KVCache
     from model.executors.step import StepInput
+    from model.network.parameters import DecoderParameters
     from model.network.spec import Attention, Network
 
 
@@ -45,6 +46,13 @@ class AttentionMetadata:
 def same_problem(mixer: Attention) -> Attention:
     """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
     return dataclasses.replace(mixer, rotary=Rotary(), qk_norm=None, bias=False, output_bias=False)
+
+
+def attention_planner(model: DecoderParameters) -> AttentionPlanner:
+    """Return the planner of a model's attention."""
+    return AttentionPlanner(
+        attention_problems(model.network), model.dtype_name, model.unmeasured_kernels
+    )
 
 
 def attention_problems(network: Network) -> tuple[Attention, ...]:

@@ -13,7 +13,7 @@ from kernels.cpu.matrix import PackedMatrix
 from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
 from model.executors.columns import Want
-from model.executors.executor import ExecutorSpec
+from model.executors.executor import ExecutorSpec, OverState
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network import spec
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.weight_format import WeightFormat
-    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.executors.columns import Bucket
-    from model.executors.executor import ModelProblem
+    from model.executors.executor import Bindings, ModelProblem
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
+    from model.network.parameters import DecoderParameters
 
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
@@ -77,7 +77,7 @@ class CPULibrary:
         num_bytes: of the quantized matrices.
     """
 
-    def __init__(self, model: DecoderLM, quantization: WeightFormat, threads: int) -> None:
+    def __init__(self, model: DecoderParameters, quantization: WeightFormat, threads: int) -> None:
         library = load()
         assert not isinstance(library, str), library
 
@@ -109,7 +109,7 @@ class CPULibrary:
             _shape(network), matrices, _float32(model.norm), packed_head, packed_embedding, threads
         )
         self._rope = RotaryEmbedding(*network.rotaries[0])
-        self._max_context = model.config.max_context
+        self._max_context = model.max_context
         self._positions_reserved = False
         self.num_bytes = self._decoder.num_bytes
 
@@ -118,8 +118,11 @@ class CPULibrary:
         self._rope.reserve(num_positions, torch.float32, torch.device("cpu"))
         self._positions_reserved = True
 
-    def step(self, state: KVCache, step: StepInput, sampled: Tensor | None) -> StepOutput:
+    def step(
+        self, state: KVCache, step: StepInput, sampled: Tensor | None, out: StepOutput | None
+    ) -> StepOutput:
         """Compute a step; the results have tokens, but no log-probabilities."""
+        assert out is None, "steps on a CPU are not recorded"
         bucket = step.bucket
         tensors = self._tensors(step, state, sampled)
         if bucket.want is Want.PROMPT_SCORES:
@@ -150,20 +153,6 @@ class CPULibrary:
         )
 
 
-class _LibraryOfState:
-    """Computes steps over one state."""
-
-    def __init__(self, library: CPULibrary, state: KVCache) -> None:
-        self._library, self._state = library, state
-
-    def step(
-        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
-    ) -> StepOutput:
-        """See `Executor.step`."""
-        assert out is None, "steps on a CPU are not recorded"
-        return self._library.step(self._state, step, sampled)
-
-
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     if problem.weight_format not in LIBRARY_FORMATS:
         return ("weights are not in int8 or int4",)
@@ -172,9 +161,9 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     return columns + unsupported(problem.network, fp8_cache=in_fp8, num_ranks=problem.num_ranks)
 
 
-def _bind(model: DecoderLM, state: KVCache, _bucket: Bucket) -> _LibraryOfState:
-    assert model.cpu_library is not None
-    return _LibraryOfState(model.cpu_library, state)
+def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> OverState:
+    assert bindings.cpu_library is not None
+    return OverState(bindings.cpu_library, state)
 
 
 def _describe(_problem: ModelProblem) -> str:

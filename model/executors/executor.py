@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels import GPUArch
     from kernels.weight_format import WeightFormat
-    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.executors.columns import Bucket
     from model.executors.step import StepInput, StepOutput
+    from model.network.parameters import DecoderParameters
     from model.network.spec import Network
+
+T = TypeVar("T")
 
 
 class Executor(Protocol):
@@ -52,6 +54,52 @@ class ModelProblem:
     refusals: tuple[str, ...] = ()
 
 
+class AnyState(Protocol):
+    """Computes the steps of any bucket over any state."""
+
+    def step(
+        self, state: KVCache, step: StepInput, sampled: Tensor | None, out: StepOutput | None
+    ) -> StepOutput:
+        """Compute a step; see `DecoderLM.step`."""
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """See `DecoderLM.reserve_positions`."""
+
+
+class OverState(NamedTuple):
+    """An executor that needs nothing more than a state."""
+
+    computing: AnyState
+    state: KVCache
+
+    def step(
+        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
+    ) -> StepOutput:
+        """See `Executor.step`."""
+        return self.computing.step(self.state, step, sampled, out)
+
+
+class Bindings(Protocol):
+    """What executors bind, of one model.
+
+    Attributes:
+        model: its parameters.
+    """
+
+    model: DecoderParameters
+
+    @property
+    def layers(self) -> AnyState:
+        """Computes layer by layer."""
+
+    @property
+    def cpu_library(self) -> AnyState | None:
+        """Has the packed matrices; None where they are not packed for the C library."""
+
+    def bound_once(self, key: Hashable, kv_cache: KVCache, bind: Callable[[], T]) -> T:
+        """Return what has been bound to a cache under a key; `bind` binds it at its first use."""
+
+
 class ExecutorSpec(NamedTuple):
     """One way to compute steps.
 
@@ -64,5 +112,5 @@ class ExecutorSpec(NamedTuple):
 
     name: str
     unsupported: Callable[[ModelProblem, Bucket], tuple[str, ...]]
-    bind: Callable[[DecoderLM, KVCache, Bucket], Executor]
+    bind: Callable[[Bindings, KVCache, Bucket], Executor]
     describe: Callable[[ModelProblem], str] = lambda _problem: ""

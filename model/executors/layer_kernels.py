@@ -22,7 +22,8 @@ from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, select_vector
 from kernels.weight_format import unquantized
 from kernels.weights import Weight
-from model.executors.layers import projections
+from model.executors.attention_plans import attention_planner
+from model.executors.binder import projections
 from model.network.layers import DecoderLayer
 from model.network.parallel import head_rows
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from kernels import GPUArch, Selection
     from kernels.linear.select import LinearChoice
     from kernels.selection import Choice, VectorSpec
-    from model.decoder import DecoderLM
     from model.executors.columns import Bucket
+    from model.network.parameters import DecoderParameters
 
 _META: Final = torch.device("meta")
 AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"
@@ -41,7 +42,11 @@ AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"
 
 
 def layer_kernels(
-    model: DecoderLM, bucket: Bucket, arch: GPUArch, block_size: int, kv_dtype: str | None = None
+    model: DecoderParameters,
+    bucket: Bucket,
+    arch: GPUArch,
+    block_size: int,
+    kv_dtype: str | None = None,
 ) -> Iterator[tuple[str, AnyChoice]]:
     """Yield the operations of a step, and the kernel of each.
 
@@ -59,7 +64,7 @@ def layer_kernels(
     vectors = VectorProblem(str(dtype).removeprefix("torch."))
     yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
     yield "rotation and cache write", select_vector(rope.REGISTRY, vectors, arch)
-    for problem in model.attention.problems(
+    for problem in attention_planner(model).problems(
         block_size, kv_dtype, deterministic=bucket.deterministic, queries=bucket.queries
     ):
         if bucket.rows if problem.phase is Phase.DECODE else bucket.prompt_seqs:

@@ -6,19 +6,14 @@ What a layer computes follows from its parts: the tables `MIXERS` and `MLPS` hav
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from torch.nn import functional
 
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import (
-    Activation,
-    LayerNorm,
     LinearWeights,
-    Norm,
-    Operations,
     Projection,
     Purpose,
     Residual,
@@ -31,13 +26,14 @@ from kernels.sampling.tokens import embed_tokens
 from kernels.selection import VectorProblem, select_vector
 from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
-from model.executors.attention import DenseAttention, PagedAttention
-from model.executors.attention_plans import attention_problems, same_problem
+from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
+from model.executors.attention_plans import AttentionPlanner, attention_problems
+from model.executors.binder import Binder, make_norm
 from model.executors.columns import Want
 from model.executors.embedding import finish_embeddings
-from model.executors.executor import ExecutorSpec
+from model.executors.executor import ExecutorSpec, OverState
 from model.executors.head import Head, SoftcappedHead
-from model.executors.parallel import GatheredHead, ReducedProjection
+from model.executors.parallel import GatheredHead
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network.spec import Attention, Dense
@@ -45,15 +41,13 @@ from model.network.spec import Attention, Dense
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.collective.communicator import Communicator
     from kernels.selection import VectorSpec
-    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.executors.attention_plans import AttentionMetadata
     from model.executors.columns import Bucket
-    from model.executors.executor import ModelProblem
+    from model.executors.executor import Bindings, ModelProblem
     from model.executors.step import StepInput
-    from model.network.layers import DecoderLayer
+    from model.network.parameters import DecoderParameters
 
 _logger = logging.getLogger(__name__)
 
@@ -78,6 +72,11 @@ class BoundMLP(Protocol):
         """Read the normalized residual stream and add the MLP's result to it."""
 
 
+Contexts: TypeAlias = dict[type, Any]
+"""The context of each kind of bound mixer in a step."""
+RunLayers: TypeAlias = "Callable[[Sequence[BoundLayer], Residual, Contexts], Residual]"
+
+
 class BoundLayer(NamedTuple):
     """The two halves of a layer."""
 
@@ -100,102 +99,11 @@ def layer_forward(
     return layer.mlp.forward(residual)
 
 
-class Binder:
-    """Binds the products of a layer to kernels.
-
-    Args:
-        layer: its parameters. In-place changes to them take effect; replacing them does not.
-        model: of the layer.
-        purpose: what the layer is for; matrices may be copied unless it is training.
-    """
-
-    def __init__(self, layer: DecoderLayer, model: DecoderLM, purpose: Purpose) -> None:
-        self.layer, self.model = layer, model
-        self._purpose = purpose
-        self._weights = sum(math.prod(matrix.shape) for matrix in layer.matrices.values())
-        self._projections = projections(layer, model.communicator)
-
-    def reading(self, name: str) -> Projection:
-        """Bind a product that reads the residual stream."""
-        weights, operations = self._projections[name]
-        return bind_projection(
-            weights,
-            self.model.embed_tokens.dtype,
-            self.model.arch,
-            operations,
-            layer_weights=self._weights,
-            purpose=self._purpose,
-        )
-
-    def adding(self, name: str) -> ResidualWriter:
-        """Bind a product that adds to the residual stream."""
-        product, communicator = self.reading(name), self.model.communicator
-        if communicator is None:
-            return product
-        bias = getattr(self.layer, f"{name}_bias")
-        return ReducedProjection(product, bias, _post_norm(self.layer, name), communicator)
-
-
-class BoundAttention(NamedTuple):
-    """Attention with its projections.
-
-    Attributes:
-        spec: what it computes, of this rank's heads.
-        qkv: includes the layer's first norm; reads the residual stream.
-        head_norms: per-head norms of queries and of keys; None if the family has none.
-        output: adds to the residual stream, after a norm if the family has one there.
-        next_weights: the matrices that are read after attention, in that order.
-        problem: index of its problem in `AttentionPlanner.mixers`.
-        rotary: index of its rotary embedding in `Network.rotaries`.
-    """
-
-    spec: Attention
-    qkv: Projection
-    head_norms: tuple[Norm, Norm] | None
-    output: ResidualWriter
-    next_weights: tuple[Tensor, Tensor]
-    problem: int
-    rotary: int
-
-    @classmethod
-    def bind(cls, spec: Attention, binder: Binder) -> BoundAttention:
-        """Bind a layer's attention."""
-        layer, network = binder.layer, binder.model.network
-        head_norms = None
-        if spec.qk_norm is not None:
-            assert layer.q_norm is not None
-            assert layer.k_norm is not None
-            head_norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
-        return cls(
-            spec,
-            binder.reading("qkv"),
-            head_norms,
-            binder.adding("output"),
-            (layer.output.numbers, layer.gate_up.numbers),
-            attention_problems(network).index(same_problem(spec)),
-            network.rotaries.index((spec.rotary, spec.head_dim)),
-        )
-
-    def forward(self, index: int, residual: Residual, attend: Attend) -> Residual:
-        """See `BoundMixer.forward`."""
-        qkv, residual = self.qkv.from_residual(residual)
-        return self.output.to_residual(attend(index, self, qkv), residual)
-
-
-class Attend(Protocol):
-    """Attention of the layers of a step."""
-
-    def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
-        """Compute attention from the QKV projection.
-
-        Args:
-            index: the layer's index.
-            attention: of the layer.
-            qkv: [..., (H + 2 * K) * D]; may be overwritten.
-
-        Returns:
-            [..., H * D].
-        """
+def run_layers(layers: Sequence[BoundLayer], residual: Residual, contexts: Contexts) -> Residual:
+    """Compute all layers; see `layer_forward`."""
+    for index, layer in enumerate(layers):
+        residual = layer_forward(index, layer, residual, contexts)
+    return residual
 
 
 class BoundDense(NamedTuple):
@@ -240,11 +148,12 @@ class PagedStep(NamedTuple):
     metadata: AttentionMetadata | None = None
 
 
-def _begin_attention(model: DecoderLM, it: PagedStep) -> Attend:
+def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
     metadata = it.metadata
     if metadata is None:
         assert it.step is not None
-        metadata = model.attention.plan_step(it.step, it.state)
+        planner = AttentionPlanner(it.bound.attentions, model.dtype_name, model.unmeasured_kernels)
+        metadata = planner.plan_step(it.step, it.state)
     return PagedAttention(
         it.state,
         metadata,
@@ -256,7 +165,7 @@ def _begin_attention(model: DecoderLM, it: PagedStep) -> Attend:
     )
 
 
-def _begin_dense_attention(model: DecoderLM, positions: Tensor, hidden: Tensor) -> Attend:
+def _begin_dense_attention(model: DecoderParameters, positions: Tensor, hidden: Tensor) -> Attend:
     return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes])
 
 
@@ -270,12 +179,10 @@ class MixerSpec(NamedTuple):
     """
 
     bind: Callable[[Any, Binder], BoundMixer]
-    begin: Callable[[DecoderLM, PagedStep], Any]
-    begin_dense: Callable[[DecoderLM, Tensor, Tensor], Any]
+    begin: Callable[[DecoderParameters, PagedStep], Any]
+    begin_dense: Callable[[DecoderParameters, Tensor, Tensor], Any]
 
 
-Contexts = dict[type, Any]
-"""The context of each kind of bound mixer in a step."""
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(BoundAttention.bind, _begin_attention, _begin_dense_attention)
 }
@@ -288,6 +195,7 @@ class BoundNetwork(NamedTuple):
     Attributes:
         layers: the layers in order.
         kinds: of mixers among them, by the type of the bound mixer.
+        attentions: from `attention_problems`.
         norm: the final norm.
         head: the projection to the vocabulary.
         rotation: the row of `kernels.rope.registry` that the layers take.
@@ -296,6 +204,7 @@ class BoundNetwork(NamedTuple):
 
     layers: list[BoundLayer]
     kinds: dict[type, MixerSpec]
+    attentions: tuple[Attention, ...]
     norm: Callable[[Residual], Tensor]
     head: Head
     rotation: VectorSpec
@@ -308,7 +217,7 @@ class BoundNetwork(NamedTuple):
         return tuple(sorted({rows for it in (*counts, self.head.row_counts) for rows in it}))
 
 
-def bind_network(model: DecoderLM, purpose: Purpose) -> BoundNetwork:
+def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
     """Bind a model's parameters. In-place changes to them take effect; replacing them does not."""
     network, arch, head = model.network, model.arch, model.head
     trainable = purpose is Purpose.TRAINING
@@ -334,6 +243,7 @@ def bind_network(model: DecoderLM, purpose: Purpose) -> BoundNetwork:
     return BoundNetwork(
         layers=layers,
         kinds=kinds,
+        attentions=attention_problems(network),
         norm=bind_norm(make_norm(model.norm, model.norm_bias, network.norm.eps), vectors, arch),
         head=bound_head,
         rotation=rotation,
@@ -347,10 +257,13 @@ class Layers:
     Args:
         model: its parameters.
         purpose: what the results are for.
+        run: computes all layers.
     """
 
-    def __init__(self, model: DecoderLM, purpose: Purpose) -> None:
-        self._model = model
+    def __init__(
+        self, model: DecoderParameters, purpose: Purpose, run: RunLayers = run_layers
+    ) -> None:
+        self._model, self._run = model, run
         self.bound = bind_network(model, purpose)
         self._deterministic: BoundNetwork | None = None
         self._positions_reserved = False
@@ -402,12 +315,12 @@ class Layers:
         model, bound = self._model, it.bound
         hidden = embed_tokens(input_ids, model.embed_tokens, sampled)
         if not self._positions_reserved:
-            capacity = min(model.config.max_context, it.state.num_blocks * it.state.block_size)
+            capacity = min(model.max_context, it.state.num_blocks * it.state.block_size)
             for rotary in model.ropes:
                 rotary.reserve(capacity, hidden.dtype, hidden.device)
         hidden = finish_embeddings(model.network, hidden, it.positions, model.embed_positions)
         contexts = {kind: row.begin(model, it) for kind, row in bound.kinds.items()}
-        return bound.norm(model.run_layers(bound.layers, Residual(hidden), contexts))
+        return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
 
     def paged(
         self, input_ids: Tensor, positions: Tensor, state: KVCache, metadata: AttentionMetadata
@@ -433,7 +346,7 @@ class Layers:
             kind: row.begin_dense(model, positions, hidden) for kind, row in bound.kinds.items()
         }
         hidden = finish_embeddings(model.network, hidden, positions, model.embed_positions)
-        return bound.norm(model.run_layers(bound.layers, Residual(hidden), contexts))
+        return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
 
     def kernels(self, *, deterministic: bool) -> BoundNetwork:
         """Return the bound parameters."""
@@ -447,60 +360,6 @@ class Layers:
     def row_counts(self) -> tuple[int, ...]:
         """See `BoundNetwork.row_counts`; of deterministic steps once they are bound."""
         return (self._deterministic or self.bound).row_counts
-
-
-class _LayersOfState:
-    """Computes steps over one state."""
-
-    def __init__(self, layers: Layers, state: KVCache) -> None:
-        self._layers, self._state = layers, state
-
-    def step(
-        self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
-    ) -> StepOutput:
-        """See `Executor.step`."""
-        return self._layers.step(self._state, step, sampled, out)
-
-
-def projections(
-    layer: DecoderLayer, communicator: Communicator | None = None
-) -> dict[str, tuple[LinearWeights, Operations]]:
-    """Return the parameters of each product of a rank's layer and the operations around it, in their order."""
-    mlp = layer.spec.mlp
-
-    def weights(name: str) -> LinearWeights:
-        return LinearWeights(layer.matrices[name], getattr(layer, f"{name}_bias"))
-
-    def reading(norm: str, activation: Activation | None = None) -> Operations:
-        weight, bias = getattr(layer, norm), getattr(layer, f"{norm}_bias")
-        return Operations(make_norm(weight, bias, layer.spec.norm.eps), activation)
-
-    def adding(name: str) -> tuple[LinearWeights, Operations]:
-        if communicator is None:
-            return weights(name), Operations(residual=True, post_norm=_post_norm(layer, name))
-        # The bias and the norm are those of the sum over all ranks.
-        return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
-
-    found: dict[str, tuple[LinearWeights, Operations]] = {}
-    if hasattr(layer, "qkv"):
-        found["qkv"] = weights("qkv"), reading("input_norm")
-    if hasattr(layer, "output"):
-        found["output"] = adding("output")
-    if isinstance(mlp, Dense):
-        activation = Activation(mlp.activation, gated=mlp.gated)
-        found["gate_up"] = weights("gate_up"), reading("mlp_norm", activation)
-        found["down"] = adding("down")
-    return found
-
-
-def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
-    """Return the RMS norm with a weight, or the layer norm with a weight and a bias."""
-    return Norm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
-
-
-def _post_norm(layer: DecoderLayer, name: str) -> Norm | None:
-    weight = getattr(layer, f"{name}_norm")
-    return None if weight is None else Norm(weight, layer.spec.norm.eps)
 
 
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
@@ -521,8 +380,8 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     )
 
 
-def _bind(model: DecoderLM, state: KVCache, _bucket: Bucket) -> _LayersOfState:
-    return _LayersOfState(model.layers_executor, state)
+def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> OverState:
+    return OverState(bindings.layers, state)
 
 
 LAYERS: Final = ExecutorSpec("layers", _unsupported, _bind)

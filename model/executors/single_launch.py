@@ -27,6 +27,7 @@ __all__ = [
     "SingleLaunch",
     "bind_single_launch",
     "launch_refusal",
+    "launched_rows",
     "step_shape",
     "unsupported",
 ]
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.step.single_launch import StepKernel
-    from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.executors.columns import Bucket
-    from model.executors.executor import ModelProblem
+    from model.executors.executor import Bindings, ModelProblem
     from model.executors.step import StepInput
+    from model.network.parameters import DecoderParameters
 
 READS: Final[spec.Reads] = {
     spec.Network: {"tied": spec.ALL, "embedding_factor": spec.ALL},
@@ -71,7 +72,7 @@ class SingleLaunch:
         rows: sequences of a step, 1 or one of `ROW_COUNTS`.
     """
 
-    def __init__(self, model: DecoderLM, kv_cache: KVCache, rows: int) -> None:
+    def __init__(self, model: DecoderParameters, kv_cache: KVCache, rows: int) -> None:
         self._model = model
         self._launch = bind_single_launch(model, kv_cache, rows)
 
@@ -104,7 +105,7 @@ class SingleLaunch:
         return StepOutput(logits, tokens, logprobs)
 
 
-def bind_single_launch(model: DecoderLM, kv_cache: KVCache, rows: int = 1) -> StepKernel:
+def bind_single_launch(model: DecoderParameters, kv_cache: KVCache, rows: int = 1) -> StepKernel:
     """Bind the kernel; arguments as for `SingleLaunch`."""
     weights = [
         LayerWeights(
@@ -181,6 +182,11 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     return reasons + missing
 
 
+def launched_rows(problem: ModelProblem) -> tuple[int, ...]:
+    """Return the numbers of sequences, from 2 on, for which a decode step is a single launch."""
+    return tuple(rows for rows in ROW_COUNTS if not unsupported(problem, rows))
+
+
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     counts = (1, *ROW_COUNTS)
     of_bucket = reasons_of(
@@ -195,9 +201,10 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     return of_bucket or unsupported(problem, bucket.rows)
 
 
-def _bind(model: DecoderLM, state: KVCache, bucket: Bucket) -> SingleLaunch:
-    return model.bound_once(
-        ("single launch", bucket.rows), state, lambda: SingleLaunch(model, state, bucket.rows)
+def _bind(bindings: Bindings, state: KVCache, bucket: Bucket) -> SingleLaunch:
+    rows = bucket.rows
+    return bindings.bound_once(
+        ("single launch", rows), state, lambda: SingleLaunch(bindings.model, state, rows)
     )
 
 

@@ -31,7 +31,7 @@ class Family:
         renamed: as for `Keys`.
         part: the key of the object that states the language model, of a config.json of several models; "" if it is
             config.json itself.
-        defaults: values of absent keys that `network` requires, of a family whose files omit them.
+        defaults: values of absent keys that have no default in `network`, or another one. A key of null is not absent.
     """
 
     architecture: str

@@ -18,7 +18,7 @@ _UNSUPPORTED: Final[Harmless] = (
     ((), ("auto_map", "attn_logit_softcapping",
           "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size", "attention_multiplier",
           "no_rope_layers", "clip_qkv", "dual_chunk_attention_config",
-          "mrope_section", "full_attention", "sliding_attention")),
+          "mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")),
 )  # fmt: skip
 """Keys of features that most families lack, each group after the values with which its keys have no effect."""
 
@@ -52,6 +52,11 @@ class Keys:
     def optional_integer(self, key: str, limits: Meta, absent: int | None = None) -> int | None:
         """Return a whole number; `absent` for an absent key, None for null."""
         value: int | None = self._optional(key, Annotated[int, limits], absent)
+        return value
+
+    def optional_integers(self, key: str, limits: Meta) -> list[int] | None:
+        """Return a list of whole numbers, or None."""
+        value: list[int] | None = self._optional(key, list[Annotated[int, limits]], None)
         return value
 
     def number(self, key: str, limits: Meta, default: float | None = None) -> float:

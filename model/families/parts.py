@@ -49,6 +49,11 @@ def inner_size(keys: Keys, default: int | None = None) -> int:
     return keys.integer("intermediate_size", _INNER, default)
 
 
+def num_layers(keys: Keys) -> int:
+    """Read the number of layers."""
+    return keys.integer("num_hidden_layers", _LAYERS)
+
+
 def heads(
     keys: Keys, num_kv_heads: int | None = None, head_dim: int | None = None
 ) -> tuple[int, int, int]:
@@ -121,7 +126,7 @@ def same_windows(keys: Keys, window: int | None = None) -> Windows:
     Raises:
         UnsupportedModelError: `layer_types` states others.
     """
-    windows = (window,) * _num_layers(keys)
+    windows = (window,) * num_layers(keys)
     kind = _FULL if window is None else _SLIDING
     if {*_layer_types(keys)} - {kind}:
         raise UnsupportedModelError(
@@ -138,7 +143,7 @@ def windows_from_layer(keys: Keys) -> Windows:
     window = keys.optional_integer("sliding_window", POSITIONS, 4096)
     window = window if keys.flag("use_sliding_window") else None
     first = keys.integer("max_window_layers", Meta(ge=0), 28)
-    return _stated_windows(keys, window, [layer >= first for layer in range(_num_layers(keys))])
+    return stated_windows(keys, window, [layer >= first for layer in range(num_layers(keys))])
 
 
 def windows_by_pattern(keys: Keys, pattern: int) -> Windows:
@@ -152,9 +157,31 @@ def windows_by_pattern(keys: Keys, pattern: int) -> Windows:
     """
     window = keys.optional_integer("sliding_window", POSITIONS, 4096)
     pattern = keys.integer("sliding_window_pattern", Meta(ge=1), pattern)
-    return _stated_windows(
-        keys, window, [(layer + 1) % pattern > 0 for layer in range(_num_layers(keys))]
+    return stated_windows(
+        keys, window, [(layer + 1) % pattern > 0 for layer in range(num_layers(keys))]
     )
+
+
+def stated_windows(keys: Keys, window: int | None, has_window: list[bool]) -> Windows:
+    """Return the windows that `layer_types` states.
+
+    Args:
+        keys: of config.json.
+        window: of the layers that have one; None if none has.
+        has_window: which layers have it if `layer_types` is absent.
+
+    Raises:
+        ModelFolderError: `layer_types` names windows, but there is none.
+        UnsupportedModelError: `layer_types` names an unknown type.
+    """
+    if stated := _layer_types(keys):
+        has_window = [kind == _SLIDING for kind in stated]
+        if window is None and any(has_window):
+            raise ModelFolderError(
+                "layer_types names sliding_attention, but sliding_window is missing or"
+                " use_sliding_window is false"
+            )
+    return tuple(window if has else None for has in has_window)
 
 
 def with_windows(layer: Layer, windows: Windows, local: Rotary | None = None) -> tuple[Layer, ...]:
@@ -175,22 +202,6 @@ def with_windows(layer: Layer, windows: Windows, local: Rotary | None = None) ->
     return tuple(dataclasses.replace(layer, mixer=it) for it in mixers)
 
 
-def _num_layers(keys: Keys) -> int:
-    return keys.integer("num_hidden_layers", _LAYERS)
-
-
-def _stated_windows(keys: Keys, window: int | None, has_window: list[bool]) -> Windows:
-    """Return the windows that `layer_types` states; those of the layers that `has_window` names, if it is absent."""
-    if stated := _layer_types(keys):
-        has_window = [kind == _SLIDING for kind in stated]
-        if window is None and any(has_window):
-            raise ModelFolderError(
-                "layer_types names sliding_attention, but sliding_window is missing or"
-                " use_sliding_window is false"
-            )
-    return tuple(window if has else None for has in has_window)
-
-
 def _layer_types(keys: Keys) -> list[str]:
     """Read `layer_types`; empty if it is absent.
 
@@ -198,7 +209,7 @@ def _layer_types(keys: Keys) -> list[str]:
         ModelFolderError: it is not a list of as many types as layers.
         UnsupportedModelError: a type is unknown.
     """
-    stated, count = keys.texts("layer_types"), _num_layers(keys)
+    stated, count = keys.texts("layer_types"), num_layers(keys)
     if stated is None:
         return []
     if len(stated) != count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from msgspec import Meta
 
@@ -13,6 +13,9 @@ from model.families.keys import Keys
 from model.json_input import shorten
 from model.network.spec import RopeType, Rotary
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 POSITIONS: Final = Meta(ge=1, le=2**24)
 _THETA: Final = Meta(ge=2, le=1e12)
 _FACTOR: Final = Meta(ge=1, le=1e6)
@@ -20,10 +23,16 @@ _NUMBER: Final = Meta(ge=0, le=1e6)
 _DIVISOR: Final = Meta(ge=1e-3, le=1e6)
 _FREQUENCY: Final = Meta(ge=1e-6, le=1e6)
 _SHARE: Final = Meta(gt=0, le=1)
+_TYPES: Final[Mapping[str, RopeType]] = {it: it for it in get_args(RopeType)}
 
 
 def read_rotary(
-    keys: Keys, head_dim: int, *, theta: float = Rotary.theta, partial: float | None = None
+    keys: Keys,
+    head_dim: int,
+    *,
+    theta: float = Rotary.theta,
+    partial: float | None = None,
+    types: Mapping[str, RopeType] = _TYPES,
 ) -> Rotary:
     """Read the parameters from either form of config.json.
 
@@ -33,6 +42,7 @@ def read_rotary(
         theta: the default of the base.
         partial: the default of `partial_rotary_factor`, the share of a head's dimensions that rotate; None for a family
             without the key.
+        types: the variants of the family by their names.
 
     Raises:
         ModelFolderError: a value is missing, of the wrong type or outside its limits.
@@ -41,7 +51,7 @@ def read_rotary(
     Source: transformers 5, `modeling_rope_utils.py`: precedence of the keys and the defaults.
     """
     rope = keys.inner("rope_scaling") or keys.inner("rope_parameters") or Keys({})
-    return _checked(keys, rope, head_dim, theta, partial)
+    return _checked(keys, rope, head_dim, theta, partial, types)
 
 
 def read_rotary_by_layer_type(
@@ -79,10 +89,15 @@ def read_rotary_by_layer_type(
 
 
 def _checked(
-    keys: Keys, rope: Keys, head_dim: int, theta: float, partial: float | None = None
+    keys: Keys,
+    rope: Keys,
+    head_dim: int,
+    theta: float,
+    partial: float | None = None,
+    types: Mapping[str, RopeType] = _TYPES,
 ) -> Rotary:
     """Read the parameters from `rope` and, where it lacks them, from `keys`."""
-    rotary = _read(keys, rope, theta)
+    rotary = _read(keys, rope, theta, types)
     if partial is not None:
         partial = keys.number("partial_rotary_factor", _SHARE, partial)
         dims = int(head_dim * rope.number("partial_rotary_factor", _SHARE, partial))
@@ -105,10 +120,15 @@ def _checked(
     return rotary
 
 
-def _read(keys: Keys, rope: Keys, theta: float) -> Rotary:
+def _read(keys: Keys, rope: Keys, theta: float, types: Mapping[str, RopeType]) -> Rotary:
     """Read the parameters of a rotation of whole heads."""
     theta = rope.number("rope_theta", _THETA, keys.number("rope_theta", _THETA, theta))
-    rope_type = _supported(rope.text("rope_type") or rope.text("type") or "default")
+    stated = rope.text("rope_type") or rope.text("type") or "default"
+    rope_type = types.get(stated)
+    if rope_type is None:
+        raise UnsupportedModelError(
+            f"rope type {shorten(stated)} is not supported; supported are {', '.join(types)}"
+        )
     if rope_type == "default":
         return Rotary(theta=theta)
     context = keys.integer("max_position_embeddings", POSITIONS)
@@ -127,16 +147,6 @@ def _read(keys: Keys, rope: Keys, theta: float) -> Rotary:
     if rope_type == "longrope":
         values |= _longrope(rope, extended, original)
     return Rotary(rope_type, theta, **values)
-
-
-def _supported(rope_type: str) -> RopeType:
-    types: tuple[RopeType, ...] = get_args(RopeType)
-    for supported in types:
-        if rope_type == supported:
-            return supported
-    raise UnsupportedModelError(
-        f"rope type {shorten(rope_type)} is not supported; supported are {', '.join(types)}"
-    )
 
 
 def _llama3(rope: Keys) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    gemma,
     gemma2,
     gemma3,
     gemma3_multimodal,
@@ -15,8 +16,11 @@ from model.families import (
     llama,
     mistral,
     opt,
+    phi3,
     qwen2,
     qwen3,
+    smollm3,
+    stablelm,
     starcoder2,
 )
 from model.families.family import Family
@@ -28,6 +32,7 @@ _FILES: Final = (
     mistral,
     qwen2,
     qwen3,
+    gemma,
     gemma2,
     gemma3,
     gemma3_multimodal,
@@ -35,6 +40,9 @@ _FILES: Final = (
     opt,
     granite,
     starcoder2,
+    phi3,
+    smollm3,
+    stablelm,
 )
 FAMILIES: Final[Mapping[str, Family]] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
 """Supported families by architecture."""

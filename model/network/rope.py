@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from kernels import rope_tables
 from model.network.spec import Rotary
 
+_logger = logging.getLogger(__name__)
 _CHUNK_POSITIONS = 16_384
 
 
@@ -156,6 +158,13 @@ class RotaryEmbedding:
         self._cos = torch.empty(shape, dtype=dtype, device=device)
         self._sin = torch.empty(shape, dtype=dtype, device=device)
         frequencies = self._frequencies_on(device, num_positions)
+        if self._is_long(num_positions) and not kept:
+            _logger.info(
+                "LongRoPE: with up to %d tokens, sequences of every length have the frequencies for long texts;"
+                " --max-model-len %d selects those for short texts",
+                num_positions,
+                self._rope.original_max_positions,
+            )
         if kept:
             self._cos[:kept], self._sin[:kept] = old_cos, old_sin
         # In chunks, because the float32 intermediates of 10^6 positions take gigabytes.

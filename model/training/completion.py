@@ -59,7 +59,7 @@ def complete_prompts(
         slots = table[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         prefill, decode = (batch, None) if step == 0 else (None, batch)
         metadata = model.attention.metadata(slots.to(torch.int32), BLOCK_SIZE, decode, prefill)
-        hidden = model.layers_executor.paged(ids, positions, cache, metadata)
+        hidden = model.executors.layers.paged(ids, positions, cache, metadata)
         ids = choose(model.logits(hidden[counts.cumsum(0) - 1]))
         chosen.append(ids)
         positions, rows = seen, torch.arange(len(prompts), device=device)

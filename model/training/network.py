@@ -10,11 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import flash_attention
-from kernels.linear.projection import Residual
+from kernels.linear.projection import Purpose, Residual
 from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
-from model.executors.layers import BoundAttention, BoundLayer, Contexts, layer_forward
+from model.executors.attention import BoundAttention
+from model.executors.layers import (
+    BoundLayer,
+    Contexts,
+    Layers,
+    layer_forward,
+    run_layers,
+)
 from model.training.prepare import CONTEXT_LENGTH
 from model.training.streams import PackedTokens
 
@@ -61,27 +68,27 @@ class TrainedLM(DecoderLM):
 
     def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
         super().__init__(config, torch.float32, device)
+        self.executors.layers = Layers(self, Purpose.TRAINING, self._run_layers)
         self.dropout = dropout
         self.attend: PackedAttend = attend_packed
 
     def packed_logits(self, batch: PackedTokens) -> Tensor:
         """Compute the logits of every next token of a batch, [T, vocab_size] in the autocast dtype."""
-        bound = self.layers_executor.bound
+        bound = self.executors.layers.bound
         hidden = functional.embedding(batch.inputs, self.embed_tokens)
         (rope,) = self.ropes
         tables = rope.dense(batch.positions, hidden.dtype)
         contexts: Contexts = {
             BoundAttention: PackedAttention(tables, batch.cu_seqlens, self.attend)
         }
-        residual = self.run_layers(bound.layers, Residual(hidden), contexts)
+        residual = self._run_layers(bound.layers, Residual(hidden), contexts)
         return self.logits(bound.norm(residual))
 
-    def run_layers(
+    def _run_layers(
         self, layers: Sequence[BoundLayer], residual: Residual, contexts: Contexts
     ) -> Residual:
-        """See `DecoderLM.run_layers`."""
         if not self.training or self.dropout == 0:
-            return super().run_layers(layers, residual, contexts)
+            return run_layers(layers, residual, contexts)
         hidden = functional.dropout(residual.hidden, self.dropout)
         for index, layer in enumerate(layers):
             after = layer_forward(index, layer, Residual(hidden), contexts).hidden

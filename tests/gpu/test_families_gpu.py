@@ -29,6 +29,35 @@ GEMMA = SIZES | {
     "sliding_window": 40,
 }
 MODELS = {
+    "gemma": GEMMA | {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu"},
+    "phi3": SIZES
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "sliding_window": 40,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 24,
+            "long_factor": [1.0 + 0.25 * i for i in range(24)],
+        },
+    },
+    "smollm3": SIZES
+    | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "no_rope_layer_interval": 2,
+    },
+    "stablelm": SIZES
+    | {
+        "architectures": ["StableLmForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "use_qkv_bias": True,
+    },
     "gemma2": GEMMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 2.0},
     "gemma3_text": GEMMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3},
     "gpt2": SIZES

@@ -133,7 +133,7 @@ def drive(dtype, weight_format, *, fuse):
     """Return the logits of the last token of each sequence and step, float32."""
     config = ModelConfig.from_folder(FOLDER)
     model = load_model(FOLDER, config, dtype, DEVICE, weight_format=weight_format, pack=fuse)
-    assert (model.layers_executor.bound.rotation is TRITON) == fuse
+    assert (model.executors.layers.bound.rotation is TRITON) == fuse
     driver, generator = PagedDriver(model), torch.Generator().manual_seed(1)
     rows = []
     for count in (17, 1, 4, 17):

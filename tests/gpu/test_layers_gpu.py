@@ -36,7 +36,7 @@ def blocks_of_16(monkeypatch):
 
 def load(dtype, *, fused):
     model = load_model(FOLDER, ModelConfig.from_folder(FOLDER), dtype, "cuda", pack=fused)
-    assert (model.layers_executor.bound.rotation is TRITON) == fused
+    assert (model.executors.layers.bound.rotation is TRITON) == fused
     return model
 
 

@@ -192,7 +192,7 @@ def decode(model, rows, dtype, context=70):
     with torch.inference_mode():
         metadata = model.attention.metadata(slots, 16, batch, None)
         positions = torch.full((rows,), context - 1, device="cuda")
-        hidden = model.layers_executor.paged(ids, positions, cache, metadata)
+        hidden = model.executors.layers.paged(ids, positions, cache, metadata)
         return model.logits(hidden).float()
 
 

@@ -180,7 +180,9 @@ def build(name, dtype, weight_format=None):
 
 def problem_of(model):
     """Return the problem of a model that is served, for kernels that need not have been measured."""
-    return dataclasses.replace(model.problem(detect("cuda")), refusals=(), unmeasured=True)
+    return dataclasses.replace(
+        model.executors.problem(detect("cuda")), refusals=(), unmeasured=True
+    )
 
 
 def in_float32(model):
@@ -261,7 +263,7 @@ class Step:
             max_seqlen_k=self.context,
         )
         metadata = self.model.attention.metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
-        hidden = self.model.layers_executor.paged(self.ids, self.positions, cache, metadata)
+        hidden = self.model.executors.layers.paged(self.ids, self.positions, cache, metadata)
         return self.model.logits(hidden)
 
     @torch.inference_mode()
@@ -313,7 +315,7 @@ class RowsStep:
             max_seqlen_k=max(self.contexts),
         )
         metadata = self.model.attention.metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
-        hidden = self.model.layers_executor.paged(self.ids, self.positions, cache, metadata)
+        hidden = self.model.executors.layers.paged(self.ids, self.positions, cache, metadata)
         return self.model.logits(hidden)
 
     @torch.inference_mode()
@@ -376,7 +378,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
 )  # fmt: skip
 def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
+    monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     model = build(name, torch.bfloat16)
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
@@ -564,7 +566,7 @@ def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight
 @pytest.mark.parametrize("name", ["qwen", "groups of 7"])
 def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
-    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
+    monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     model, wide = build(name, torch.bfloat16), build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     step = RowsStep(model, SEVERAL)
@@ -667,7 +669,7 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
     model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
-    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
+    monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     cache = new_cache(model)
     one = bind(model, cache, tensor_cores=True)
     for context in (1, 65, 511, 4000):

@@ -1,5 +1,7 @@
 """Compares the whole model with transformers, for every family and variant."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -99,6 +101,25 @@ def test_greedy_generation_matches_the_tokens_of_transformers(pair):
 
     assert ours == theirs.sequences[0, len(PROMPT) :].tolist()
     assert_close(our_logits, torch.cat(theirs.logits))
+
+
+@pytest.mark.parametrize("name", ["phi3 longrope", "phi3 partial longrope tied"])
+def test_a_longrope_service_within_the_original_context_matches_transformers(name, tmp_path):
+    changes = CASES[name].changes | {"original_max_position_embeddings": 300}
+    case = dataclasses.replace(CASES[name], changes=changes)
+    oracle = case.save(tmp_path)
+    model = load_model(tmp_path, ModelConfig.from_folder(tmp_path), torch.float32, "cpu")
+    model.reserve_positions(300)
+    ids = torch.tensor([PROMPT])
+
+    ours, our_logits = greedy(model, PROMPT, STEPS)
+
+    with torch.inference_mode():
+        theirs = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=STEPS
+        )[0].tolist()
+    assert ours == theirs[len(PROMPT) :]
+    assert_close(our_logits, oracle_logits(oracle, theirs[:-1])[len(PROMPT) - 1 :])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_half])

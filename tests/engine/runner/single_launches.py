@@ -45,7 +45,7 @@ class LayersAsKernel:
         metadata = self._model.attention.metadata(
             slots, self._cache.block_size, batch, None, self._cache.kv_dtype
         )
-        layers = self._model.layers_executor
+        layers = self._model.executors.layers
         step = PagedStep(
             None, self._cache, positions, layers.bound, deterministic=False, metadata=metadata
         )

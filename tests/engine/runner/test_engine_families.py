@@ -1,5 +1,6 @@
 """The engine on checkpoints of families that are not Llama's: its tokens are those of transformers."""
 
+import dataclasses
 import random
 
 import pytest
@@ -11,9 +12,12 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.core.start_checks import StartupError, check_start
-from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE, longrope
 
-FAMILIES = ["gpt2", "opt", "gemma2", "gemma3 ropes"]
+NOT_OF_THE_LIBRARY = [
+    "gpt2", "opt", "gemma1", "gemma2", "gemma3 ropes", "smollm3 windows untied biases", "stablelm biases tied",
+]  # fmt: skip
+FAMILIES = [*NOT_OF_THE_LIBRARY, "phi3"]
 NEW_TOKENS = 24
 
 
@@ -45,10 +49,8 @@ def config_of(folder, **changes):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_batches_in_chunks_and_with_cached_prefixes_have_the_tokens_of_transformers(name, tmp_path):
-    oracle = CASES[name].save(tmp_path)
-    engine = LocalEngine(config_of(tmp_path, dtype="float32", max_num_seqs=4))
+def expected_tokens(oracle):
+    """Return what transformers generates for each prompt."""
     expected = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -57,13 +59,30 @@ def test_batches_in_chunks_and_with_cached_prefixes_have_the_tokens_of_transform
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
             )
         expected.append(out[0, len(prompt) :].tolist())
+    return expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_in_chunks_and_with_cached_prefixes_have_the_tokens_of_transformers(name, tmp_path):
+    expected = expected_tokens(CASES[name].save(tmp_path))
+    engine = LocalEngine(config_of(tmp_path, dtype="float32", max_num_seqs=4))
 
     assert generate(engine, prompts(), 0) == expected
     assert generate(engine, prompts(), 10) == expected
     assert engine.engine.stats().prefix_cache_hit_tokens > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("limit", [128, None])
+def test_a_longrope_service_limited_to_the_original_context_has_the_short_factors(limit, tmp_path):
+    case = CASES["phi3 partial longrope tied"]
+    oracle = dataclasses.replace(case, changes=case.changes | longrope(6, 128)).save(tmp_path)
+
+    engine = LocalEngine(config_of(tmp_path, dtype="float32", max_model_len=limit))
+
+    assert (generate(engine, prompts(), 0) == expected_tokens(oracle)) == (limit == 128)
+
+
+@pytest.mark.parametrize("name", NOT_OF_THE_LIBRARY)
 def test_without_a_requested_dtype_the_weights_are_not_quantized_on_a_cpu(name, tmp_path):
     CASES[name].save(tmp_path)
     engine = LocalEngine(config_of(tmp_path))

@@ -105,6 +105,16 @@ _GRANITE = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 8.0,
 }
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0}
+
+
+def longrope(pairs, original):
+    """LongRoPE of heads of which `pairs` pairs of dimensions rotate, in the form of Phi."""
+    factors = {
+        "short_factor": [1.0 + 0.02 * i for i in range(pairs)],
+        "long_factor": [1.0 + 0.5 * i for i in range(pairs)],
+    }
+    return {"original_max_position_embeddings": original, "rope_parameters": _LONGROPE | factors}
 
 
 def _layers(count, **changes):
@@ -239,5 +249,47 @@ CASES = {
     "starcoder2": Case("Starcoder2", {"sliding_window": 24}, in_half=True),
     "starcoder2 untied without biases": Case(
         "Starcoder2", {"tie_word_embeddings": False, "use_bias": False}
+    ),
+    "gemma1": Case("Gemma", {"num_key_value_heads": 1, "head_dim": 24}, in_half=True),
+    "gemma1 untied biases": Case(
+        "Gemma",
+        {"head_dim": 24, "hidden_act": "gelu", "attention_bias": True}
+        | {"tie_word_embeddings": False},
+    ),
+    "phi3": Case("Phi3", {"sliding_window": 23}, in_half=True),
+    # The original context is shorter than every prompt of the tests.
+    "phi3 longrope": Case("Phi3", longrope(8, 16) | {"sliding_window": 512}),
+    "phi3 partial longrope tied": Case(
+        "Phi3",
+        longrope(6, 16) | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+        in_half=True,
+    ),
+    "smollm3": Case("SmolLM3", _layers(4), in_half=True),
+    "smollm3 windows untied biases": Case(
+        "SmolLM3",
+        _layers(
+            4,
+            use_sliding_window=True,
+            sliding_window=16,
+            no_rope_layers=[0, 1, 0, 1],
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "smollm3 windows by layer": Case(
+        "SmolLM3",
+        _layers(
+            3,
+            use_sliding_window=True,
+            sliding_window=16,
+            no_rope_layer_interval=2,
+            layer_types=_KINDS,
+        ),
+    ),
+    "stablelm": Case("StableLm", in_half=True),
+    "stablelm biases tied": Case(
+        "StableLm",
+        {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     ),
 }

@@ -42,7 +42,9 @@ def weights(model):
     return {name: value.clone() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", ["llama", "llama biases", "qwen3 tied biases", "gemma2"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama biases", "qwen3 tied biases", "gemma2", "phi3 partial longrope tied"]
+)
 def test_matrices_are_multiplied_by_the_scales_of_their_rows(case, tmp_path):
     CASES[case].save(tmp_path)
     exact = weights(load(tmp_path, pack=False))

@@ -44,6 +44,10 @@ MULTIMODAL = {
     "text_config": LLAMA,
 }
 GRANITE = LLAMA | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GEMMA = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+STABLELM = LLAMA | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
 STARCODER2 = LLAMA | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
@@ -226,6 +230,168 @@ def test_the_local_theta_of_gemma_is_read_in_both_forms():
     assert mixer(ModelConfig.from_dict(new), 0).rotary == Rotary("default", 100.0)
 
 
+def test_absent_keys_of_the_families_after_them_have_the_defaults_of_transformers():
+    absent = "num_key_value_heads", "rope_theta", "max_position_embeddings"
+    heads = {"num_attention_heads": 32, "hidden_size": 2048, "max_position_embeddings": 8192}
+    gemma, phi3, smollm3, stablelm = (
+        ModelConfig.from_dict(without(it, *absent) | heads).network
+        for it in (GEMMA, PHI3, SMOLLM3, STABLELM)
+    )
+
+    assert [it.layers[0].mixer.num_kv_heads for it in (gemma, phi3, smollm3, stablelm)] == [
+        16, 32, 4, 32,
+    ]  # fmt: skip
+    assert [it.tied for it in (gemma, phi3, smollm3, stablelm)] == [True, False, True, False]
+    assert phi3.norm == Norm(1e-5)
+    assert stablelm.norm == Norm(1e-5, "layer")
+    assert gemma.rotaries == ((Rotary(), 256),)
+    assert smollm3.rotaries == ((Rotary(theta=2_000_000.0), 64),)
+    assert stablelm.rotaries == ((Rotary(dims=16), 64),)
+    assert gemma.layers[0].mlp.activation == "gelu_tanh"
+    longrope = without(LONGROPE, "original_max_position_embeddings")
+    scaled = ModelConfig.from_dict(PHI3 | {"rope_scaling": longrope})
+    assert mixer(scaled).rotary.original_max_positions == 4096
+
+
+PHI_FILES = {
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "vocab_size": 32064,
+    "attention_bias": False,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+}
+"""Keys that the files of Phi-3-mini have in common."""
+PHI4_MINI = {
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+LONG = {"max_position_embeddings": 131072, "sliding_window": 262144}
+
+
+def factors(kind):
+    return {"rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": kind}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "rope_type", "dims", "parameters"),
+    [
+        (
+            {"max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None},
+            2047, "default", None, 3_821_079_552,
+        ),
+        (LONG | factors("su"), None, "longrope", None, 3_821_079_552),
+        (LONG | factors("longrope"), None, "longrope", None, 3_821_079_552),
+        (LONG | factors("longrope") | PHI4_MINI, None, "longrope", 96, 3_836_021_760),
+    ],
+    ids=["Phi-3-mini-4k", "first Phi-3-mini-128k", "Phi-3.5-mini", "Phi-4-mini"],
+)  # fmt: skip
+def test_the_files_of_phi_are_read(changes, window, rope_type, dims, parameters):
+    config = ModelConfig.from_dict(PHI3 | PHI_FILES | changes)
+
+    assert windows(config) == [window] * 32
+    rotary = mixer(config).rotary
+    assert (rotary.rope_type, rotary.dims) == (rope_type, dims)
+    if rope_type == "longrope":
+        assert rotary.attention_factor == pytest.approx(
+            math.sqrt(1 + math.log(32) / math.log(4096))
+        )
+        assert rotary.original_max_positions == 4096
+    assert config.network.num_parameters == parameters
+
+
+def test_the_file_of_smollm3_is_read():
+    config = ModelConfig.from_dict(
+        SMOLLM3
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "vocab_size": 128256,
+            "max_position_embeddings": 65536,
+            "max_window_layers": 28,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "layer_types": ["full_attention"] * 36,
+            "pretraining_tp": 2,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        }
+    )
+
+    rotaries = [layer.mixer.rotary for layer in config.network.layers]
+    assert [it is None for it in rotaries] == [False, False, False, True] * 9
+    assert rotaries[0] == Rotary(theta=5_000_000.0)
+    assert config.network.num_parameters == 3_075_098_624
+
+
+@pytest.mark.parametrize(
+    ("changes", "dims", "parameters"),
+    [
+        (
+            {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 100352}
+            | {"use_qkv_bias": True, "num_attention_heads": 32, "num_key_value_heads": 32},
+            16, 1_644_515_328,
+        ),
+        (
+            {"hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "vocab_size": 50304}
+            | {"use_qkv_bias": False, "num_attention_heads": 32, "num_key_value_heads": 32},
+            20, 2_795_443_200,
+        ),
+    ],
+    ids=["StableLM 2 1.6B", "StableLM Zephyr 3B"],
+)  # fmt: skip
+def test_the_files_of_stablelm_are_read(changes, dims, parameters):
+    config = ModelConfig.from_dict(STABLELM | {"partial_rotary_factor": 0.25} | changes)
+
+    assert mixer(config).rotary.dims == dims
+    assert config.network.num_parameters == parameters
+
+
+def test_the_file_of_gemma_2b_is_read():
+    config = ModelConfig.from_dict(
+        GEMMA
+        | {
+            "head_dim": 256,
+            "hidden_act": "gelu",
+            "hidden_activation": None,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+            "vocab_size": 256000,
+        }
+    )
+
+    assert config.network.layers[0].mlp.activation == "gelu_tanh"
+    assert config.network.num_parameters == 2_506_172_416
+
+
 def test_gpt2_without_an_inner_size_has_four_times_the_hidden_size():
     for changes, inner in (({}, 256), ({"n_inner": None}, 256), ({"n_inner": 96}, 96)):
         assert ModelConfig.from_dict(GPT2 | changes).network.layers[0].mlp.inner == inner
@@ -249,6 +415,24 @@ def test_the_context_of_learned_positions_is_the_length_of_their_table():
         (OPT, {"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
         (OPT, {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         (OPT, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        (GEMMA, {"hidden_act": "silu"}, "hidden_act = 'silu'"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (PHI3, {"attention_bias": True}, "attention_bias = True"),
+        (PHI3, {"lm_head_bias": True}, "lm_head_bias = True"),
+        (PHI3, {"full_attn_mod": 2}, "full_attn_mod = 2"),
+        (PHI3, {"interpolate_factor": 2}, "interpolate_factor = 2"),
+        (PHI3, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        (PHI3, {"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "rope_scaling.long_mscale = 1.2"),
+        (
+            PHI3,
+            {"auto_map": {"AutoModelForCausalLM": "modeling.PhiMoEForCausalLM"}},
+            "auto_map.AutoModelForCausalLM = 'modeling.PhiMoEForCausalLM'",
+        ),
+        (PHI3, {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map.AutoModelForCausalLM = None"),
+        (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True"),
+        (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True"),
+        (SMOLLM3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
@@ -282,6 +466,11 @@ def test_an_unsupported_variant_of_a_family_is_rejected_with_its_key(base, chang
             "text_config.vocab_size must be .*, found -1",
         ),
         (GRANITE, {"residual_multiplier": 0}, "residual_multiplier must be"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers must have .* each of 2 layers, found 1"),
+        (SMOLLM3, {"no_rope_layers": [1, 2]}, r"no_rope_layers\[1\] must be .*, found 2"),
+        (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be"),
+        (STABLELM, {"partial_rotary_factor": 0.1}, "even number, 4 or more, .*, found 1"),
+        (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be"),
         (STARCODER2, {"norm_epsilon": "x"}, "norm_epsilon must be a number, found 'x'"),
     ],
 )
@@ -338,7 +527,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "GPTNeoXForCausalLM"),
-        ({"architectures": None, "model_type": "gemma"}, "gemma"),
+        ({"architectures": None, "model_type": "gemma3n"}, "gemma3n"),
         ({"model_type": "mistral"}, "mistral"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
@@ -516,7 +705,11 @@ JSON = st.recursive(
     max_leaves=4,
 )
 ROPE = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3", "longrope"])},
+    {
+        "rope_type": st.sampled_from(
+            ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "su"]
+        )
+    },
     optional={
         key: st.one_of(NUMBERS, JSON)
         for key in (
@@ -537,14 +730,23 @@ ROPE = st.fixed_dictionaries(
 )
 
 
+BASES = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, MULTIMODAL, GPT2, OPT, GRANITE, STARCODER2, PHI3, SMOLLM3,
+    STABLELM,
+]  # fmt: skip
 FURTHER_KEYS = (
     "attn_logit_softcapping",
+    "auto_map",
     "enable_bias",
     "embedding_multiplier",
     "final_logit_softcapping",
     "hidden_activation",
     "logits_scaling",
     "n_inner",
+    "no_rope_layer_interval",
+    "no_rope_layers",
+    "partial_rotary_factor",
+    "qk_layernorm",
     "query_pre_attn_scalar",
     "rope_local_base_freq",
     "rope_parameters",
@@ -556,9 +758,7 @@ FURTHER_KEYS = (
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(
-    base=st.sampled_from(
-        [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MULTIMODAL, GPT2, OPT, GRANITE, STARCODER2]
-    ),
+    base=st.sampled_from(BASES),
     changes=st.fixed_dictionaries(
         {},
         optional={"rope_scaling": ROPE | JSON, "layer_types": JSON, "use_sliding_window": JSON}

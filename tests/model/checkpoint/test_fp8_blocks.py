@@ -33,6 +33,9 @@ FILE = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 MATRICES = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 TOKENS = [(7 * i) % 120 + 2 for i in range(40)]
+IN_BLOCKS = [
+    "llama", "llama mqa", "qwen3 tied biases", "gemma2", "gemma3", "phi3 partial longrope tied", "stablelm biases tied",
+]  # fmt: skip
 
 
 def in_blocks(group):
@@ -82,7 +85,7 @@ def formats(model):
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize("case", ["llama", "llama mqa", "qwen3 tied biases", "gemma2", "gemma3"])
+@pytest.mark.parametrize("case", IN_BLOCKS)
 def test_a_model_held_in_blocks_is_the_dequantized_one(tmp_path, case, group):
     CASES[case].save(tmp_path / "fp8")
     exact = store(tmp_path / "fp8", group)
@@ -279,7 +282,7 @@ def test_the_c_library_gets_the_dequantized_values(tmp_path, form):
     for folder in (tmp_path / "fp8", exact):
         model = load(folder)
         model.optimize(form)
-        layers = model.cpu_library._decoder._held[0]
+        layers = model.executors.cpu_library._decoder._held[0]
         packed.append([part for layer in layers for it in layer[:4] for part in it._tensors])
 
     assert len(packed[0]) > 8

@@ -60,7 +60,7 @@ class PagedDriver:
         )
         with torch.inference_mode():
             tokens, at = (torch.tensor(x, device=self.device) for x in (ids, positions))
-            hidden = self.model.layers_executor.paged(tokens, at, self.cache, metadata)
+            hidden = self.model.executors.layers.paged(tokens, at, self.cache, metadata)
             logits = self.model.logits(hidden)
         parts = logits.split([len(tokens) for _, tokens in ordered])
         return {name: part for (name, _), part in zip(ordered, parts, strict=True)}

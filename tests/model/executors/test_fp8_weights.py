@@ -43,7 +43,7 @@ def code():
     return tokenizer.encode("\n\n".join(HEADERS)).ids[:600]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 tied biases", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 tied biases", "gemma3", "gpt2", "phi3"])
 def test_each_row_of_a_layers_matrices_is_quantized_with_its_own_scale(tmp_path, name):
     CASES[name].save(tmp_path)
     stored = named_parts(load(tmp_path, weight_format=None))

@@ -12,7 +12,7 @@ import kernels
 import kernels.linear.projection
 import kernels.linear.registry
 import kernels.linear.select
-import model.decoder
+import model.network.parameters
 from kernels.arch import CATALOGUE, CPU
 from kernels.collective.communicator import AbsentRanks
 from kernels.linear.pytorch import PyTorchLinear
@@ -83,6 +83,32 @@ FAMILIES = {
         "rope": None,
         "position_offset": 2,
     },
+    "stablelm": {
+        "architecture": "StableLmForCausalLM",
+        "norm": "layer",
+        "attention_bias": True,
+        "rope": Rotary(dims=8),
+    },
+    "phi3": {
+        "architecture": "Phi3ForCausalLM",
+        "sliding_window": 3,
+        "rope": Rotary(
+            "longrope",
+            original_max_positions=32,
+            attention_factor=1.2,
+            short_factor=(1.0,) * 12,
+            long_factor=tuple(1.0 + 0.25 * i for i in range(12)),
+            dims=24,
+        ),
+    },
+    "smollm3": {
+        "architecture": "SmolLM3ForCausalLM",
+        "num_layers": 2,
+        "sliding_window": 64,
+        "rope": None,
+        "local_rope": Rotary(),
+        "layer_types": ("sliding_attention", "full_attention"),
+    },
     "gemma2": GEMMA | {"architecture": "Gemma2ForCausalLM", "attention_softcap": 1.0},
     "gemma3": GEMMA
     | {
@@ -128,7 +154,7 @@ def on_a_gpu(monkeypatch):
 
     def switch():
         monkeypatch.setattr(kernels.attention.functional, "detect", detect)
-        monkeypatch.setattr(model.decoder, "detect", detect)
+        monkeypatch.setattr(model.network.parameters, "detect", detect)
         monkeypatch.setattr(kernels.linear.projection, "tuned_linear", wide)
 
     return switch
@@ -137,7 +163,7 @@ def on_a_gpu(monkeypatch):
 def optimized(*arguments, **changes):
     made = build(*arguments, **changes).requires_grad_(requires_grad=False)
     made.optimize()
-    assert made.layers_executor.bound.rotation is TRITON
+    assert made.executors.layers.bound.rotation is TRITON
     return made
 
 
@@ -293,7 +319,7 @@ def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
             ahead is None
         )  # only kernels with dependent launch prefetch, and the interpreter has none
         fetched.append(fused.layers[0].output)
-        weights = fused.layers_executor.bound.layers[0].mixer.next_weights
+        weights = fused.executors.layers.bound.layers[0].mixer.next_weights
         return rope_and_write_kv(*arguments, ahead=weights, **more)
 
     monkeypatch.setattr(rope_cache, "rope_and_write_kv", fetching)
@@ -387,7 +413,7 @@ def test_argmax_tokens_match_the_logits(rows, fused, on_a_gpu):
     logprobs = torch.empty(rows)
 
     with torch.no_grad():
-        ids = made.layers_executor.bound.head.argmax(hidden, logits, tokens, logprobs)
+        ids = made.executors.layers.bound.head.argmax(hidden, logits, tokens, logprobs)
         expected = made.logits(hidden)
 
     torch.testing.assert_close(logits, expected, equal_nan=True)
@@ -430,10 +456,10 @@ def test_unsupported_fusion_is_reported_with_the_reason(arch, dtype, reason):
 
 def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monkeypatch, caplog):
     plain = build()
-    monkeypatch.setattr(model.decoder, "detect", lambda _device: CATALOGUE["t4"])
+    monkeypatch.setattr(model.network.parameters, "detect", lambda _device: CATALOGUE["t4"])
 
     plain.optimize()
 
-    assert plain.layers_executor.bound.rotation is PYTORCH
+    assert plain.executors.layers.bound.rotation is PYTORCH
     assert "slower: needs" in caplog.text
     assert plain.row_counts == ()

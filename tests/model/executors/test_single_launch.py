@@ -246,7 +246,7 @@ def test_unsupported_features_are_named(monkeypatch, change, message):
     monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
-    assert single_launch.unsupported(model.problem(HOPPER)) == (
+    assert single_launch.unsupported(model.executors.problem(HOPPER)) == (
         (f"no {message}",) if message else ()
     )
 
@@ -277,8 +277,8 @@ def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, chan
     monkeypatch.setattr("model.executors.single_launch.shape_unsupported", lambda *_, **__: ())
     model = DecoderLM(changed(CONFIG, **change), torch.bfloat16, "meta")
 
-    assert single_launch.unsupported(model.problem(HOPPER)) == ()
-    assert single_launch.unsupported(model.problem(HOPPER), 8) == (f"no {message}",)
+    assert single_launch.unsupported(model.executors.problem(HOPPER)) == ()
+    assert single_launch.unsupported(model.executors.problem(HOPPER), 8) == (f"no {message}",)
 
 
 def test_layers_with_a_window_may_have_rotary_tables_of_their_own():

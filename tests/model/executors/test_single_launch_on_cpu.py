@@ -36,6 +36,26 @@ QWEN = model_config(
     qk_norm=True,
     rope=Rotary(theta=1e6),
 )
+GEMMA1 = changed(
+    QWEN,
+    architecture="GemmaForCausalLM",
+    qk_norm=False,
+    norms_add_one=True,
+    activation="gelu_tanh",
+    scale_embeddings=True,
+    tie_word_embeddings=True,
+)
+PHI = changed(
+    QWEN,
+    architecture="Phi3ForCausalLM",
+    rope=Rotary(
+        "longrope",
+        original_max_positions=64,
+        short_factor=(1.0,) * 24,
+        long_factor=tuple(1.0 + 0.25 * i for i in range(24)),
+        dims=48,
+    ),
+)
 GEMMA = changed(
     QWEN,
     architecture="Gemma3ForCausalLM",
@@ -62,7 +82,7 @@ def by_layers(model, cache, ids, slots, table, context):
     )
     metadata = model.attention.metadata(slots, BLOCK, batch, None, cache.kv_dtype)
     return model.logits(
-        model.layers_executor.paged(ids, torch.tensor([context - 1]), cache, metadata)
+        model.executors.layers.paged(ids, torch.tensor([context - 1]), cache, metadata)
     )
 
 
@@ -74,11 +94,13 @@ def new_cache(model):
     return cache
 
 
-@pytest.mark.parametrize("config", [QWEN, GEMMA], ids=["qwen", "gemma"])
+@pytest.mark.parametrize(
+    "config", [QWEN, PHI, GEMMA1, GEMMA], ids=["qwen", "phi", "gemma 1", "gemma 3"]
+)
 def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     arch = dataclasses.replace(ARCHES[90], num_sms=16)
     model, wide = DecoderLM(config, torch.bfloat16), DecoderLM(config, torch.float32)
-    assert unsupported(dataclasses.replace(model.problem(arch), refusals=())) == ()
+    assert unsupported(dataclasses.replace(model.executors.problem(arch), refusals=())) == ()
     for it in (model, wide):
         it.requires_grad_(requires_grad=False)
     model.init_weights(std=0.1, seed=0)
@@ -90,7 +112,7 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     for it in (model, wide):
         it.reserve_positions(192)
     cache, truth_cache = new_cache(model), new_cache(wide)
-    monkeypatch.setattr("model.decoder.detect", lambda _device: arch)
+    monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     bound = bind_single_launch(model, cache)
     table = torch.randperm(BLOCKS, generator=generator).int()[None]
     for context in (150, 30):

@@ -36,6 +36,18 @@ FAMILIES = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4,
         "n_positions": 64, "activation_function": "gelu_new",
     },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_key_value_heads": 4, "sliding_window": 5,
+        "partial_rotary_factor": 0.75,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_key_value_heads": 4,
+        "no_rope_layer_interval": 2,
+    },
+    "stablelm": {
+        "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "num_key_value_heads": 4,
+        "use_qkv_bias": True,
+    },
 }  # fmt: skip
 PROMPTS = [{"a": [1, 2, 3, 4, 5, 6, 7, 8, 9], "b": [5]}, {"a": [3], "b": [7]}, {"c": [9, 8, 7]}]
 

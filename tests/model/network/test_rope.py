@@ -94,13 +94,15 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
         torch.testing.assert_close(ours[:, 0], theirs[0], rtol=0, atol=1e-6)
 
 
-def test_a_longrope_service_within_the_original_context_has_the_short_factors():
+def test_a_longrope_service_within_the_original_context_has_the_short_factors(caplog):
+    caplog.set_level("INFO")
     config, oracle = both(LONGROPE, 1e4, 131072)
     positions = torch.tensor([0, 5, ORIGINAL - 1])
     rope = RotaryEmbedding(*config.network.rotaries[0])
     rope.reserve(ORIGINAL, torch.float32, CPU)
 
     short = rope.tables[0][positions]
+    assert not caplog.text
     rope.reserve(ORIGINAL + 1, torch.float32, CPU)
     long = rope.tables[0][positions]
 
@@ -110,6 +112,7 @@ def test_a_longrope_service_within_the_original_context_has_the_short_factors():
     theirs, _ = oracle(torch.empty(1, dtype=torch.float32), beyond)
     torch.testing.assert_close(long[:, 0], theirs[0, :-1], rtol=0, atol=1e-6)
     assert not torch.equal(short, long)
+    assert f"--max-model-len {ORIGINAL} selects those for short texts" in caplog.text
 
 
 PARTIAL = {

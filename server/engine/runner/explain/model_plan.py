@@ -10,6 +10,7 @@ from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, select_vector
 from kernels.step.single_launch import has_run
 from kernels.weight_format import LIBRARY_FORMATS
+from model.executors.bound import deterministic_unsupported
 from model.executors.columns import Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
 from model.executors.layer_kernels import layer_kernels
@@ -113,7 +114,7 @@ def check_deterministic(
     Raises:
         StartupError: they cannot; lists every reason.
     """
-    if reasons := model.deterministic_unsupported(arch, block_size, kv_dtype):
+    if reasons := deterministic_unsupported(model, arch, block_size, kv_dtype):
         raise StartupError(f"--deterministic is not supported here: {'; '.join(reasons)}")
 
 
@@ -139,7 +140,7 @@ def _plan_step(
 ) -> StepPlan:
     rows, tokens = bucket.rows, bucket.prompt_tokens
     name = f"decode of {rows} sequence{'s' * (rows > 1)}" if rows else f"prompt of {tokens} tokens"
-    problem = model.problem(arch, kv_dtype)
+    problem = model.executors.problem(arch, kv_dtype)
     chosen = choose_executor(problem, bucket, f"a {name}")
     note = chosen.spec.describe(problem)
     operations: list[tuple[str, AnyChoice]] = []
@@ -211,7 +212,7 @@ def _plan_determinism(
     model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None, *, always: bool
 ) -> DeterminismPlan:
     """Plan which requests are deterministic where PyTorch or a GPU computes the steps."""
-    reasons = model.deterministic_unsupported(arch, block_size, kv_dtype)
+    reasons = deterministic_unsupported(model, arch, block_size, kv_dtype)
     if reasons:
         return DeterminismPlan(requests="none", why="; ".join(reasons))
     problems = model.attention.problems(block_size, kv_dtype, deterministic=True)

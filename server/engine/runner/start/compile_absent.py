@@ -14,6 +14,7 @@ from model.checkpoint.formats.table import kept
 from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import ModelError
+from model.executors.bound import deterministic_unsupported
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.start.runner_start import make_runner
 from server.engine.runner.start.startup import resolved_quantization, step_limits
@@ -60,8 +61,8 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
             for deterministic in (False, True):
                 runner = make_runner(model, config, num_blocks=1, deterministic=deterministic)
                 kv_dtype = runner.kv_cache.kv_dtype
-                if deterministic and model.deterministic_unsupported(
-                    arch, config.block_size, kv_dtype
+                if deterministic and deterministic_unsupported(
+                    model, arch, config.block_size, kv_dtype
                 ):
                     break
                 _check_attention(runner, arch)

@@ -123,6 +123,7 @@ def _start_on_cpu(
     model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
 ) -> ModelRunner:
     with phases("allocating the KV cache"):
+        model.reserve_positions(limits.max_model_len)
         runner = _allocate(model, config, limits)
         served = dataclasses.replace(limits, max_model_len=_max_total_tokens(runner, limits))
     with phases("warming up"):

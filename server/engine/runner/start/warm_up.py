@@ -13,6 +13,7 @@ import torch
 from kernels import detect, select
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
 from model.device.cpus import usable_cpus
+from model.executors.single_launch import launched_rows
 from server.engine.runner.start import dummy_steps
 from server.engine.runner.start.startup_progress import clocked
 
@@ -103,7 +104,7 @@ def _compute_first_steps(
         _compute(runner, dummy_steps.longest_chunk(limits, block_size))
         counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
         few = dummy_steps.few_rows(counts, limits, block_size)
-        launched = runner.model.launched_rows(detect(runner.device))
+        launched = launched_rows(runner.model.executors.problem(detect(runner.device)))
         in_one_launch = dummy_steps.few_rows(launched, limits, block_size)
         by_layers = dummy_steps.prompts(launched, limits, block_size)
         ways = dummy_steps.sampling_ways(block_size)
@@ -156,5 +157,5 @@ def _argmax(runner: ModelRunner, num_rows: int) -> None:
     logits = weight.new_empty(num_rows, weight.shape[0])
     tokens = hidden.new_empty(num_rows, dtype=torch.int64)
     logprobs = torch.empty_like(tokens, dtype=torch.float32)
-    head = runner.model.layers_executor.kernels(deterministic=runner.deterministic).head
+    head = runner.model.executors.layers.kernels(deterministic=runner.deterministic).head
     head.argmax(hidden, logits, tokens, logprobs)

@@ -185,7 +185,7 @@ class RecordedSteps:
             try:
                 recording.replay()
             except RuntimeError as error:
-                if not self._model.replaces_single_launch(error):
+                if not self._model.executors.replaces_single_launch(error):
                     raise
                 self._forget_single_launches()
                 return None
@@ -260,7 +260,7 @@ class RecordedSteps:
         try:
             self._recordings[bucket] = self._make(bucket, out.first(bucket.num_logits))
         except RuntimeError as error:
-            if self._model.replaces_single_launch(error):
+            if self._model.executors.replaces_single_launch(error):
                 self._forget_single_launches()
                 self._record(bucket)
                 return

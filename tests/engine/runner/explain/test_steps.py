@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernels.linear.projection
-import model.decoder
+import model.network.parameters
 from kernels.arch import CATALOGUE
 from kernels.cpu.library import load as load_library
 from kernels.errors import NoKernelError
@@ -96,11 +96,11 @@ def test_the_kernels_of_a_step_are_those_that_a_model_binds(shape, monkeypatch):
     gpus = [arch for arch in CATALOGUE.values() if arch.has_triton_tensor_cores]
     for arch, dtype, fp8 in itertools.product(gpus, DTYPES, (False, True)):
         made = build(shape, dtype, fp8=fp8)
-        monkeypatch.setattr(model.decoder, "detect", lambda _device, arch=arch: arch)
+        monkeypatch.setattr(model.network.parameters, "detect", lambda _device, arch=arch: arch)
         made.optimize()
         for deterministic in (False, True):
             plan = explain_model(made, 16, arch, deterministic=deterministic)
-            bound = made.layers_executor.kernels(deterministic=deterministic)
+            bound = made.executors.layers.kernels(deterministic=deterministic)
             for step in plan.steps:
                 if step.executor != "layers":
                     assert not single_launch.unsupported(made.problem(arch), step.decode_rows)
@@ -129,10 +129,10 @@ def test_on_a_cpu_the_kernels_of_a_step_are_those_that_a_model_binds(dtype):
     for step in plan.steps:
         planned = {it.operation: it.kernel for it in step.operations}
         for name in PRODUCTS[:-1]:
-            product = made.layers_executor.bound.layers[0].projections[name]._multiply
+            product = made.executors.layers.bound.layers[0].projections[name]._multiply
             assert type(product).__name__ == classes[planned[f"{name} product"]]
         assert (
-            type(made.layers_executor.bound.head._multiply).__name__
+            type(made.executors.layers.bound.head._multiply).__name__
             == classes[planned["head product"]]
         )
         assert planned["norms and activations"] == "torch_norm"

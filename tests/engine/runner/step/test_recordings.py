@@ -252,9 +252,9 @@ def test_a_second_refusal_is_an_error(checkpoint):
     model = make_engine(checkpoint).engine._runner.model
     error = RuntimeError("CUDA error: too many blocks in cooperative launch")
 
-    assert model.replaces_single_launch(error)
-    assert not model.replaces_single_launch(error)
-    assert not model.replaces_single_launch(RuntimeError("CUDA error: out of memory"))
+    assert model.executors.replaces_single_launch(error)
+    assert not model.executors.replaces_single_launch(error)
+    assert not model.executors.replaces_single_launch(RuntimeError("CUDA error: out of memory"))
 
 
 @pytest.mark.parametrize("budget", [20, 64])

@@ -1,0 +1,141 @@
+"""The executors of a model, bound to its caches, and why it has no deterministic steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakKeyDictionary
+
+from kernels import NoKernelError, select
+from kernels.selection import VectorProblem, triton_unsupported
+from kernels.weight_format import LIBRARY_FORMATS
+from model.executors import cpu_library, single_launch
+from model.executors.attention_plans import attention_planner
+from model.executors.executor import ModelProblem
+from model.executors.table import choose_executor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from kernels import GPUArch
+    from model.device.kv_cache import KVCache
+    from model.executors.columns import Bucket
+    from model.executors.executor import Executor
+    from model.executors.layers import Layers
+    from model.network.parameters import DecoderParameters
+
+_logger = logging.getLogger(__name__)
+_MOST_BUCKETS: Final = 4096
+T = TypeVar("T")
+
+
+class BoundExecutors:
+    """Chooses and binds the executor of each bucket of a model's steps when it is first needed.
+
+    Args:
+        model: its parameters.
+        layers: computes layer by layer.
+
+    Attributes:
+        model: see above.
+        layers: see above; bound again for serving.
+        cpu_library: has the packed matrices; None where they are not packed for the C library.
+        for_serving: whether the parameters are bound to kernels for serving; until then the layers compute every step.
+    """
+
+    def __init__(self, model: DecoderParameters, layers: Layers) -> None:
+        self.model, self.layers = model, layers
+        self.cpu_library: cpu_library.CPULibrary | None = None
+        self.for_serving = False
+        self._refusals: tuple[str, ...] = ()
+        self._found: WeakKeyDictionary[KVCache, dict[Bucket, Executor]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[KVCache, dict[Hashable, Any]] = WeakKeyDictionary()
+
+    def find(self, bucket: Bucket, kv_cache: KVCache) -> Executor:
+        """Return the executor of a bucket's steps over a cache: the first of the table that supports them."""
+        by_bucket = self._found.get(kv_cache)
+        if by_bucket is None or len(by_bucket) > _MOST_BUCKETS:
+            by_bucket = self._found[kv_cache] = {}
+        found = by_bucket.get(bucket)
+        if found is None:
+            problem = self.problem(self.model.arch, kv_cache.kv_dtype)
+            spec = choose_executor(problem, bucket).spec
+            found = by_bucket[bucket] = spec.bind(self, kv_cache, bucket)
+        return found
+
+    def bound_once(self, key: Hashable, kv_cache: KVCache, bind: Callable[[], T]) -> T:
+        """Return what an executor has bound to a cache under a key; `bind` binds it at its first use."""
+        kept = self._kept.setdefault(kv_cache, {})
+        if key not in kept:
+            kept[key] = bind()
+        found: T = kept[key]
+        return found
+
+    def problem(self, arch: GPUArch, kv_dtype: str | None = None) -> ModelProblem:
+        """Describe the model on a processor, which need not be present, for the choice of executors.
+
+        Args:
+            arch: the processor.
+            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
+        """
+        model = self.model
+        return ModelProblem(
+            model.network,
+            model.dtype_name,
+            model.weight_format,
+            arch,
+            kv_dtype,
+            model.num_ranks,
+            model.unmeasured_kernels,
+            self._refusals if self.for_serving or model.is_meta else ("bound for training",),
+        )
+
+    def replaces_single_launch(self, error: RuntimeError) -> bool:
+        """Compute all later steps layer by layer if an error is the driver's refusal of a single launch.
+
+        Args:
+            error: raised by a launch, by its recording or by a replay.
+
+        Returns:
+            Whether the step can be computed again, without a single launch.
+        """
+        reason = single_launch.launch_refusal(error)
+        if reason is None or reason in self._refusals:
+            return False
+        _logger.warning("a decode step is not a single launch: %s", reason)
+        self._refusals += (reason,)
+        self._found.clear()
+        self._kept.clear()
+        return True
+
+
+def deterministic_unsupported(
+    model: DecoderParameters, arch: GPUArch, block_size: int, kv_dtype: str | None = None
+) -> tuple[str, ...]:
+    """List why a model on `arch` cannot compute deterministic steps; empty if it can.
+
+    Args:
+        model: the model.
+        arch: the processor; it need not be present.
+        block_size: tokens per cache block.
+        kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
+    """
+    if model.weight_format in LIBRARY_FORMATS:
+        return ()
+    if arch.is_cpu:
+        in_c = cpu_library.unsupported(
+            model.whole_network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks
+        )
+        needed = "on a CPU the weights must be in int8 or int4"
+        if in_c:
+            return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
+        return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
+    reasons = tuple(f"no deterministic {name}" for name in model.network.other_mixers)
+    reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)
+    try:
+        planner = attention_planner(model)
+        for problem in planner.problems(block_size, kv_dtype, deterministic=True):
+            select(problem, arch)
+    except NoKernelError as error:
+        return (*reasons, str(error))
+    return reasons

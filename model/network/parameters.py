@@ -1,0 +1,168 @@
+"""The parameters of a decoder of any family, or one rank's part of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from kernels import detect
+from kernels.weight_format import unquantized
+from model.network.initial_weights import initialize
+from model.network.layers import DecoderLayer, layer_formats, norm_dtype, stacked_rows
+from model.network.parallel import head_rows, shard, shard_network, shard_stacked
+from model.network.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from kernels import GPUArch
+    from kernels.collective.communicator import Communicator
+    from kernels.weight_format import WeightFormat
+    from model.network.spec import Network
+
+
+class DecoderParameters(nn.Module):
+    """The parameters of a network, and the rotary tables that belong to them.
+
+    They are uninitialized until `initialize` or `model.checkpoint.weights` fills them. Afterwards they must be changed
+    in place (`copy_`, `to`, an optimizer), never replaced, because kernels are bound to their memory.
+
+    Args:
+        network: what all ranks together compute.
+        max_context: most tokens of a sequence.
+        dtype: dtype of parameters and activations.
+        device: device of the parameters.
+        weight_format: of the layers' matrices, for serving only; a mapping has those of matrices by names such as
+            `layers.0.qkv`, of which others have full numbers; None for full numbers.
+        communicator: of the ranks that share the model, for serving only; this one has a part of the weights. None
+            for a model that is whole.
+
+    Attributes:
+        whole_network: see `network`.
+        network: what this rank computes.
+        max_context: see above.
+        weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
+            packed them, its format of all matrices.
+        ropes: the tables of each of `Network.rotaries`.
+        unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None,
+        communicator: Communicator | None,
+    ) -> None:
+        super().__init__()
+        self.whole_network, self.max_context = network, max_context
+        self.communicator = communicator
+        self.network = network = shard_network(network, self.num_ranks)
+
+        def empty(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
+
+        hidden, positions = network.hidden, network.positions
+        self.embed_tokens = empty(network.vocab, hidden)
+        self.embed_positions = (
+            empty(positions.offset + positions.count, hidden) if positions else None
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
+            for index, layer in enumerate(network.layers)
+        )
+        forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
+        self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
+        self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
+        self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
+        self._head_rows = head_rows(network.vocab, self.num_ranks)
+        self.lm_head = None if network.tied else empty(self._head_rows, hidden)
+        self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
+        self.unmeasured_kernels = False
+
+    def initialize(self, std: float, generator: torch.Generator | None = None) -> None:
+        """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
+
+        A rank gets that part of the numbers which a whole model would have.
+
+        Args:
+            std: standard deviation.
+            generator: of the parameters' device; None uses PyTorch's global generator.
+        """
+        if self.communicator is None:
+            initialize(self, std, generator)
+            return
+        rank, meta = self.communicator.rank, torch.device("meta")
+        whole, own = (
+            DecoderParameters(
+                self.whole_network, self.max_context, torch.float32, meta, None, communicator
+            )
+            for communicator in (None, self.communicator)
+        )
+        shapes, own_shapes = (
+            {name: parameter.shape for name, parameter in it.named_parameters()}
+            for it in (whole, own)
+        )
+
+        def part(name: str, values: Tensor) -> Tensor:
+            layer, _, kind = name.removeprefix("layers.").partition(".")
+            stacked = [
+                stacked_rows(network.layers[int(layer)], kind) if kind else None
+                for network in (whole.network, self.network)
+            ]
+            if stacked[0] is None or stacked[1] is None:
+                return shard(values, own_shapes[name], rank)
+            return shard_stacked(values, stacked[0], stacked[1], rank)
+
+        initialize(self, std, generator, shapes, part)
+
+    @property
+    def arch(self) -> GPUArch:
+        """The processor of the parameters' device."""
+        return detect(self.embed_tokens.device)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the parameters have no memory, so that the model can only be planned."""
+        return self.embed_tokens.is_meta
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype of parameters and activations."""
+        return str(self.embed_tokens.dtype).removeprefix("torch.")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the layers' matrices are quantized."""
+        return self.weight_format.is_quantized
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the model."""
+        return 1 if self.communicator is None else self.communicator.size
+
+    @property
+    def rope_tables(self) -> tuple[Tensor, ...]:
+        """Cos and sin of all reserved positions, for each of `Network.rotaries`."""
+        return tuple(table for rope in self.ropes for table in rope.tables)
+
+    @property
+    def head(self) -> Tensor:
+        """The rows of the output head that this rank has, [V, C] in a model that is whole."""
+        if self.lm_head is not None:
+            return self.lm_head
+        if self.communicator is None:
+            return self.embed_tokens
+        shape = (self._head_rows, self.network.hidden)
+        return shard(self.embed_tokens.detach(), shape, self.communicator.rank)
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers in order."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
