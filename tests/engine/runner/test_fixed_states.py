@@ -1,5 +1,7 @@
 """An engine whose layers keep a state of fixed size gives the tokens that each sequence has alone, without a cache."""
 
+import contextlib
+import json
 import math
 import random
 
@@ -14,6 +16,7 @@ from model.checkpoint.weights import load_model
 from model.executors import cpu_library, layers, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
+from server.cli.main import main
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason
 from server.engine.core.start_checks import StartupError
@@ -280,6 +283,36 @@ def test_a_state_that_does_not_fit_is_counted(start, monkeypatch):
         start()
 
 
+@pytest.fixture
+def tessera(capsys):
+    def run(*arguments):
+        with contextlib.suppress(SystemExit):
+            main(list(arguments))
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    return run
+
+
+def test_plans_and_sizes_count_the_states_and_name_the_part_that_executors_do_not_read(
+    folder, tessera
+):
+    where = ("--model", str(folder), "--max-num-seqs=8")
+
+    size = ("size", "--gpu=h100", "--input-len=90", "--output-len=10", *where)
+    memory = json.loads(tessera(*size, "--json"))["memory"]
+    assert memory["state_bytes"] == 16 * 1024
+    plan = json.loads(tessera("plan", "--arch=h100", "--json", *where))
+    assert plan["memory"]["state_bytes_per_sequence"] == 1024
+    assert {step["executor"] for step in plan["steps"]} == {"layers"}
+    refused = {row["kernel"]: row["reasons"] for row in plan["steps"][0]["refused"]}
+    assert "no Toy" in refused["single_launch"]
+    assert plan["deterministic"]["requests"] == "none"
+    assert "no deterministic Toy" in plan["deterministic"]["why"]
+    assert "a token and 1 KiB a sequence" in tessera("plan", "--arch=h100", *where)
+    assert "states of sequences 0.00 GiB" in tessera(*size)
+
+
 def problem(folder, arch):
     config = ModelConfig.from_folder(folder)
     return ModelProblem(config.network, "float32", unquantized(torch.float32), arch)
@@ -317,6 +350,7 @@ def test_a_layer_without_a_row_of_the_table_is_refused_by_name(folder, monkeypat
 
 
 def test_several_ranks_are_refused_by_name(folder, start):
-    config = ModelConfig.from_folder(folder)
-    assert config.parallel_unsupported(1) == ()
-    assert config.parallel_unsupported(2) == ("no tensor parallelism of Toy",)
+    assert ModelConfig.from_folder(folder).parallel_unsupported(1) == ()
+
+    with pytest.raises(StartupError, match="no tensor parallelism of Toy"):
+        start(tensor_parallel=2)
