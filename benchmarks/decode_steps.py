@@ -190,11 +190,10 @@ def _load(name: str, device: torch.device) -> DecoderLM:
 
 
 def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) -> KVCache:
-    layers, weight = model.network.layers, model.embed_tokens
-    dtype = resolve_kv_dtype(kv_cache_dtype, weight.dtype)
+    weight = model.embed_tokens
+    state = model.network.state(resolve_kv_dtype(kv_cache_dtype, weight.dtype))
     blocks = sequences * -(-context // BLOCK_SIZE)
-    heads = layers[0].mixer.num_kv_heads, layers[0].mixer.head_dim
-    cache = KVCache(len(layers), blocks, BLOCK_SIZE, *heads, dtype, weight.device)
+    cache = KVCache(state, blocks, BLOCK_SIZE, weight.device)
     for layer, scale in zip(cache.layers, cache.scales, strict=True):
         # Random values: computing with zeros takes a GPU less power, and therefore less time.
         rows = layer.flatten(0, 1)

@@ -75,16 +75,8 @@ class ServedModel:
     def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
         self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
         self._model.optimize(QUANTIZATIONS[quantization], torch.get_num_threads())
-        mixer = config.network.layers[0].mixer
-        self._cache = KVCache(
-            len(config.network.layers),
-            -(-CONTEXT_LENGTH // _BLOCK_SIZE),
-            _BLOCK_SIZE,
-            mixer.num_kv_heads,
-            mixer.head_dim,
-            self._model.cache_dtype,
-            torch.device("cpu"),
-        )
+        state = config.network.state(self._model.cache_dtype)
+        self._cache = KVCache(state, -(-CONTEXT_LENGTH // _BLOCK_SIZE), _BLOCK_SIZE, "cpu")
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the logits [1, T, V] in place of hidden states: an executor keeps these to itself."""

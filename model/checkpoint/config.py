@@ -131,6 +131,10 @@ class ModelConfig:
 
     def parallel_unsupported(self, size: int) -> tuple[str, ...]:
         """List why `size` ranks cannot share the model; empty if they can."""
+        if size == 1:
+            return ()
+        if others := self.network.other_mixers:
+            return tuple(f"no tensor parallelism of {name}" for name in others)
         divided = dict.fromkeys(
             it
             for layer in self.network.layers

@@ -1,73 +1,107 @@
-"""The KV cache: device memory for the keys and values of all sequences.
+"""The KV cache: device memory for what all sequences keep from step to step, by the mixers of the network.
 
-It consists of blocks per layer; the engine decides which blocks a sequence uses.
+The engine decides which blocks and which slot a sequence uses. Only kernels write to them.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels import FP8
+from model.network.state import Fixed, Paged, StateSpec
 
-_SCALE_DTYPE = torch.float32
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class KVCache:
-    """One contiguous tensor per layer, [2, N, S, K, D]: index 0 holds keys, index 1 values.
+    """The keys and values of a layer with attention, in blocks; the state of any other layer, in slots.
 
-    A float8 cache has a second tensor per layer, [2, N, K, S] float32, with a scale for each key and each value of a
-    head. It is separate so that the scales of a head's tokens are adjacent in memory.
+    Keys and values of a layer are one contiguous tensor [2, N, S, K, D]: index 0 holds keys, index 1 values. A float8
+    cache has a second tensor per layer, [2, N, K, S] float32, with a scale for each key and each value of a head. It is
+    separate so that the scales of a head's tokens are adjacent in memory. Each layer is a separate allocation, so that
+    the cache needs no single contiguous range of memory.
 
-    Each layer is a separate allocation, so that the cache needs no single contiguous range of memory. Only kernels
-    write to it.
+    A slot has the arrays of one sequence of all layers with a state of fixed size. They are adjacent, so that a slot
+    is copied at once; an array of a layer is a view [slots, *shape], contiguous but for its first dimension.
+
+    Args:
+        spec: what the layers keep.
+        num_blocks: N.
+        block_size: S.
+        device: of the memory.
+        num_slots: of the cache; without effect if no layer has a state of fixed size.
+
+    Attributes:
+        spec: see above.
+        num_blocks: see above.
+        block_size: see above.
+        num_slots: see above; 0 if no layer has a state of fixed size.
+        dtype: of keys and values.
+        kv_dtype: its name if it has scales, else None.
+        device: see above.
+        layers: every layer's keys and values; without elements for a layer that has none.
+        scales: every layer's scales; None if there are none.
+        fixed: every layer's arrays of fixed size; none for a layer with keys and values.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        spec: StateSpec,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device | str,
+        num_slots: int = 0,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
+        self.num_slots = num_slots if spec.slot_bytes else 0
         device = torch.device(device)
-        self.dtype = dtype
-        self.kv_dtype = FP8 if is_quantized(dtype) else None
-        self._layers = tuple(_zeros(shape, dtype, device) for _ in range(num_layers))
-        scales = (2, num_blocks, num_kv_heads, block_size)
-        self._scales = tuple(
-            _zeros(scales, _SCALE_DTYPE, device) if is_quantized(dtype) else None
-            for _ in range(num_layers)
-        )
-        self.bytes_per_token = bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
-
-    def layer(self, index: int) -> Tensor:
-        """Return the cache of layer `index`: [2, N, S, K, D], contiguous."""
-        return self._layers[index]
-
-    @property
-    def layers(self) -> tuple[Tensor, ...]:
-        """Every layer's cache, in order."""
-        return self._layers
-
-    @property
-    def scales(self) -> tuple[Tensor | None, ...]:
-        """Every layer's scales, [2, N, K, S] float32 contiguous; None if the dtype needs none."""
-        return self._scales
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.kv_dtype = FP8 if spec.dtype == FP8 else None
+        self.layers = tuple(self._keys_and_values(it, device) for it in spec.layers)
+        self.device = self.layers[0].device
+        self.scales = tuple(self._scales(it, device) for it in spec.layers)
+        self._slots = _zeros((self.num_slots, spec.slot_bytes), torch.uint8, device)
+        self.fixed = tuple(self._arrays())
 
     @property
     def num_bytes(self) -> int:
         """Bytes held by all layers."""
-        return self.num_blocks * self.block_size * self.bytes_per_token
+        blocks = self.num_blocks * self.block_size * self.spec.token_bytes
+        return blocks + self.num_slots * self.spec.slot_bytes
+
+    def _keys_and_values(self, it: Paged | Fixed, device: torch.device) -> Tensor:
+        if isinstance(it, Fixed):
+            return torch.empty(0, dtype=self.dtype, device=device)
+        shape = (2, self.num_blocks, self.block_size, it.num_kv_heads, it.head_dim)
+        return _zeros(shape, getattr(torch, it.dtype), device)
+
+    def _scales(self, it: Paged | Fixed, device: torch.device) -> Tensor | None:
+        if isinstance(it, Fixed) or it.scale_dtype is None:
+            return None
+        shape = (2, self.num_blocks, it.num_kv_heads, self.block_size)
+        return _zeros(shape, getattr(torch, it.scale_dtype), device)
+
+    def _arrays(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the arrays of each layer, views of the slots."""
+        end = 0
+        for it in self.spec.layers:
+            if isinstance(it, Paged):
+                yield ()
+                continue
+            first, end = end, end + it.offsets[-1]
+            parts = zip(it.offsets, it.num_bytes, it.dtypes, it.shapes, strict=False)
+            yield tuple(
+                self._slots[:, first + offset : first + offset + size]
+                .view(getattr(torch, dtype))
+                .view(self.num_slots, *shape)
+                for offset, size, dtype, shape in parts
+            )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,18 +110,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     On a CPU the operating system provides zeroed pages at their first use. `torch.zeros` would touch them all, which
     took 0.4 s for 800 MiB at startup and held memory that few requests ever need.
     """
-    if device.type != "cpu":
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether a cache of this dtype has scales."""
-    return dtype is torch.float8_e4m3fn
-
-
-def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes that one token occupies across all layers, including scales."""
-    scale = _SCALE_DTYPE.itemsize if is_quantized(dtype) else 0
-    return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)

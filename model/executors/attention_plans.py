@@ -57,7 +57,7 @@ def attention_planner(model: DecoderParameters) -> AttentionPlanner:
 
 def attention_problems(network: Network) -> tuple[Attention, ...]:
     """Return a mixer for each distinct attention problem of a network; those without a window first."""
-    distinct = dict.fromkeys(same_problem(layer.mixer) for layer in network.layers)
+    distinct = dict.fromkeys(map(same_problem, network.attentions))
     return tuple(sorted(distinct, key=lambda mixer: mixer.window or 0))
 
 

@@ -17,6 +17,7 @@ from kernels.linear.projection import (
     bind_projection,
 )
 from model.executors.parallel import ReducedProjection
+from model.network.spec import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,13 +82,16 @@ def projections(
         # The bias and the norm are those of the sum over all ranks.
         return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
 
-    activation = Activation(mlp.activation, gated=mlp.gated)
-    return {
-        "qkv": (weights("qkv"), reading("input_norm")),
-        "output": adding("output"),
-        "gate_up": (weights("gate_up"), reading("mlp_norm", activation)),
-        "down": adding("down"),
-    }
+    found: dict[str, tuple[LinearWeights, Operations]] = {}
+    if hasattr(layer, "qkv"):
+        found["qkv"] = weights("qkv"), reading("input_norm")
+    if hasattr(layer, "output"):
+        found["output"] = adding("output")
+    if isinstance(mlp, Dense):
+        activation = Activation(mlp.activation, gated=mlp.gated)
+        found["gate_up"] = weights("gate_up"), reading("mlp_norm", activation)
+        found["down"] = adding("down")
+    return found
 
 
 def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:

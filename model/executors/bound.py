@@ -130,7 +130,8 @@ def deterministic_unsupported(
         if in_c:
             return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
         return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
-    reasons = triton_unsupported(VectorProblem(model.dtype_name), arch)
+    reasons = tuple(f"no deterministic {name}" for name in model.network.other_mixers)
+    reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)
     try:
         planner = attention_planner(model)
         for problem in planner.problems(block_size, kv_dtype, deterministic=True):

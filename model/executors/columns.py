@@ -44,6 +44,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
             0 if `deterministic`.
         deterministic: whether a token's results must have the same bits in every step that could compute it: with any
             other tokens, as part of any chunk, and in any bucket with this field.
+        has_states: whether layers have a state of fixed size, so that the step has `state_slots`.
         extra_columns: names of the columns with a value per sequence that the step has; see `Column.value`.
         want: what is computed.
         top: most likely tokens in place of each given one; 0 unless prompts are scored.
@@ -57,6 +58,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     num_logits: int
     shared_blocks: int = 0
     deterministic: bool = False
+    has_states: bool = False
     extra_columns: tuple[str, ...] = ()
     want: Want = Want.TOKENS
     top: int = 0
@@ -120,6 +122,12 @@ COLUMNS: Final[tuple[Column, ...]] = (
     Column("prompt_cu_seqlens", np.int32, lambda b: (b.prompt_seqs + 1,)),
     Column("prompt_seq_lens", np.int32, lambda b: (b.prompt_seqs,)),
     Column("prompt_block_table", np.int32, lambda b: (b.prompt_seqs, b.columns)),
+    Column(
+        "state_slots",
+        np.int32,
+        lambda b: (b.rows + b.prompt_seqs if b.has_states else 0, 2),
+        fill=-1,
+    ),
 )
 """Read when a bucket is made and when its input is allocated, not in a step."""
 
@@ -141,6 +149,9 @@ class StepArrays(Generic[A]):
         prompt_cu_seqlens: [Q + 1], for the chunks, whose first token is token R * queries.
         prompt_seq_lens: [Q].
         prompt_block_table: [Q, C].
+        state_slots: [R + Q, 2] if layers have a state of fixed size, else [0, 2]; decode rows first. The slots that the
+            state of each sequence is read from and written to, which may be the same one; -1 reads zeros, or writes
+            nothing.
     """
 
     def __init__(self, arrays: Iterable[tuple[str, A]]) -> None:

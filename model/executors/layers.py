@@ -362,8 +362,9 @@ class Layers:
         return (self._deterministic or self.bound).row_counts
 
 
-def _unsupported(problem: ModelProblem, _bucket: Bucket) -> tuple[str, ...]:
+def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     network = problem.network
+    others = network.other_mixers
     missing = (
         type(part).__name__
         for layer in network.layers
@@ -374,6 +375,8 @@ def _unsupported(problem: ModelProblem, _bucket: Bucket) -> tuple[str, ...]:
     return (
         *(("weights are in the layout of the C library",) if packed else ()),
         *dict.fromkeys(f"no {name}" for name in missing),
+        *(f"no deterministic {name}" for name in others if bucket.deterministic),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1),
     )
 
 

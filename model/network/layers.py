@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
 from kernels.weight_format import WeightFormat, unquantized
 from model.network.matrix import Matrix
+from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,11 +51,46 @@ def layer_formats(
     }
 
 
+class NewParameters:
+    """Makes the parameters of a layer; arguments are those of `DecoderLayer`."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat | Mapping[str, WeightFormat] | None,
+    ) -> None:
+        self.hidden = hidden
+        self._layer, self._dtype, self._device = layer, dtype, device
+        self._weight_format = weight_format
+
+    def vector(self, size: int) -> nn.Parameter:
+        """Return a vector, such as a bias."""
+        return nn.Parameter(torch.empty(size, dtype=self._dtype, device=self._device))
+
+    def norm(self, size: int, of: NormSpec | None = None) -> nn.Parameter:
+        """Return the weight of a norm; None for one as those of the layer."""
+        dtype = norm_dtype(of or self._layer.norm, self._dtype)
+        return nn.Parameter(torch.empty(size, dtype=dtype, device=self._device))
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """Return the matrix of a name, [rows, columns], in its format."""
+        formats = self._weight_format
+        if isinstance(formats, WeightFormat):
+            stacked = stacked_rows(self._layer, name) or [rows]
+            form = formats.divided(0, *itertools.accumulate(stacked[:-1]))
+        else:
+            form = (formats or {}).get(name) or unquantized(self._dtype)
+        return Matrix(form, (rows, columns), self._device)
+
+
 class DecoderLayer(nn.Module):
     """The parameters of one layer; executors compute with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. Biases and norms that a family lacks are None.
+    those of up. Biases and norms that a family lacks are None. `PARAMETERS` has what each kind of part adds.
 
     Args:
         layer: what the layer computes.
@@ -76,43 +113,36 @@ class DecoderLayer(nn.Module):
         weight_format: WeightFormat | Mapping[str, WeightFormat] | None = None,
     ) -> None:
         super().__init__()
-        mixer, mlp = layer.mixer, layer.mlp
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
-
-        def norm(size: int, of: NormSpec = layer.norm) -> nn.Parameter:
-            return nn.Parameter(torch.empty(size, dtype=norm_dtype(of, dtype), device=device))
-
-        def matrix(name: str, rows: int, columns: int) -> Matrix:
-            if isinstance(weight_format, WeightFormat):
-                stacked = stacked_rows(layer, name) or [rows]
-                form = weight_format.divided(0, *itertools.accumulate(stacked[:-1]))
-            else:
-                form = (weight_format or {}).get(name) or unquantized(dtype)
-            return Matrix(form, (rows, columns), device)
-
-        inner, heads = mlp.inner, mixer.num_heads * mixer.head_dim
-        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
-        widened = 2 * inner if mlp.gated else inner
+        new = NewParameters(layer, hidden, dtype, device, weight_format)
         layer_norms = layer.norm.kind == "layer"
         self.spec = layer
-        self.input_norm = norm(hidden)
-        self.input_norm_bias = empty(hidden) if layer_norms else None
-        self.qkv = matrix("qkv", stacked, hidden)
-        self.qkv_bias = empty(stacked) if mixer.bias else None
-        self.q_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
-        self.k_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
-        self.output = matrix("output", hidden, heads)
-        self.output_bias = empty(hidden) if mixer.output_bias else None
-        self.output_norm = norm(hidden) if layer.post_norms else None
-        self.mlp_norm = norm(hidden)
-        self.mlp_norm_bias = empty(hidden) if layer_norms else None
-        self.gate_up = matrix("gate_up", widened, hidden)
-        self.gate_up_bias = empty(widened) if mlp.bias else None
-        self.down = matrix("down", hidden, inner)
-        self.down_bias = empty(hidden) if mlp.bias else None
-        self.down_norm = norm(hidden) if layer.post_norms else None
+        self.input_norm = new.norm(hidden)
+        self.input_norm_bias = new.vector(hidden) if layer_norms else None
+        PARAMETERS[type(layer.mixer)](self, layer.mixer, new)
+        self.output_norm = new.norm(hidden) if layer.post_norms else None
+        self.mlp_norm = new.norm(hidden)
+        self.mlp_norm_bias = new.vector(hidden) if layer_norms else None
+        PARAMETERS[type(layer.mlp)](self, layer.mlp, new)
+        self.down_norm = new.norm(hidden) if layer.post_norms else None
+
+    def add_attention(self, mixer: Attention, new: NewParameters) -> None:
+        """Add the parameters of attention."""
+        heads = mixer.num_heads * mixer.head_dim
+        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
+        self.qkv = new.matrix("qkv", stacked, new.hidden)
+        self.qkv_bias = new.vector(stacked) if mixer.bias else None
+        self.q_norm = new.norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
+        self.k_norm = new.norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
+        self.output = new.matrix("output", new.hidden, heads)
+        self.output_bias = new.vector(new.hidden) if mixer.output_bias else None
+
+    def add_dense(self, mlp: Dense, new: NewParameters) -> None:
+        """Add the parameters of a dense MLP."""
+        widened = 2 * mlp.inner if mlp.gated else mlp.inner
+        self.gate_up = new.matrix("gate_up", widened, new.hidden)
+        self.gate_up_bias = new.vector(widened) if mlp.bias else None
+        self.down = new.matrix("down", new.hidden, mlp.inner)
+        self.down_bias = new.vector(new.hidden) if mlp.bias else None
 
     @property
     def matrices(self) -> dict[str, Weight]:
@@ -122,3 +152,10 @@ class DecoderLayer(nn.Module):
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""
         setattr(self, name, None)
+
+
+PARAMETERS: Final[dict[type, Callable[[DecoderLayer, Any, NewParameters], None]]] = {
+    Attention: DecoderLayer.add_attention,
+    Dense: DecoderLayer.add_dense,
+}
+"""Adds the parameters of a mixer or an MLP to a layer."""

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from model.network.state import Paged, StateSpec
+
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 """As in `kernels.norms.pytorch`, which this module does not import, because that imports PyTorch."""
@@ -112,6 +114,10 @@ class Attention:
         biases = self.bias * (queries + 2 * keys) + self.output_bias * hidden
         return hidden * (2 * queries + 2 * keys) + norms + biases
 
+    def state(self, dtype: str) -> Paged:
+        """Return what a sequence keeps, in a cache of a dtype."""
+        return Paged(self.num_kv_heads, self.head_dim, dtype)
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -206,12 +212,31 @@ class Network:
         layers = sum(layer.num_parameters(self.hidden) for layer in self.layers)
         return layers + tables * self.hidden + _norm_size(self.norm, self.hidden)
 
+    def state(self, dtype: object) -> StateSpec:
+        """Return what a sequence keeps in all layers.
+
+        Args:
+            dtype: of the cache, PyTorch's or its name.
+        """
+        name = str(dtype).removeprefix("torch.")
+        return StateSpec(name, tuple(layer.mixer.state(name) for layer in self.layers))
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The mixers of the layers with attention, in order."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
+
+    @property
+    def other_mixers(self) -> tuple[str, ...]:
+        """The kinds of the other mixers."""
+        kinds = (type(layer.mixer) for layer in self.layers)
+        return tuple(dict.fromkeys(kind.__name__ for kind in kinds if kind is not Attention))
+
     @property
     def rotaries(self) -> tuple[tuple[Rotary | None, int], ...]:
         """The distinct rotary embeddings of the layers and their head dims, those of layers without a window first."""
-        mixers = sorted(
-            (layer.mixer for layer in self.layers), key=lambda mixer: mixer.window is not None
-        )
+        mixers = sorted(self.attentions, key=lambda mixer: mixer.window is not None)
         return tuple(dict.fromkeys((mixer.rotary, mixer.head_dim) for mixer in mixers))
 
 

@@ -36,19 +36,9 @@ def complete_prompts(
     max_new_tokens = sampling.max_new_tokens
     choose = _Chooser(prompts, sampling)
     device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
-    layers = model.network.layers
-    mixer = layers[0].mixer
     lengths = [len(prompt) for prompt in prompts]
     blocks = -(-(max(lengths) + max_new_tokens) // BLOCK_SIZE)
-    cache = KVCache(
-        len(layers),
-        blocks * len(prompts),
-        BLOCK_SIZE,
-        mixer.num_kv_heads,
-        mixer.head_dim,
-        dtype,
-        device,
-    )
+    cache = KVCache(model.network.state(dtype), blocks * len(prompts), BLOCK_SIZE, device)
     table = torch.arange(blocks * len(prompts), dtype=torch.int32, device=device)
     table = table.view(len(prompts), blocks)
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)

@@ -319,7 +319,7 @@ from server.engine.runner.step.model_runner import ModelRunner
 
 folder = resolve("bundled")
 model = load_model(folder, ModelConfig.from_folder(folder), torch.bfloat16, torch.device("cuda"))
-runner = ModelRunner(model, KVCache(6, 1, 16, 2, 64, torch.bfloat16, "cuda"))
+runner = ModelRunner(model, KVCache(model.network.state(torch.bfloat16), 1, 16, "cuda"))
 errors = (RuntimeError("Triton Error [CUDA]: some error"), torch.AcceleratorError("CUDA error: some error"))
 print("working", *map(runner.recover, errors))
 torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]

@@ -228,8 +228,8 @@ def rows_of(cache, layer):
     """Return the dequantized keys and values of a layer, float32."""
     scale = cache.scales[layer]
     if scale is None:
-        return cache.layer(layer).float()
-    return dequantize_rows(cache.layer(layer), scale.transpose(2, 3), torch.float32)
+        return cache.layers[layer].float()
+    return dequantize_rows(cache.layers[layer], scale.transpose(2, 3), torch.float32)
 
 
 class Step:
@@ -460,8 +460,8 @@ def test_keys_are_rotated_and_keys_and_values_quantized_as_in_pytorch():
 
     # Before quantization the first layer's keys and values are equal in both caches.
     at = divmod(int(step.slots), BLOCK)
-    keys, values = exact.layer(0)[:, *at].cpu()
-    numbers, scales = cache.layer(0)[:, *at].cpu(), cache.scales[0][:, at[0], :, at[1]].cpu()
+    keys, values = exact.layers[0][:, *at].cpu()
+    numbers, scales = cache.layers[0][:, *at].cpu(), cache.scales[0][:, at[0], :, at[1]].cpu()
     expected, expected_scales = quantize_kv_rows(values)
     assert torch.equal(numbers[1].view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales[1], expected_scales)

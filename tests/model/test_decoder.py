@@ -4,7 +4,6 @@ import torch
 from kernels import Phase
 from kernels.linear.cpu import unsupported as packing_unsupported
 from model.decoder import DecoderLM
-from model.device.kv_cache import KVCache, bytes_per_token
 from model.network.spec import Rotary
 from tests.model.configs import changed, model_config
 from tests.model.executors.paged import PagedDriver, logits_in_chunks
@@ -162,14 +161,6 @@ def test_a_tied_head_is_the_embedding():
     names = [name for name, _ in build().named_parameters()]
 
     assert "lm_head" not in names
-
-
-def test_the_cache_reports_its_bytes():
-    cache = KVCache(3, 10, 4, 2, 16, torch.bfloat16, "cpu")
-
-    assert cache.layer(2).shape == (2, 10, 4, 2, 16)
-    assert cache.bytes_per_token == bytes_per_token(3, 2, 16, torch.bfloat16) == 384
-    assert cache.num_bytes == sum(layer.nbytes for layer in cache.layers)
 
 
 def dynamic(max_positions=16, factor=2.0):

@@ -117,10 +117,12 @@ def _memory(memory: MemoryPlan) -> str:
     weights = (
         "" if memory.weight_bytes is None else f"weights {memory.weight_bytes / GIB:.2f} GiB; "
     )
-    sequence = memory.kv_bytes_per_token * memory.max_context / GIB
+    state = memory.state_bytes_per_sequence
+    sequence = (memory.kv_bytes_per_token * memory.max_context + state) / GIB
+    states = f" and {state / 2**10:g} KiB a sequence" if state else ""
     return (
-        f"memory: {weights}KV cache {memory.kv_bytes_per_token / 2**10:g} KiB a token, {sequence:.2f} GiB for one "
-        f"sequence of {memory.max_context} tokens"
+        f"memory: {weights}KV cache {memory.kv_bytes_per_token / 2**10:g} KiB a token{states}, {sequence:.2f} GiB "
+        f"for one sequence of {memory.max_context} tokens"
     )
 
 

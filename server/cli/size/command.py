@@ -14,7 +14,13 @@ from model.errors import ModelError
 from server.cli.command_settings import engine_config, fail
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
-from server.cli.size.estimate import EXPECTED_SHARE, LAYER_SECONDS, Estimate, estimate
+from server.cli.size.estimate import (
+    EXPECTED_SHARE,
+    LAYER_SECONDS,
+    Estimate,
+    estimate,
+    states_text,
+)
 from server.engine.core.memory.kv_demand import GIB, NotEnoughMemoryError
 
 if TYPE_CHECKING:
@@ -63,7 +69,8 @@ def render(report: Estimate, model: str) -> str:
     parts = [
         f"{report.gpu_name}, {memory.total_bytes / GIB:.1f} GiB: {model} in {report.dtype}{weights}{cache}",
         f"memory    weights {memory.weight_bytes / GIB:.2f} GiB, activations about "
-        f"{memory.activation_bytes / GIB:.2f} GiB, CUDA about {memory.cuda_bytes / GIB:.2f} GiB; "
+        f"{memory.activation_bytes / GIB:.2f} GiB, CUDA about {memory.cuda_bytes / GIB:.2f} GiB"
+        f"{states_text(memory.state_bytes)}; "
         f"KV cache {used / GIB:.2f} GiB = {memory.kv_tokens} tokens of "
         f"{memory.kv_bytes_per_token / 2**10:g} KiB ({memory.kv_why})",
         f"requests  {first} (prompt {report.input_len}, answer {report.output_len}){longest} fit at the same "

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from model.checkpoint.dtypes import resolve_kv_dtype
-from model.device.kv_cache import bytes_per_token
-from server.engine.core.memory.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
+from model.network.spec import Attention
+from server.engine.core.memory.kv_demand import GIB, MIB, NotEnoughMemoryError
 from server.engine.runner.explain.model_work import ModelWork, Rows
-from server.engine.runner.start.kv_memory import SHARE, size_within
+from server.engine.runner.start.kv_memory import SHARE, kv_cache_demand, size_within
 from server.engine.runner.start.runner_start import GPU_HEADROOM_BYTES
 from server.engine.runner.start.startup import step_limits
 from server.engine.runner.step.recordings import recorded_bytes
@@ -36,7 +36,10 @@ _ON_DEVICE: Final = "cuda"
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on the GPU. Those of activations and of CUDA are estimates; the service measures them when it starts."""
+    """Bytes on the GPU. Those of activations and of CUDA are estimates; the service measures them when it starts.
+
+    `state_bytes` are those of the slots for states of fixed size, 0 if no layer has one.
+    """
 
     total_bytes: int
     cuda_bytes: int
@@ -45,6 +48,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     kv_tokens: int
     kv_why: str
+    state_bytes: int
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,34 +132,22 @@ def estimate(
 def _memory(
     model: DecoderLM, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
-    layers, dtype = model.network.layers, model.embed_tokens.dtype
+    dtype = model.embed_tokens.dtype
     weight_bytes = model.weight_bytes
     activation_bytes = _activations(model.config.network, dtype.itemsize, limits)
     if config.cuda_graphs:
         row_bytes = model.network.vocab * dtype.itemsize
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
-    per_token = bytes_per_token(
-        len(layers),
-        layers[0].mixer.num_kv_heads,
-        layers[0].mixer.head_dim,
-        resolve_kv_dtype(config.kv_cache_dtype, dtype),
-    )
-    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
-    demand = KVCacheDemand(
-        requested_tokens=config.kv_cache_tokens,
-        requested_gib=config.kv_cache_gib,
-        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
-        block_size=config.block_size,
-        bytes_per_token=per_token,
-        kept_bytes=activation_bytes + GPU_HEADROOM_BYTES,
-    )
+    state = model.network.state(resolve_kv_dtype(config.kv_cache_dtype, dtype))
+    demand = kv_cache_demand(config, limits, state, activation_bytes + GPU_HEADROOM_BYTES)
     total = arch.memory_mib * MIB
     free = total - _CONTEXT_BYTES - weight_bytes
-    if free < demand.kept_bytes + demand.block_bytes:
+    if free < demand.kept_bytes + demand.slots_bytes + demand.block_bytes:
         raise NotEnoughMemoryError(
             f"the model does not fit: {arch.name} has {total / GIB:.1f} GiB, "
             f"weights take {weight_bytes / GIB:.2f} GiB, "
             f"activations and CUDA about {(_CONTEXT_BYTES + demand.kept_bytes) / GIB:.2f} GiB"
+            f"{states_text(demand.slots_bytes)}"
         )
     size = size_within(demand, free, SHARE[_ON_DEVICE], arch.name)
     return Memory(
@@ -163,10 +155,16 @@ def _memory(
         cuda_bytes=_CONTEXT_BYTES + GPU_HEADROOM_BYTES,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=state.token_bytes,
         kv_tokens=size.num_blocks * config.block_size,
         kv_why=size.why,
+        state_bytes=demand.slots_bytes,
     )
+
+
+def states_text(state_bytes: int) -> str:
+    """Return a part of a list of what takes memory; empty if there are no states of fixed size."""
+    return f", states of sequences {state_bytes / GIB:.2f} GiB" if state_bytes else ""
 
 
 def _activations(network: Network, element: int, limits: SchedulerConfig) -> int:
@@ -177,8 +175,11 @@ def _activations(network: Network, element: int, limits: SchedulerConfig) -> int
     """
 
     def of_token(layer: Layer) -> int:
-        heads = 2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads
-        return 3 * network.hidden + heads * layer.mixer.head_dim + 3 * layer.mlp.inner
+        values = 3 * network.hidden + 3 * layer.mlp.inner
+        if isinstance(layer.mixer, Attention):
+            heads = 2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads
+            values += heads * layer.mixer.head_dim
+        return values
 
     values = max(of_token(layer) for layer in dict.fromkeys(network.layers))
     rows = limits.max_num_seqs * network.vocab * (element + 2 * 4)

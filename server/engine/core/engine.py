@@ -31,7 +31,7 @@ from server.engine.core.reports import StatsReporter, step_message
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.request_checks import DuplicateRequestError, RefusedError, check_request
 from server.engine.core.results.step_events import StepEvents
-from server.engine.core.results.step_retry import STEP_FAILED, retry_step
+from server.engine.core.results.step_retry import STEP_FAILED, fail_step, retry_step
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
 
@@ -287,6 +287,8 @@ class Engine:
     def _book_again(self, step: _Step, error: Exception | None) -> None:
         """Compute a step that has no results again; only the sequences that make it fail end with an error.
 
+        All of them end if the step cannot be computed again.
+
         The launched step has read tokens, keys and values of this one, so it has to be computed again as well.
 
         Args:
@@ -308,7 +310,10 @@ class Engine:
                 self._publish(events, step.started, {})
                 raise error
         with self._scheduler.not_started(output) as rows:
-            retried = retry_step(self._runner, output.step, rows, self.progress)
+            if self._scheduler.repeats_steps:
+                retried = retry_step(self._runner, output.step, rows, self.progress)
+            else:
+                retried = fail_step(rows, error)
         seconds = self._device_seconds(step)
         prompts = self._collect_prompt_logprobs(output, retried.prompt_logprobs)
         events = self._scheduler.commit_parts(output, retried.results, seconds)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from server.engine.core.accounting import SequenceAccount
 from server.engine.core.grammar import Matcher
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
+
+if TYPE_CHECKING:
+    from server.engine.core.memory.state_slots import SequenceSlots
 
 CacheSalt: TypeAlias = str | tuple[str, str | None] | None
 """Names a part of the prefix cache: a request's salt, with a mark if its blocks are computed by deterministic steps."""
@@ -28,7 +31,7 @@ class Sequence:
     """The tokens of one request and the state of their computation.
 
     Only `Scheduler` changes a sequence, except that `BlockManager` changes `block_table`, `capacity`,
-    `num_linked_blocks` and `prefix_link`. Token ids are only appended, so computed keys and values stay valid.
+    `slots`, `num_linked_blocks` and `prefix_link`. Token ids are only appended, so computed keys and values stay valid.
 
     A token in flight is sampled by a step that the device is still computing: its position is known, its id is not.
     Only `num_known_tokens` and the properties derived from it count it.
@@ -49,6 +52,7 @@ class Sequence:
         block_table: ids of the blocks that hold its keys and values, in order of position.
         capacity: number of known tokens up to which it is scheduled without another look: those that its blocks hold,
             and fewer than `max_num_tokens`.
+        slots: with its state of fixed size, while it runs; None if the network has no such state.
         check_at: while fewer tokens have known ids, a sampled token is only appended, unless it is one of
             `end_token_ids`: it neither ends the sequence otherwise nor fills a block. 0 if every token is looked at.
         end_token_ids: ids that may end the sequence.
@@ -81,7 +85,7 @@ class Sequence:
         "end_token_ids", "error", "expected_output", "finish_reason", "first_scheduled_step", "is_expired",
         "matcher", "max_num_tokens", "num_cached_tokens", "num_computed_tokens", "num_linked_blocks",
         "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight", "num_void_results", "prefix_link",
-        "priority", "rank", "request_id", "sampling", "start_tag", "status", "token_ids", "usage",
+        "priority", "rank", "request_id", "sampling", "slots", "start_tag", "status", "token_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -96,6 +100,7 @@ class Sequence:
         self.expected_output = sampling.max_new_tokens
         self.block_table: list[int] = []
         self.capacity = 0
+        self.slots: SequenceSlots | None = None
         self.check_at = 0
         self.sampling = sampling
         self.matcher: Matcher | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from model.checkpoint.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
 from model.device.quantizations import CPU_QUANTIZATIONS
+from model.network.state import SCALED_DTYPE
 from server.engine.core.memory.kv_demand import (
     GIB,
     KVCacheDemand,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineConfig
 
 NO_GPU = "--device cuda: there is no CUDA device that PyTorch could use"
-_SCALE_BYTES = 4
 
 
 class StartupError(Exception):
@@ -80,18 +80,12 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
         )
     if config.kv_cache_tokens is None and config.kv_cache_gib is None:
         return
-    scale_bytes = _SCALE_BYTES if config.kv_cache_dtype == "fp8" else 0
-    value_bytes = _cache_value_bytes(config, model)
-    mixers = [layer.mixer for layer in model.network.layers]
     demand = KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
         requested_gib=config.kv_cache_gib,
         useful_tokens=1,
         block_size=config.block_size,
-        bytes_per_token=sum(
-            2 * mixer.num_kv_heads * (mixer.head_dim * value_bytes + scale_bytes)
-            for mixer in mixers
-        ),
+        bytes_per_token=model.network.state(_cache_dtype(config, model)).token_bytes,
     )
     # All memory, not what is free now: another process, such as this service's predecessor, may be about to end.
     total = total_host_bytes()
@@ -104,14 +98,14 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
         raise StartupError(str(error)) from None
 
 
-def _cache_value_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the bytes of a number in the KV cache on a CPU, the fewest if that depends on the processor.
+def _cache_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """Return the dtype of the KV cache on a CPU, the smallest if that depends on the processor.
 
     With weights in int8 and int4 the cache is in float16. "auto" is int8 on most processors.
     """
     if config.kv_cache_dtype == "fp8":
-        return 1
+        return SCALED_DTYPE
     if config.dtype != "auto":
-        return 4 if config.dtype == "float32" else 2
+        return config.dtype
     may_be_integers = config.quantization != "none" and config.tensor_parallel == 1
-    return 2 if may_be_integers or prefers_bfloat16_on_cpu(model) else 4
+    return "float16" if may_be_integers or prefers_bfloat16_on_cpu(model) else "float32"

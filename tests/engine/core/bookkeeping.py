@@ -132,11 +132,15 @@ class NumberModel:
 
     Its tokens depend on every number that it reads through the block table, so a slot that was
     lost, overwritten or taken from another prefix changes the text.
+
+    The state of a sequence with slots are all tokens that were computed for it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.states: dict[int, list[int]] = {}
+        self.last_slots: list[tuple[int, int] | None] = []
         self.last_sampled: dict[Sequence, int] = {}
         self.last_decode = NO_ROWS
         self.last_tables: list[list[int]] = []
@@ -145,11 +149,13 @@ class NumberModel:
         """Compute a step, possibly before the tokens of the previous step are committed."""
         self.check_batch(output.decode)
         rows = (*output.decode, *output.prefill)
-        sampled = {}
+        sampled, written = {}, {}
         for row in rows:
             sequence = row.sequence
             drafted = dict(enumerate(row.draft, row.start + 1))
             assert not (drafted and sequence.num_tokens_in_flight)
+            state = self.read_state(sequence)
+            assert state is None or len(state) == row.start
             for position in range(row.start, row.start + row.num_tokens):
                 before = self.read(sequence, position - 1) if position else 0
                 if position in drafted:
@@ -160,29 +166,48 @@ class NumberModel:
                     assert position == sequence.num_tokens
                     token_id = self.last_sampled[sequence]
                 self.slots[self.slot(sequence, position)] = hash((before, token_id))
+                if state is not None:
+                    state.append(token_id)
+            if state is not None:
+                written[sequence.slots.write] = state
             numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
             sampled[sequence] = [
                 sample_token(numbers[:position], banned_ids(sequence, position))
                 for position in row.sampled_positions
             ]
+        self.states |= written
         self.last_sampled = {sequence: ids[-1] for sequence, ids in sampled.items() if ids}
         return [[Token(token_id) for token_id in sampled[row.sequence]] for row in rows]
 
     def check_batch(self, decode) -> None:
         """Check what the same batch in two steps in sequence means."""
         tables = [sequence.block_table for sequence in decode.batch.sequences]
+        slots = [it.slots and (it.slots.read, it.slots.write) for it in decode.batch.sequences]
         if decode.batch is self.last_decode.batch:
             assert all(a is b for a, b in zip(tables, self.last_tables, strict=True))
+            assert slots == self.last_slots
             rows = [*decode][: min(decode.num_sampling, self.last_decode.num_sampling)]
             assert len({row.start < row.sequence.num_tokens for row in rows}) <= 1
             for row in rows:
                 assert row.start == row.sequence.num_known_tokens - 1
-        self.last_decode, self.last_tables = decode, tables
+        self.last_decode, self.last_tables, self.last_slots = decode, tables, slots
 
     def poison_empty_blocks(self, manager: BlockManager) -> None:
         for start, stop in manager._empty.stretches:
             size = self.block_size
             self.slots[start * size : stop * size] = [None] * ((stop - start) * size)
+
+    def poison_free_slots(self, manager: BlockManager) -> None:
+        for slot in manager.slots._free if manager.slots else ():
+            self.states.pop(slot, None)
+
+    def read_state(self, sequence: Sequence) -> list[int] | None:
+        """Return a copy of the state that the next step of a sequence reads; None if it has none."""
+        if sequence.slots is None:
+            return None
+        state = [] if sequence.slots.read < 0 else [*self.states[sequence.slots.read]]
+        assert state[: sequence.num_tokens] == sequence.token_ids[: len(state)]
+        return state
 
     def slot(self, sequence: Sequence, position: int) -> int:
         block = sequence.block_table[position // self.block_size]

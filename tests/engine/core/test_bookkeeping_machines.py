@@ -184,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_budget=st.none() | st.integers(0, 8),
         enable_prefix_caching=st.booleans(),
         reserve=RESERVES,
+        num_snapshots=st.none() | st.integers(0, 8),
     )
     def start(
         self,
@@ -194,9 +195,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_budget,
         enable_prefix_caching,
         reserve,
+        num_snapshots,
     ):
         num_blocks = num_tokens // block_size
-        manager = BlockManager(num_blocks, block_size, enable_prefix_caching, reserve)
+        num_slots = 0 if num_snapshots is None else max_num_seqs + num_snapshots
+        manager = BlockManager(num_blocks, block_size, enable_prefix_caching, reserve, num_slots)
         budget = max_num_seqs + spare_budget
         most = None if prefill_budget is None else budget + prefill_budget
         config = SchedulerConfig(max_num_seqs, budget, 22, most)
@@ -359,7 +362,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_proposed=st.integers(0, 7))
     def propose_tokens_or_not(self, num_proposed):
         """From now on, decode rows have drafts of up to so many tokens, the right ones or not."""
-        self.num_proposed = num_proposed
+        if self.scheduler.block_manager.slots is None:
+            self.num_proposed = num_proposed
 
     def propose(self, output):
         """Add drafts of different lengths to the decode rows of a step; some are wrong from some token on."""
@@ -420,6 +424,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.end(output, results)
         self.model.poison_empty_blocks(scheduler.block_manager)
+        self.model.poison_free_slots(scheduler.block_manager)
 
     def schedule(self):
         scheduler = self.scheduler
@@ -512,6 +517,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for position in range(row.start, row.start + row.num_tokens):
                     self.model.slots[self.model.slot(row.sequence, position)] = None
             healthy = [row for row in rows if row.sequence.request_id not in self.culprits]
+            if not self.scheduler.repeats_steps:
+                healthy = []
             for part in (healthy[::2], healthy[1::2]):
                 decode = tuple(row for row in part if row.is_decode)
                 prefill = tuple(row for row in part if not row.is_decode)

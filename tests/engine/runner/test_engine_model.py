@@ -238,7 +238,7 @@ def test_a_float8_cache_takes_about_a_third_of_the_memory(checkpoint):
     assert info.kv_cache_dtype == info.plan.kv_dtype == "float8_e4m3fn"
     assert exact.engine.info.kv_cache_dtype == exact.engine.info.plan.kv_dtype == "float32"
     # 16 bytes and a scale of 4 for 16 numbers of 4 bytes.
-    caches = (e.engine._runner.kv_cache.bytes_per_token for e in (engine, exact))
+    caches = (e.engine._runner.kv_cache.spec.token_bytes for e in (engine, exact))
     assert next(caches) * 64 == next(caches) * 20
     assert_all_free(engine)
 

@@ -220,7 +220,7 @@ config = ModelConfig.from_dict(config.content | keys)
 with absent_gpu(CATALOGUE["h100"]) as device, compile_ahead():
     model = DecoderLM(config, torch.bfloat16, device, FP8_ROWS)
     model.optimize()
-    cache = KVCache(1, 8, 16, 8, 128, torch.bfloat16, device)
+    cache = KVCache(model.network.state(torch.bfloat16), 8, 16, device)
     model.step(StepInput(Bucket(rows=1, columns=8, num_logits=1), 16, device), cache)
 print(json.dumps(sorted({p.stem for p in Path(knobs.cache.dir).glob("*/[!_]*.cubin")})))
 """

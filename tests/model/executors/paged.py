@@ -12,11 +12,9 @@ BLOCK_SIZE = 4
 
 def new_cache(model, num_blocks, block_size, dtype=None):
     """Return a cache for a model, on its device, by default of its dtype."""
-    layers, weight = model.network.layers, model.embed_tokens
-    heads = layers[0].mixer.num_kv_heads, layers[0].mixer.head_dim
-    return KVCache(
-        len(layers), num_blocks, block_size, *heads, dtype or weight.dtype, weight.device
-    )
+    weight = model.embed_tokens
+    state = model.network.state(dtype or weight.dtype)
+    return KVCache(state, num_blocks, block_size, weight.device)
 
 
 class PagedDriver:

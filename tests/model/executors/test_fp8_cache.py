@@ -10,8 +10,9 @@ import model as package
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_kv_dtype
 from model.checkpoint.weights import load_model
-from model.device.kv_cache import KVCache, bytes_per_token
+from model.device.kv_cache import KVCache
 from model.errors import ModelError
+from model.network.state import Paged, StateSpec
 from tests.model.executors.paged import PagedDriver, greedy, logits_in_chunks
 
 FOLDER = Path(package.__file__).parent / "bundled"
@@ -34,20 +35,24 @@ def code(tokenizer):
     return tokenizer.encode(Path(__file__).read_text()).ids[:300]
 
 
+def attention_state(dtype):
+    return StateSpec(dtype, (Paged(2, 16, dtype),) * 3)
+
+
 def test_the_cache_has_a_scale_for_each_key_and_value_and_counts_their_bytes():
-    cache = KVCache(3, 10, 4, 2, 16, FP8, "cpu")
+    cache = KVCache(attention_state("float8_e4m3fn"), 10, 4, "cpu")
 
     assert cache.kv_dtype == "float8_e4m3fn"
-    assert cache.layer(2).shape == (2, 10, 4, 2, 16)
+    assert cache.layers[2].shape == (2, 10, 4, 2, 16)
     assert [scale.shape for scale in cache.scales] == [(2, 10, 2, 4)] * 3
-    assert cache.bytes_per_token == bytes_per_token(3, 2, 16, FP8) == 2 * 3 * 2 * (16 + 4)
+    assert cache.spec.token_bytes == 2 * 3 * 2 * (16 + 4)
     held = (*cache.layers, *cache.scales)
     assert cache.num_bytes == sum(tensor.nbytes for tensor in held)
     assert not any(tensor.float().any() for tensor in held)
 
 
 def test_a_cache_of_the_models_dtype_has_no_scales():
-    cache = KVCache(3, 10, 4, 2, 16, torch.bfloat16, "cpu")
+    cache = KVCache(attention_state("bfloat16"), 10, 4, "cpu")
 
     assert cache.kv_dtype is None
     assert cache.scales == (None, None, None)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Set as AbstractSet
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
+from server.engine.core.memory.state_slots import StateSlots
 from server.engine.core.sequence import CacheSalt, Sequence
 
 Link: TypeAlias = int | CacheSalt
@@ -17,6 +18,20 @@ Link: TypeAlias = int | CacheSalt
 
 Key: TypeAlias = tuple[Link, tuple[int, ...]]
 """Identifies the content of a full block: the link of the blocks before it, and its token ids."""
+
+
+class _Prefix(NamedTuple):
+    """The leading tokens of a sequence that need not be computed.
+
+    Attributes:
+        blocks: with their keys and values.
+        link: of the content of these blocks.
+        num_cached: leading blocks in the prefix cache, of which `blocks` are the first.
+    """
+
+    blocks: list[int]
+    link: Link
+    num_cached: int
 
 
 class BlockManager:
@@ -31,6 +46,12 @@ class BlockManager:
     first token on. The dictionary compares whole keys, so a hash collision cannot cause a false hit.
     Idle blocks are evicted in the order in which they were freed. A sequence frees its last block
     first, so a prefix is evicted after the blocks that follow it.
+
+    States of fixed size: where layers keep one, a running sequence has slots too, and its leading
+    tokens come from the prefix cache only up to a block after which there is a snapshot of the state.
+    Snapshots are taken after the last full block of the tokens that are known when a sequence is
+    admitted, and after its last block that was in the prefix cache then: where two prompts part, a
+    third one may part too.
 
     Placement: attention on a CPU reads adjacent blocks without copying. A block table therefore
     grows into the empty block after its last one, else into the largest run of empty blocks. If an
@@ -51,6 +72,10 @@ class BlockManager:
             idle blocks are evicted early, until the new blocks of a sequence fit in one run. With 0,
             a block is evicted only when no block is empty, and block tables scatter once all blocks
             have been used; use it for kernels that read scattered blocks at the same speed.
+        num_slots: for states of fixed size; 0 if the network has none.
+
+    Attributes:
+        slots: for states of fixed size; None if the network has none.
     """
 
     def __init__(
@@ -59,6 +84,7 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         contiguity_reserve: float = 0.0,
+        num_slots: int = 0,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -75,6 +101,7 @@ class BlockManager:
         self._key_of: dict[int, Key] = {}
         self._link_of: dict[int, int] = {}
         self._num_links = 0
+        self.slots = StateSlots(num_slots) if num_slots else None
 
     @property
     def num_free_blocks(self) -> int:
@@ -97,7 +124,7 @@ class BlockManager:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return how many leading tokens of a sequence that owns no block are in the prefix cache."""
-        return len(self._find_prefix(sequence)[0]) * self.block_size
+        return len(self._find_prefix(sequence).blocks) * self.block_size
 
     def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Allocate blocks for all known tokens of a sequence and for one more token.
@@ -110,13 +137,16 @@ class BlockManager:
             num_spare: blocks that must stay free.
 
         Returns:
-            False, with nothing changed, where too few blocks are free.
+            False, with nothing changed, where too few blocks are free, or no slot.
         """
-        hits, link = self._find_prefix(sequence)
+        prefix = self._find_prefix(sequence)
+        hits = prefix.blocks
         references = self._references
         num_new = sequence.num_tokens // self.block_size + 1 - len(hits)
         num_idle_hits = sum(not references[block] for block in hits)
         if num_new + num_idle_hits + num_spare > self.num_free_blocks:
+            return False
+        if self.slots is not None and not self._admit_state(self.slots, sequence, prefix):
             return False
         for block in hits:
             if not references[block]:
@@ -125,7 +155,7 @@ class BlockManager:
         sequence.block_table = hits
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_linked_blocks = len(hits)
-        sequence.prefix_link = link
+        sequence.prefix_link = prefix.link
         self._owners.add(sequence)
         self._extend(hits, num_new)
         self._set_capacity(sequence)
@@ -160,9 +190,13 @@ class BlockManager:
                 (sequence.prefix_link, tokens), sequence.block_table[index]
             )
             sequence.num_linked_blocks += 1
+        if sequence.slots is not None and sequence.slots.kept:
+            assert self.slots is not None
+            assert isinstance(sequence.prefix_link, int)
+            self.slots.keep(sequence.slots, sequence.num_linked_blocks * size, sequence.prefix_link)
 
     def free(self, sequence: Sequence, discard_cached: bool = False) -> None:
-        """Release all blocks of an admitted sequence.
+        """Release all blocks and slots of an admitted sequence.
 
         Args:
             sequence: keeps its tokens; none of them counts as computed any more.
@@ -181,6 +215,9 @@ class BlockManager:
                 self._idle[block] = None
             else:
                 self._empty.release(block)
+        if self.slots is not None and sequence.slots is not None:
+            self.slots.free(sequence.slots)
+            sequence.slots = None
         sequence.block_table = []
         sequence.capacity = 0
         sequence.num_computed_tokens = 0
@@ -192,6 +229,8 @@ class BlockManager:
         found = []
         if used or self._owners:
             found.append(f"{used} blocks are used, by {len(self._owners)} sequences, expected none")
+        if self.slots is not None:
+            found += self.slots.idle_violations()
         if empty + idle + used != total:
             found.append(f"{empty} empty, {idle} cached and {used} used blocks are not {total}")
         if not len(self._cached) == len(self._key_of) == len(self._link_of) == idle:
@@ -222,6 +261,12 @@ class BlockManager:
         for link, tokens in self._cached:
             assert len(tokens) == self.block_size, "a block in the prefix cache is not full"
             assert not isinstance(link, int) or 0 < link <= self._num_links
+        slots = [it.slots for it in self._owners if it.slots is not None]
+        if self.slots is not None:
+            assert len(slots) == len(self._owners), "a sequence runs without a slot"
+            self.slots.check_invariants(slots, self._link_of.values())
+        else:
+            assert not slots
 
     def _check_sequence(self, sequence: Sequence) -> None:
         table = sequence.block_table
@@ -250,12 +295,12 @@ class BlockManager:
         held = len(sequence.block_table) * self.block_size
         sequence.capacity = min(held, sequence.max_num_tokens - 1)
 
-    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], Link]:
-        """Return the cached blocks with the sequence's leading tokens, and the link of their content."""
+    def _find_prefix(self, sequence: Sequence) -> _Prefix:
+        """Find the leading tokens of a sequence in the prefix cache."""
         hits: list[int] = []
         link: Link = sequence.cache_salt
         if not self.looks_up(sequence):
-            return hits, link
+            return _Prefix(hits, link, 0)
         size, token_ids, cached = self.block_size, sequence.token_ids, self._cached
         for stop in range(size, len(token_ids), size):
             block = cached.get((link, tuple(token_ids[stop - size : stop])))
@@ -263,7 +308,25 @@ class BlockManager:
                 break
             hits.append(block)
             link = self._link_of[block]
-        return hits, link
+        num_cached = len(hits)
+        if self.slots is not None:
+            links = [self._link_of[block] for block in hits]
+            count = self.slots.longest(links)
+            hits, link = hits[:count], links[count - 1] if count else sequence.cache_salt
+        return _Prefix(hits, link, num_cached)
+
+    def _admit_state(self, slots: StateSlots, sequence: Sequence, prefix: _Prefix) -> bool:
+        """Allocate the slots of a sequence; return whether there were any for it."""
+        cuts: set[int] = set()
+        if self.looks_up(sequence):
+            # An equal prompt finds no more blocks than that: its last token is computed.
+            cuts = {prefix.num_cached, (sequence.num_tokens - 1) // self.block_size}
+        num_found = len(prefix.blocks)
+        sequence.slots = slots.admit(
+            prefix.link if prefix.blocks and isinstance(prefix.link, int) else None,
+            (count * self.block_size for count in cuts if count > num_found),
+        )
+        return sequence.slots is not None
 
     def _enter(self, key: Key, block: int) -> int:
         """Add a full block to the prefix cache; return the link of its content.
@@ -286,7 +349,10 @@ class BlockManager:
     def _forget(self, block: int) -> int:
         """Remove a block from the prefix cache; return the link it had."""
         del self._cached[self._key_of.pop(block)]
-        return self._link_of.pop(block)
+        link = self._link_of.pop(block)
+        if self.slots is not None:
+            self.slots.forget(link)
+        return link
 
     def _evict(self, block: int) -> int:
         """Make an idle block empty; return the link it had."""

@@ -24,6 +24,7 @@ class KVCacheDemand:
         block_size: tokens in a block.
         bytes_per_token: bytes of the keys and values of all layers.
         kept_bytes: bytes that stay free for a step's activations.
+        slots_bytes: bytes of the slots for states of fixed size, which the cache has beside its blocks.
     """
 
     requested_tokens: int | None
@@ -32,6 +33,7 @@ class KVCacheDemand:
     block_size: int
     bytes_per_token: int
     kept_bytes: int = 0
+    slots_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:

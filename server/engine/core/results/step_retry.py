@@ -3,7 +3,8 @@
 First the whole step: the cause may have been temporary, and the memory that other programs or earlier steps held may be
 free now. A part that fails is divided into two, down to single rows. A step with one culprit among n sequences is thus
 computed about 2 log2(n) times more, in ever smaller parts. That is safe since a step changes nothing but the slots of
-its own tokens in the KV cache, to which it writes the same keys and values again.
+its own tokens in the KV cache, to which it writes the same keys and values again. It is not safe where layers have a
+state of fixed size, which the failed step may have replaced: all sequences of such a step end with an error.
 """
 
 from __future__ import annotations
@@ -105,6 +106,18 @@ def retry_step(
     if retried.is_broken or not num_computed:
         retried.error = last_error
     return retried
+
+
+def fail_step(rows: list[ScheduledSequence], error: Exception | None) -> RetriedStep:
+    """Return the results of a step that cannot be computed again.
+
+    Args:
+        rows: see `Scheduler.not_started`.
+        error: why it has no results; None if it was launched on the results of a step that failed.
+    """
+    failed = RetriedStep(error=error or RuntimeError(STEP_FAILED))
+    _fail(rows, failed, STEP_FAILED)
+    return failed
 
 
 def _fail(rows: list[ScheduledSequence], retried: RetriedStep, reason: str) -> None:

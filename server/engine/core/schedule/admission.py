@@ -118,7 +118,7 @@ class Admission:
             if self._block_manager.looks_up(sequence):
                 self.prefix_cache_query_tokens += sequence.num_prompt_tokens
                 self.prefix_cache_hit_tokens += sequence.num_cached_tokens
-        return Chunk(sequence, sequence.num_tokens - sequence.num_computed_tokens)
+        return Chunk.of(sequence, sequence.num_tokens)
 
     def _is_late(self, sequence: Sequence) -> bool:
         """Return whether even an idle engine could not compute a sequence's next token before its deadline."""

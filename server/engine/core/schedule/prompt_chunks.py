@@ -13,10 +13,22 @@ _rank = attrgetter("sequence.rank")
 
 
 class Chunk(NamedTuple):
-    """The tokens of a running sequence that are known and not computed: two or more, or all of a new sequence."""
+    """The tokens of a running sequence that are known and not computed: two or more, or all of a new sequence.
+
+    Of a sequence with a state of fixed size, only those before the next state that is kept.
+    """
 
     sequence: Sequence
     num_tokens: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, num_known: int) -> Chunk:
+        """Return the tokens of a running sequence that has `num_known` known tokens."""
+        start = sequence.num_computed_tokens
+        num_tokens = num_known - start
+        if sequence.slots is not None:
+            num_tokens = sequence.slots.cut(start, num_tokens)
+        return cls(sequence, num_tokens)
 
 
 class WaitingSource(Protocol):
@@ -87,6 +99,6 @@ def _shortest_first(chunk: Chunk) -> tuple[int, int]:
 
 
 def _row(chunk: Chunk, num_tokens: int) -> ScheduledSequence:
-    sequence = chunk.sequence
-    num_logits = int(num_tokens == chunk.num_tokens)
-    return ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, num_logits)
+    sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+    num_logits = int(start + num_tokens == sequence.num_known_tokens)
+    return ScheduledSequence(sequence, start, num_tokens, num_logits)

@@ -21,6 +21,7 @@ from server.engine.core.schedule.admission import Admission, timeout_event
 from server.engine.core.schedule.prompt_chunks import Chunk, NoneWaiting, divide
 from server.engine.core.schedule.rates import Rate
 from server.engine.core.step import (
+    NO_ROWS,
     DecodeBatch,
     DecodeRows,
     FailedResult,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.memory.block_manager import BlockManager
+    from server.engine.core.memory.state_slots import StateSlots
     from server.engine.core.queue.waiting_queue import WaitingQueue
     from server.engine.core.request import TokenEvent
     from server.engine.core.results.step_events import StepEvents
@@ -221,7 +223,7 @@ class Scheduler:
                 decoding.append(sequence)
                 starts.append(start)
             else:
-                chunks.append(Chunk(sequence, num_known - start))
+                chunks.append(Chunk.of(sequence, num_known))
         limit = self.config.max_num_batched_tokens if decoding else self.config.prefill_budget
         budget = limit - len(decoding) - len(chunks)
         num_logits = len(decoding)
@@ -287,6 +289,8 @@ class Scheduler:
             if sequence.status is RUNNING:
                 sequence.num_computed_tokens = row.start + row.num_tokens
                 sequence.num_tokens_in_flight += row.num_logits
+        if self.block_manager.slots is not None:
+            self._advance_states(self.block_manager.slots, output)
 
     def commit(
         self, output: SchedulerOutput, sampled: SampledRows, device_seconds: float = 0.0
@@ -313,6 +317,11 @@ class Scheduler:
         events = self._results.enter(output, sampled)
         self._complete_end(output, device_seconds)
         return events
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a step can be computed again: keys and values are written again, a state has been replaced."""
+        return self.block_manager.slots is None
 
     @contextmanager
     def not_started(self, output: SchedulerOutput) -> Iterator[list[ScheduledSequence]]:
@@ -372,6 +381,20 @@ class Scheduler:
         events = self._results.enter_rows((row, failed) for row in rows)
         self._complete_end(output, device_seconds)
         return events
+
+    def _advance_states(self, slots: StateSlots, output: SchedulerOutput) -> None:
+        """Note which slots the next steps of the sequences of a launched step read and write."""
+        decode, moved = output.decode, False
+        assert decode.drafts is None, "states of fixed size cannot be taken back"
+        for sequence, start in zip(decode.batch.sequences, decode.starts, strict=True):
+            held = sequence.slots
+            if held is not None and (held.cuts or held.read != held.write):
+                moved |= slots.advance(held, start + 1)
+        for row in output.prefill:
+            if row.sequence.slots is not None:
+                slots.advance(row.sequence.slots, row.start + row.num_tokens)
+        if moved:  # the rows of a batch keep their slots
+            self._decode_batch = NO_ROWS.batch
 
     def _begin_end(self, output: SchedulerOutput, device_seconds: float) -> None:
         """Take the earliest started step, and charge it."""

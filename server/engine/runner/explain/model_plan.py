@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from kernels import Selection, select
 from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, select_vector
 from kernels.step.single_launch import has_run
 from kernels.weight_format import LIBRARY_FORMATS
-from model.device.kv_cache import bytes_per_token
 from model.executors.bound import deterministic_unsupported
 from model.executors.columns import Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
@@ -201,15 +198,13 @@ def _way(step: StepPlan) -> str:
 
 
 def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:
-    """Return the memory of the weights and of a token, in a cache of dtype `kv_dtype`."""
-    layers = model.network.layers
-    mixer = layers[0].mixer
+    """Return the memory of the weights, of a token and of a sequence, in a cache of dtype `kv_dtype`."""
+    state = model.network.state(kv_dtype)
     return MemoryPlan(
         weight_bytes=None if in_c else model.weight_bytes,
-        kv_bytes_per_token=bytes_per_token(
-            len(layers), mixer.num_kv_heads, mixer.head_dim, getattr(torch, kv_dtype)
-        ),
+        kv_bytes_per_token=state.token_bytes,
         max_context=model.config.max_context,
+        state_bytes_per_sequence=state.slot_bytes,
     )
 
 

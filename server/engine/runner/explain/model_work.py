@@ -141,7 +141,8 @@ class ModelWork:
         self._read_bytes = model.weight_bytes - unread + self._head * dtype.itemsize
         self.num_layers = len(network.layers)
         planner = model.attention
-        counts = Counter(same_problem(layer.mixer) for layer in network.layers)
+        self._state_bytes = network.state(kv_dtype or dtype).slot_bytes
+        counts = Counter(map(same_problem, network.attentions))
         self._attention = [
             ({it: planner.problem(mixer, it, block_size, kv_dtype) for it in Phase}, count)
             for mixer, count in counts.items()
@@ -154,6 +155,7 @@ class ModelWork:
         moved = self._read_bytes
         flops = 2 * self._inner * tokens + 2 * self._head * sequences
         for row in rows:
+            moved += 2 * row.count * self._state_bytes  # read and written
             phase = Phase.DECODE if row.new_tokens == 1 else Phase.PREFILL
             for problems, layers in self._attention:
                 attention = attention_work(problems[phase], row.count, row.new_tokens, row.context)

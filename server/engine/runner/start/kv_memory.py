@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
@@ -24,6 +24,12 @@ from server.engine.core.memory.kv_demand import (
     NotEnoughMemoryError,
     requested_size,
 )
+from server.engine.core.memory.state_slots import slots_needed
+
+if TYPE_CHECKING:
+    from model.network.state import StateSpec
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.messages import EngineConfig
 
 log = logging.getLogger("tessera.engine")
 
@@ -36,6 +42,34 @@ SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
 # Another process may allocate memory after it was measured. Each attempt measures again and halves the share, so that
 # two processes that start together and both fail at first both fit in the end.
 _ATTEMPTS: Final = 4
+
+
+def kv_cache_demand(
+    config: EngineConfig, limits: SchedulerConfig, state: StateSpec, kept_bytes: int
+) -> KVCacheDemand:
+    """Return the requirements for the cache of an engine.
+
+    Args:
+        config: of the engine.
+        limits: of a step.
+        state: what a sequence keeps.
+        kept_bytes: bytes that stay free for a step's activations.
+    """
+    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
+    return KVCacheDemand(
+        requested_tokens=config.kv_cache_tokens,
+        requested_gib=config.kv_cache_gib,
+        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
+        block_size=config.block_size,
+        bytes_per_token=state.token_bytes,
+        kept_bytes=kept_bytes,
+        slots_bytes=num_slots(config, limits) * state.slot_bytes,
+    )
+
+
+def num_slots(config: EngineConfig, limits: SchedulerConfig) -> int:
+    """Return the slots of an engine's cache, where layers have a state of fixed size."""
+    return slots_needed(limits.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching)
 
 
 def kv_cache_size(
@@ -67,7 +101,7 @@ def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> K
     Raises:
         NotEnoughMemoryError: the size set by the operator, or a single block, does not fit.
     """
-    left = max(0, free - demand.kept_bytes)
+    left = max(0, free - demand.kept_bytes - demand.slots_bytes)
     if demand.is_explicit:
         return requested_size(demand, left, _stated(free, demand, where))
     useful = -(-demand.useful_tokens // demand.block_size)
@@ -103,7 +137,7 @@ def allocate_kv_cache(
     share = SHARE[device.type] / (num_processes if device.type == "cpu" else 1)
     for attempt in itertools.count():
         size = kv_cache_size(demand, device, share / 2**attempt)
-        num_bytes = size.num_blocks * demand.block_bytes
+        num_bytes = size.num_blocks * demand.block_bytes + demand.slots_bytes
         tokens = size.num_blocks * demand.block_size
         wanted = f"KV cache of {tokens} tokens, {num_bytes / GIB:.2f} GiB"
         try:
@@ -131,4 +165,6 @@ def _stated(free: int, demand: KVCacheDemand, where: str) -> str:
     text = f"{free / GIB:.2f} GiB free on {where}"
     if demand.kept_bytes:
         text += f" less {demand.kept_bytes / GIB:.2f} GiB for the activations of a step"
+    if demand.slots_bytes:
+        text += f" less {demand.slots_bytes / GIB:.2f} GiB for the states of sequences"
     return text

@@ -18,11 +18,15 @@ import torch
 
 from kernels import detect, select
 from model.checkpoint.dtypes import resolve_kv_dtype
-from model.device.kv_cache import KVCache, bytes_per_token
+from model.device.kv_cache import KVCache
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
-from server.engine.core.memory.kv_demand import KVCacheDemand, NotEnoughMemoryError
-from server.engine.runner.start.kv_memory import allocate_kv_cache
+from server.engine.core.memory.kv_demand import NotEnoughMemoryError
+from server.engine.runner.start.kv_memory import (
+    allocate_kv_cache,
+    kv_cache_demand,
+    num_slots,
+)
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
 from server.engine.runner.step.grammars import Grammars
 from server.engine.runner.step.model_runner import ModelRunner
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from model.decoder import DecoderLM
+    from model.network.state import StateSpec
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
     from server.engine.runner.start.startup_progress import Phases
@@ -196,34 +201,25 @@ def _allocate(
         kept_bytes: bytes that stay free for a step's activations.
         hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
     """
-    layers, parameter = model.network.layers, model.embed_tokens
 
     def allocate(num_blocks: int) -> ModelRunner:
-        runner = make_runner(model, config, num_blocks)
+        runner = make_runner(model, config, num_blocks, num_slots(config, limits))
         if hold_step is not None:
             hold_step(runner)
         return runner
 
-    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
-    demand = KVCacheDemand(
-        requested_tokens=config.kv_cache_tokens,
-        requested_gib=config.kv_cache_gib,
-        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
-        block_size=config.block_size,
-        bytes_per_token=bytes_per_token(
-            len(layers),
-            layers[0].mixer.num_kv_heads,
-            layers[0].mixer.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
-        ),
-        kept_bytes=kept_bytes,
-    )
+    demand = kv_cache_demand(config, limits, _state(model, config), kept_bytes)
     num_processes = config.num_engines * config.tensor_parallel
-    return allocate_kv_cache(demand, parameter.device, allocate, num_processes)
+    return allocate_kv_cache(demand, model.embed_tokens.device, allocate, num_processes)
 
 
 def make_runner(
-    model: DecoderLM, config: EngineConfig, num_blocks: int, *, deterministic: bool | None = None
+    model: DecoderLM,
+    config: EngineConfig,
+    num_blocks: int,
+    num_slots: int = 1,
+    *,
+    deterministic: bool | None = None,
 ) -> ModelRunner:
     """Return a runner of a model with a new KV cache.
 
@@ -231,23 +227,21 @@ def make_runner(
         model: on its device.
         config: of the engine.
         num_blocks: of the cache.
+        num_slots: of the cache, if layers have a state of fixed size.
         deterministic: as for `ModelRunner`; None for the configuration's.
     """
-    layers, parameter = model.network.layers, model.embed_tokens
+    device = model.embed_tokens.device
     return ModelRunner(
         model,
-        KVCache(
-            len(layers),
-            num_blocks,
-            config.block_size,
-            layers[0].mixer.num_kv_heads,
-            layers[0].mixer.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
-            parameter.device,
-        ),
+        KVCache(_state(model, config), num_blocks, config.block_size, device, num_slots),
         Grammars(config.model_path, model.config),
         deterministic=config.deterministic if deterministic is None else deterministic,
     )
+
+
+def _state(model: DecoderLM, config: EngineConfig) -> StateSpec:
+    """Return what a sequence keeps on the device."""
+    return model.network.state(resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype))
 
 
 def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:

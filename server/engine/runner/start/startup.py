@@ -108,6 +108,7 @@ def start_engine(
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
+        num_slots=runner.kv_cache.num_slots,
     )
     info = EngineInfo(
         model_id=config.model_id,

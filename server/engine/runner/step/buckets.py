@@ -48,12 +48,18 @@ class BucketGrid:
         limits: of a step.
         block_size: tokens per block.
         deterministic: whether the steps to record ahead are deterministic.
+        has_states: see `Bucket`.
     """
 
     def __init__(
-        self, limits: SchedulerConfig, block_size: int, *, deterministic: bool = False
+        self,
+        limits: SchedulerConfig,
+        block_size: int,
+        *,
+        deterministic: bool = False,
+        has_states: bool = False,
     ) -> None:
-        self._deterministic = deterministic
+        self._deterministic, self._has_states = deterministic, has_states
         self._most_seqs = most = limits.max_num_seqs
         self._most_queries = limits.max_queries
         self._block_size = block_size
@@ -168,6 +174,7 @@ class BucketGrid:
             prompt_seqs=seqs,
             columns=columns,
             num_logits=min(rows * queries + seqs, most),
+            has_states=self._has_states,
         )
 
     def _columns(self, least: int) -> Iterator[int]:

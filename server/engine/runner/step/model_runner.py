@@ -92,8 +92,9 @@ class ModelRunner:
         self.model, self.kv_cache, self.deterministic = model, kv_cache, deterministic
         self.executor = StepExecutor(model, kv_cache)
         self.num_blocks = kv_cache.num_blocks
+        self._has_states = kv_cache.spec.slot_bytes > 0
         self._grammars = grammars
-        self.device = kv_cache.layer(0).device
+        self.device = kv_cache.device
         self.sharing_rule = self._find_sharing_rule()
         self.recorded: RecordedSteps | None = None
         self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)
@@ -238,7 +239,7 @@ class ModelRunner:
         """
         decode, prefill, block_size = output.decode, output.prefill, self.kv_cache.block_size
         shared = shared_blocks(decode, block_size, sharing_rule)
-        bucket = exact_bucket(decode, prefill, block_size, shared)
+        bucket = exact_bucket(decode, prefill, block_size, shared, has_states=self._has_states)
         if scored:
             bucket = scored_bucket(bucket, decode, prefill)
         packed = self._inputs.pop(bucket, None) or PackedStep(bucket, block_size, self.device)

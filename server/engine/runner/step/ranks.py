@@ -138,7 +138,7 @@ class FollowingExecutor:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._communicator: Communicator = model.communicator
         self._most_rows = most_rows
-        self._device = kv_cache.layer(0).device
+        self._device = kv_cache.device
         self._sampled: Tensor | None = None
         self._inputs: OrderedDict[Bucket, StepInput] = OrderedDict()
         self._recordings: dict[int, tuple[StepInput, Replay]] = {}

@@ -112,8 +112,14 @@ class RecordedSteps:
         self._executor = executor or StepExecutor(model, kv_cache)
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._sampled, self._sharing_rule = sampled, sharing_rule
-        self._device = kv_cache.layer(0).device
-        self._grid = BucketGrid(limits, kv_cache.block_size, deterministic=deterministic)
+        self._device = kv_cache.device
+        self._has_states = kv_cache.spec.slot_bytes > 0
+        self._grid = BucketGrid(
+            limits,
+            kv_cache.block_size,
+            deterministic=deterministic,
+            has_states=self._has_states,
+        )
         # Two recordings may compute the decode rows and the prompts of a step; their results must not overlap.
         self._decode_out = self._allocate(limits.max_logits)
         self._prompt_out = self._allocate(limits.max_num_seqs)
@@ -197,7 +203,8 @@ class RecordedSteps:
     ) -> _Recording | None:
         """Return the first recording that a step fits in. If the best bucket has none, record it next."""
         block_size = self._kv_cache.block_size
-        step = exact_bucket(decode, prefill, block_size, self._shared_blocks(decode))
+        shared = self._shared_blocks(decode)
+        step = exact_bucket(decode, prefill, block_size, shared, has_states=self._has_states)
         best = self._best.get(step)
         if best is not None:
             return best

@@ -11,13 +11,16 @@ import numpy as np
 
 from model.executors.columns import Bucket, Want, columns_of, extra_columns
 from model.executors.step import StepInput
+from server.engine.core.memory.state_slots import NO_SLOT
 from server.engine.runner.step.batch_needs import scores_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
+    from model.device.transfer import HostArray
+    from server.engine.core.sequence import Sequence as EngineSequence
     from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
     from server.engine.runner.step.sampled_tokens import SampledTokens
 
@@ -27,6 +30,8 @@ def exact_bucket(
     prefill: Sequence[ScheduledSequence],
     block_size: int,
     shared_blocks: int = 0,
+    *,
+    has_states: bool = False,
 ) -> Bucket:
     """Return the bucket that a step fills completely.
 
@@ -35,6 +40,7 @@ def exact_bucket(
         prefill: the other sequences; `decode` and `prefill` have at least one sequence together.
         block_size: tokens per block.
         shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
+        has_states: see `Bucket`.
     """
     deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
@@ -54,6 +60,7 @@ def exact_bucket(
         num_logits=decode.num_logits + sum([s.num_logits for s in prefill]),
         shared_blocks=0 if deterministic else shared_blocks,
         deterministic=deterministic,
+        has_states=has_states,
         extra_columns=_extra_columns(decode.batch, prefill),
     )
 
@@ -82,6 +89,15 @@ def scored_bucket(
     """Return the bucket of a step that also scores the prompts of the sequences that requested it."""
     tops = (s.sequence.sampling.prompt_top_logprobs for s in (*decode, *prefill))
     return msgspec.structs.replace(bucket, want=Want.PROMPT_SCORES, top=max(tops))
+
+
+def _slots(sequences: Iterable[EngineSequence]) -> HostArray:
+    """Return the slots that sequences' states are read from and written to, [.., 2]; a dummy sequence has none."""
+    found = [
+        (NO_SLOT, NO_SLOT) if it.slots is None else (it.slots.read, it.slots.write)
+        for it in sequences
+    ]
+    return np.array(found, np.int32).reshape(-1, 2)
 
 
 def _no_batch() -> None:
@@ -131,6 +147,8 @@ class PackedStep:
         self.input.wait()
         if self._of_sequences:
             self._pack_values(decode.batch, prefill)
+        if self.input.bucket.has_states:
+            self._pack_states(decode.batch, prefill)
         if self.input.bucket.queries > 1:
             self._pack_queries(decode, sampled)
         elif self.input.bucket.rows:
@@ -201,6 +219,15 @@ class PackedStep:
                 array[len(batch.sequences) : rows] = fill
             array[rows : rows + len(prefill)] = [value(it.sequence) for it in prefill]
             array[rows + len(prefill) :] = fill
+
+    def _pack_states(self, batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the slots of the sequences' states; those of a batch stay the same."""
+        array, rows = self.input.host.state_slots, self.input.bucket.rows
+        if batch is not self._batch():
+            array[: len(batch.sequences)] = _slots(batch.sequences)
+            array[len(batch.sequences) : rows] = NO_SLOT
+        array[rows : rows + len(prefill)] = _slots(it.sequence for it in prefill)
+        array[rows + len(prefill) :] = NO_SLOT
 
     def _pack_block_table(self, batch: DecodeBatch) -> None:
         """Write the entries of the block table that the rows lack.
