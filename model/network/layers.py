@@ -93,20 +93,22 @@ class DecoderLayer(nn.Module):
             return Matrix(form, (rows, columns), device)
 
         inner, heads = mlp.inner, mixer.num_heads * mixer.head_dim
-        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
+        key_heads = mixer.num_kv_heads * mixer.head_dim
+        stacked = heads + 2 * key_heads
+        normalized = (heads, key_heads) if mixer.joint_qk_norm else (mixer.head_dim,) * 2
         widened = 2 * inner if mlp.gated else inner
-        layer_norms = layer.norm.kind == "layer"
+        layer_norms = layer.norm.kind == "layer" and layer.pre_norms
         self.spec = layer
-        self.input_norm = norm(hidden)
+        self.input_norm = norm(hidden) if layer.pre_norms else None
         self.input_norm_bias = empty(hidden) if layer_norms else None
         self.qkv = matrix("qkv", stacked, hidden)
         self.qkv_bias = empty(stacked) if mixer.bias else None
-        self.q_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
-        self.k_norm = norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
+        self.q_norm = norm(normalized[0], mixer.qk_norm) if mixer.qk_norm else None
+        self.k_norm = norm(normalized[1], mixer.qk_norm) if mixer.qk_norm else None
         self.output = matrix("output", hidden, heads)
         self.output_bias = empty(hidden) if mixer.output_bias else None
         self.output_norm = norm(hidden) if layer.post_norms else None
-        self.mlp_norm = norm(hidden)
+        self.mlp_norm = norm(hidden) if layer.pre_norms else None
         self.mlp_norm_bias = empty(hidden) if layer_norms else None
         self.gate_up = matrix("gate_up", widened, hidden)
         self.gate_up_bias = empty(widened) if mlp.bias else None
@@ -118,6 +120,13 @@ class DecoderLayer(nn.Module):
     def matrices(self) -> dict[str, Weight]:
         """The matrices by their names."""
         return {name: it.weight for name, it in self.named_children() if isinstance(it, Matrix)}
+
+    @property
+    def pre_norms(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The norms before mixer and MLP, of a layer that has them."""
+        assert self.input_norm is not None
+        assert self.mlp_norm is not None
+        return self.input_norm, self.mlp_norm
 
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""
