@@ -89,6 +89,13 @@ FAMILIES = {
         "attention_bias": True,
         "rope": Rotary(dims=8),
     },
+    "olmo2": {
+        "architecture": "Olmo2ForCausalLM",
+        "joint_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "num_layers": 2,
+    },
     "phi3": {
         "architecture": "Phi3ForCausalLM",
         "sliding_window": 3,
@@ -230,7 +237,9 @@ class Product:
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3", "olmo2"]
+)
 def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, monkeypatch):
     """With a bias and a gate or the residual stream, the library computes a projection."""
     changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
@@ -341,7 +350,7 @@ def test_a_float8_cache_receives_the_keys_and_values_of_separate_operations(on_a
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize(
-    "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3"]
+    "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3", "olmo2"]
 )
 @pytest.mark.parametrize("form", [FP8_ROWS, NOT_READ], ids=lambda form: form.name)
 def test_quantized_weights_match_the_logits_of_separate_operations(family, form, on_a_gpu):
