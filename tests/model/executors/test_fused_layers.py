@@ -47,6 +47,7 @@ GEMMA = {
     "query_pre_attn_scalar": 20,
     "logit_softcap": 2.0,
 }
+UNNORMED = "layers without norms"
 FAMILIES = {
     "llama": {"num_layers": 2},
     "llama tied": {"tie_word_embeddings": True},
@@ -96,6 +97,7 @@ FAMILIES = {
         "post_norms": True,
         "num_layers": 2,
     },
+    UNNORMED: {"pre_norms": False, "num_layers": 2},
     "phi3": {
         "architecture": "Phi3ForCausalLM",
         "sliding_window": 3,
@@ -300,7 +302,7 @@ class OneRank(AbsentRanks):
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("one_launch", [True, False])
-@pytest.mark.parametrize("family", ["llama", "llama biases", "opt", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "llama biases", "opt", "gemma3", "olmo2", UNNORMED])
 def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
     """Layer norms, biases and norms of the sum follow it in launches of their own."""
     expected = drive(build(**FAMILIES[family]), (1, 3))
@@ -312,7 +314,7 @@ def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
 
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert bool(rank.launches) == (one_launch and family == "llama")
+    assert bool(rank.launches) == (one_launch and family in ("llama", UNNORMED))
 
 
 @triton_interpreter.interpreted
