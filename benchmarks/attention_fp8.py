@@ -19,8 +19,8 @@ from benchmarks.attention_shapes import DECODE, PREFILL
 from kernels.attention.problem import PackedBatch, PagedBatch
 from kernels.fp8 import FP8
 from kernels.hadamard import hadamard_transform
-from kernels.testing import reference, reference_fp8
 from server.cli.bench.result import number
+from tests.kernels.references import reference, reference_fp8
 
 if TYPE_CHECKING:
     from collections.abc import Callable

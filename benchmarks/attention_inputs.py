@@ -20,8 +20,8 @@ from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.attention.select import Selection
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than, truth_dtype
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than, truth_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

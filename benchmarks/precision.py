@@ -36,7 +36,7 @@ from model.device.quantizations import QUANTIZATIONS
 from model.executors import cpu_library
 from model.executors.columns import Bucket
 from model.executors.step import StepInput
-from model.training.corpus import SourceFile, read_files
+from model.training.corpus import SourceFile, read_source
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH
 from server.cli.bench.result import model_label
@@ -206,7 +206,11 @@ def held_out_files() -> list[SourceFile]:
     needed, held_out = data["prepared_with"], data["held_out"]
     if folder.name != data["versions"][0]:
         raise SystemExit(f"the held-out files are those of {needed}; this is {folder}")
-    files = read_files(folder, held_out["paths"])
+    texts = [read_source(folder / path, path)[0] for path in held_out["paths"]]
+    files = [
+        SourceFile(folder.name, path, text)
+        for path, text in zip(held_out["paths"], texts, strict=True)
+    ]
     found = sum(len(file.text.encode()) for file in files)
     if found != held_out["bytes"]:
         raise SystemExit(

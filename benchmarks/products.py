@@ -45,10 +45,10 @@ from kernels.linear.select import LinearChoice
 from kernels.linear.weights import LinearArguments, LinearWeights, Norm
 from kernels.norms.gpu.norm_and_gate import silu_and_mul
 from kernels.norms.pytorch import sum_in_order
-from kernels.testing import reference
 from kernels.weights import Weight
 from model.checkpoint.config import ModelConfig
 from server.cli.bench.engine.options import SHAPES, shapes
+from tests.kernels.references import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

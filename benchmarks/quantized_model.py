@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from torch.nn import functional
 
 from kernels.linear.projection import SWIGLU, Activation, FixedProjection, Norm, Operations
-from kernels.testing.quantized_reference import (
+from model.decoder import DecoderLM
+from model.executors.attention import BoundAttention
+from model.executors.layers import BoundDense, BoundLayer
+from tests.kernels.references.quantized_reference import (
     ACTIVATION_GROUP,
     dequantize_int8,
     quantize_int4,
     quantize_int8,
     round_activations,
 )
-from model.decoder import DecoderLM
-from model.executors.attention import BoundAttention
-from model.executors.layers import BoundDense, BoundLayer
 
 if TYPE_CHECKING:
     from torch import Tensor

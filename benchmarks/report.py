@@ -48,8 +48,9 @@ def write_report(
     Returns:
         The path of the file.
     """
-    script = Path(sys.argv[0])
-    script = script.parent if script.stem == "__main__" else script  # of a package
+    root, script = RESULTS.parent.parent, Path(sys.argv[0]).resolve()
+    script = script.relative_to(root) if script.is_relative_to(root) else Path(script.name)
+    script = script.parent if script.stem == "__main__" else script.with_suffix("")  # of a package
     on_gpu = device == "cuda"
     record = result.record(
         topic,
@@ -58,9 +59,7 @@ def write_report(
         if on_gpu
         else result.host_name(torch.get_num_threads(), os.cpu_count()),
         versions={name: importlib.metadata.version(name) for name in libraries},
-        command=result.shown_command(
-            ["python", "-m", f"{script.parent.name}.{script.stem}"], sys.argv[1:]
-        ),
+        command=result.shown_command(["python", "-m", ".".join(script.parts)], sys.argv[1:]),
         commit=revision,
         extra=extra,
     )

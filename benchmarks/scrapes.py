@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.report import add_bookkeeping, write_report
-from benchmarks.service import service
+from benchmarks.service import load, service
 from benchmarks.streaming import SERVE
 
 if TYPE_CHECKING:
@@ -64,18 +59,8 @@ def measure(url: str, scraped: str, streams: int, tokens: int) -> dict[str, floa
     Returns:
         Percentiles of the latency between tokens and the median time of a scrape, in milliseconds.
     """
-    with tempfile.TemporaryDirectory() as folder, scraping(scraped) as seconds:
-        report = Path(folder) / "report.json"
-        subprocess.run(
-            [
-                sys.executable, "-m", "server.cli.main", "bench", "serve", f"--url={url}", "--input-len=16",
-                f"--output-len={tokens}", f"--concurrency={streams}", f"--prompts={streams}", "--warm-up=0",
-                f"--json={report}",
-            ],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        run = json.loads(report.read_text())["runs"][0]
-    assert run["failed"] == 0, run
+    with scraping(scraped) as seconds:
+        run = load(url, 16, tokens, streams, "--warm-up=0")
     percentiles = run["itl_ms"]["percentiles"]
     return {
         "itl_p50_ms": percentiles["50"],

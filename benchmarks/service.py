@@ -1,14 +1,17 @@
-"""Runs `tessera serve` for the duration of a measurement."""
+"""Runs `tessera serve` and `tessera bench` for a measurement."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +44,51 @@ def service(
     quiet = ["--log-level=warning", "--enable-prefix-caching=false"]
     with serving([*command, *quiet, *options], port) as started:
         yield started
+
+
+def bench(
+    kind: str, options: Sequence[str], *, quiet: bool = True, seconds: float | None = None
+) -> dict[str, Any]:
+    """Run `tessera bench` in a process of its own and return its result.
+
+    Args:
+        kind: "engine" or "serve".
+        options: of that command.
+        quiet: whether its output is dropped.
+        seconds: after which it is ended.
+
+    Raises:
+        subprocess.SubprocessError: it failed or did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "server.cli.main", "bench", kind, *options]
+        # The commit is that of the benchmark's own result.
+        command += [f"--json={file}", "--commit=unknown"]
+        output = subprocess.DEVNULL if quiet else None
+        done = subprocess.run(command, check=False, stdout=output, timeout=seconds)
+        done.check_returncode()
+        result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def load(
+    url: str, prompt_tokens: int, output_tokens: int, streams: int, *options: str
+) -> dict[str, Any]:
+    """Return the run of `tessera bench serve` in which each of `streams` clients sends one request.
+
+    Args:
+        url: of the service.
+        prompt_tokens: of each request.
+        output_tokens: of each request.
+        streams: number of clients.
+        options: further options.
+    """
+    lengths = [f"--input-len={prompt_tokens}", f"--output-len={output_tokens}"]
+    clients = [f"--concurrency={streams}", f"--prompts={streams}"]
+    run: dict[str, Any] = bench("serve", [f"--url={url}", *lengths, *clients, *options])["runs"][0]
+    assert run["failed"] == 0, run
+    return run
 
 
 def free_port() -> int:

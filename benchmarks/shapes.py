@@ -9,16 +9,13 @@ takes too long does not end the run.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import add_bookkeeping, write_report
+from benchmarks.service import bench
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,19 +74,12 @@ def measure(
     """
     flags = options(shape, device, more)
     print("$", shlex.join(["tessera", "bench", "engine", *flags]), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "server.cli.main", "bench", "engine", *flags]
-        # Git would be asked once for each shape; the common result has the commit.
-        command += [f"--json={file}", "--commit=unknown"]
-        try:
-            status = subprocess.run(command, check=False, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            return None, f"not measured within {seconds:g} s"
-        if status or not file.exists():
-            return None, f"exit status {status}"
-        result: dict[str, Any] = json.loads(file.read_text())
-    return result, ""
+    try:
+        return bench("engine", flags, quiet=False, seconds=seconds), ""
+    except subprocess.TimeoutExpired:
+        return None, f"not measured within {seconds:g} s"
+    except subprocess.CalledProcessError as error:
+        return None, f"exit status {error.returncode}"
 
 
 def table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

@@ -11,19 +11,16 @@ front-end processes from the first request to the last, which other load on the 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from benchmarks.report import add_bookkeeping, write_report
-from benchmarks.service import service
+from benchmarks.service import load, service
 from server.cli.command_settings import read_settings
 from server.cli.serve import serve
+from tests.reliability.managed_service import read_metrics
 
 _PROMPT_TOKENS = 8
 SERVE = "serve"
@@ -35,11 +32,11 @@ def run_service(rate: str, options: list[str]) -> None:
     serve(read_settings(options), (sys.executable, "-m", "benchmarks.paced_engine", rate))
 
 
-def metric(url: str, name: str) -> float:
-    """Return the value of one metric of GET /metrics."""
-    with urllib.request.urlopen(f"{url}/metrics") as reply:  # noqa: S310
-        lines = reply.read().decode().splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+def cpu_seconds(url: str) -> float:
+    """Return the processor time of the front ends so far."""
+    with urllib.request.urlopen(f"{url}/metrics") as reply:  # noqa: S310 - the own service
+        metrics = read_metrics(reply.read().decode())
+    return float(metrics["process_cpu_seconds_total"])
 
 
 def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -47,20 +44,11 @@ def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace)
     settings = [f"--max-concurrent-requests={streams}", f"--max-num-seqs={streams}"]
     settings += [f"--frontends={options.frontends}"] if options.frontends > 1 else []
     program = ("benchmarks.streaming", SERVE, str(rate))
-    with service(settings, program=program) as (url, _), tempfile.TemporaryDirectory() as folder:
-        before = metric(url, "process_cpu_seconds_total")
-        report = Path(folder) / "report.json"
-        subprocess.run(
-            [
-                sys.executable, "-m", "server.cli.main", "bench", "serve", f"--url={url}",
-                f"--input-len={_PROMPT_TOKENS}", f"--output-len={tokens}", f"--concurrency={streams}",
-                f"--prompts={streams}", f"--warm-up={streams}", f"--processes={options.processes}", f"--json={report}",
-            ],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        run = json.loads(report.read_text())["runs"][0]
-        seconds = metric(url, "process_cpu_seconds_total") - before
-    assert run["failed"] == 0, run
+    clients = [f"--warm-up={streams}", f"--processes={options.processes}"]
+    with service(settings, program=program) as (url, _):
+        before = cpu_seconds(url)
+        run = load(url, _PROMPT_TOKENS, tokens, streams, *clients)
+        seconds = cpu_seconds(url) - before
     return {
         "frontends": options.frontends,
         "streams": streams,

@@ -34,6 +34,7 @@ from model.sampling.grammar import (
 )
 from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
+from server.cli.bench.serve.metrics import Distribution
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 
@@ -178,12 +179,9 @@ def validity(
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Return p50, p99 and the maximum in milliseconds."""
-    values = 1e3 * np.array(seconds)
-    return {
-        "p50": float(np.percentile(values, 50)),
-        "p99": float(np.percentile(values, 99)),
-        "max": float(values.max()),
-    }
+    found = Distribution.of_seconds(seconds)
+    assert found is not None
+    return {"p50": found.percentiles[50], "p99": found.percentiles[99], "max": found.largest}
 
 
 def throughput(

@@ -11,16 +11,14 @@ import dataclasses
 import functools
 import os
 import platform
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from kernels.errors import UnsupportedDeviceError
 from kernels.torch_private import onednn_has_bfloat16
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _KIB = 1024
 
@@ -118,8 +116,7 @@ class GPUArch:
     def tuning_order(self) -> tuple[int, ...]:
         """Compute capabilities whose launch configurations apply here: its own, then the nearest lower ones.
 
-        They have the same major number, so their code runs here and their limit of shared memory is no
-        higher.
+        They have the same major number, so their code runs here and their limit of shared memory is no higher.
         """
         lower = (sm for sm in TRITON if sm // 10 == self.sm // 10 and sm < self.sm)
         return (self.sm, *sorted(lower, reverse=True))

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 SIGN_FACTOR: Final = 40641
 SIGN_BIT: Final = 10

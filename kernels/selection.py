@@ -10,13 +10,10 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from kernels.arch import TENSOR_CORES
+from kernels.arch import TENSOR_CORES, GPUArch
 from kernels.errors import NoKernelError
-
-if TYPE_CHECKING:
-    from kernels.arch import GPUArch
 
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 

@@ -139,9 +139,8 @@ def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, list[int
 
     memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     memory.zero_()
-    torch.cuda.synchronize(
-        device
-    )  # the other ranks may write to it as soon as they have its address
+    # The other ranks may write to it as soon as they have its address.
+    torch.cuda.synchronize(device)
     handle = _symmetric_memory.rendezvous(memory, torch.distributed.group.WORLD)  # type: ignore[arg-type]  # is set
     return memory, list(handle.buffer_ptrs)
 

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Final, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import Final, Literal
 
 _FULL_BITS: Final = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 

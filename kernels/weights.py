@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from torch.nn import functional
 
 from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 _CANDIDATES: Final = 8
 

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from model.text.tokenizer import Tokenizer
-from server.cli.api_keys import api_keys
 from server.cli.command_settings import engine_config, find_model
-from server.cli.data_parallel import engine_environments
-from server.cli.service_parts import http_config, tokenizer_path
+from server.cli.service_parts import (
+    api_keys,
+    check_tracing,
+    engine_environments,
+    http_config,
+    tokenizer_path,
+)
 from server.cli.settings import Settings
-from server.cli.tracing import check_tracing
 from server.engine.link.front_end.client import EngineClient
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
@@ -87,9 +90,8 @@ async def embedded_service(
 
     Raises:
         ModelError: the model is not found or not supported.
-        StartupError: an engine with these settings cannot start on this machine.
-        ApiKeyError: the file of API keys is not valid.
-        TracingError: spans cannot be exported.
+        StartupError: an engine with these settings cannot start on this machine, the file of API keys is not valid, or
+            spans cannot be exported.
         ChildStartError: the engine process cannot be started.
     """
     config, limits, tokenizer, chat_template = await asyncio.to_thread(_prepare, settings)
@@ -111,9 +113,7 @@ async def embedded_service(
         engine.kill()
 
 
-def _prepare(
-    settings: Settings,
-) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
+def _prepare(settings: Settings) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
     """Read the files of the model, which may be downloaded first; remove what killed services have left behind."""
     remove_abandoned()
     check_tracing(settings)

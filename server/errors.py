@@ -37,15 +37,18 @@ class TesseraError(Exception):
         status: HTTP status code.
         error_type: machine-readable name of the error.
         retry_after: seconds after which the client may retry; None if a retry cannot succeed.
+        message: for the client; the class has the default.
     """
 
     status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal"
     retry_after: int | None = None
+    message: str = "Internal server error"
 
-    def __init__(self, message: str = "Internal server error") -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str | None = None) -> None:
+        if message is not None:
+            self.message = message
+        super().__init__(self.message)
 
 
 class ClientError(TesseraError):
@@ -66,11 +69,7 @@ class UnauthorizedError(ClientError):
 
     status = 401
     error_type = "unauthorized"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "an API key is required: send `Authorization: Bearer KEY` or `X-API-Key: KEY`"
-        )
+    message = "an API key is required: send `Authorization: Bearer KEY` or `X-API-Key: KEY`"
 
 
 class ForbiddenError(ClientError):
@@ -180,8 +179,7 @@ class UnavailableError(CapacityError):
 class StoppingError(UnavailableError):
     """The service is ending; another instance, or the next one, can serve the request."""
 
-    def __init__(self) -> None:
-        super().__init__("the server is stopping")
+    message = "the server is stopping"
 
 
 class GenerationError(TesseraError):
@@ -190,8 +188,8 @@ class GenerationError(TesseraError):
     status = 424
     error_type = "generation"
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"Request failed during generation: {reason}")
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__(reason and f"Request failed during generation: {reason}")
 
 
 class AbortedError(GenerationError):
@@ -202,9 +200,7 @@ class AbortedError(GenerationError):
 
     status = 499
     error_type = "aborted"
-
-    def __init__(self) -> None:
-        TesseraError.__init__(self, "The request was aborted")
+    message = "The request was aborted"
 
 
 class DeadlineExceededError(GenerationError):
@@ -212,9 +208,7 @@ class DeadlineExceededError(GenerationError):
 
     status = 504
     error_type = "timeout"
-
-    def __init__(self) -> None:
-        TesseraError.__init__(self, "`timeout_ms` passed before the generation was complete")
+    message = "`timeout_ms` passed before the generation was complete"
 
 
 class IncompleteGenerationError(GenerationError):
@@ -222,9 +216,7 @@ class IncompleteGenerationError(GenerationError):
 
     status = 500
     error_type = "incomplete_generation"
-
-    def __init__(self) -> None:
-        TesseraError.__init__(self, "Incomplete generation")
+    message = "Incomplete generation"
 
 
 class IncompleteGenerationStreamError(GenerationError):
@@ -232,6 +224,4 @@ class IncompleteGenerationStreamError(GenerationError):
 
     status = 500
     error_type = "incomplete_generation_stream"
-
-    def __init__(self) -> None:
-        TesseraError.__init__(self, "Incomplete generation stream")
+    message = "Incomplete generation stream"

@@ -9,12 +9,10 @@ import logging
 import re
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 LogFormat: TypeAlias = Literal["text", "json"]
 

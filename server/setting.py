@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 Group = Literal["model", "HTTP", "engine", "memory", "process"]
 """Groups of the help text."""
@@ -53,7 +51,6 @@ class Setting:
     ) -> dict[str, Any]:
         """Make pydantic check the limits; it calls this for a field with this metadata."""
         schema = handler(source)
-        schema.get("schema", schema).update(
-            self.limits
-        )  # `int | None` contains the schema of `int`
+        # `int | None` contains the schema of `int`.
+        schema.get("schema", schema).update(self.limits)
         return schema

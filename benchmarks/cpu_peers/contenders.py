@@ -13,21 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.cpu_peers.streams import (
-    MODEL_NAME,
-    llama_body,
-    memory_mib,
-    tessera_body,
-    tokens_per_second,
-)
+from benchmarks.cpu_peers.streams import MODEL_NAME, Llama, memory_mib, tokens_per_second
 from benchmarks.service import free_port, service, serving
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from server.cli.bench.engine.options import SHAPES
+from server.cli.bench.serve.apis import OpenAI
 
 if TYPE_CHECKING:
     from benchmarks.cpu_peers.build import LlamaBuild
-    from benchmarks.cpu_peers.streams import Body
     from benchmarks.cpu_peers.work import Work
 
 Figures = dict[str, float]
@@ -140,7 +134,7 @@ def llama_server(round_: Round, weights: str) -> Measured:
             "--offline", "--no-ui", "-lv", "1",
         ]  # fmt: skip
         with serving(command, port) as (url, _):
-            figures |= _stream(round_, url, llama_body, (streams,))
+            figures |= _stream(round_, url, Llama(), (streams,))
     return Measured(figures)
 
 
@@ -151,7 +145,7 @@ def tessera_service(round_: Round, quantization: str) -> Measured:
         with urllib.request.urlopen(f"{url}/info") as reply:  # noqa: S310
             info = json.loads(reply.read())
         about = {name: info[name] for name in ("quantization", "model_dtype") if name in info}
-        return Measured(_stream(round_, url, tessera_body, round_.work.streams), about)
+        return Measured(_stream(round_, url, OpenAI(), round_.work.streams), about)
 
 
 def tessera_engine(round_: Round, quantization: str) -> Measured:
@@ -172,13 +166,13 @@ def _child(round_: Round, contender: str, arguments: list[str]) -> Measured:
     return Measured(**json.loads(out.splitlines()[-1]))
 
 
-def _stream(round_: Round, url: str, body: Body, streams: tuple[int, ...]) -> Figures:
+def _stream(round_: Round, url: str, api: OpenAI | Llama, streams: tuple[int, ...]) -> Figures:
     """Measure a server with each number of streams, and its memory before and after."""
     figures = {f"{name}_loaded": mib for name, mib in memory_mib(os.getpid()).items()}
     for number in streams:
         prompts = round_.prompts(number)
-        tokens_per_second(url, body, prompts, _WARM_TOKENS)
-        figures[f"http_{number}"] = tokens_per_second(url, body, prompts, round_.work.tokens)
+        tokens_per_second(url, api, prompts, _WARM_TOKENS)
+        figures[f"http_{number}"] = tokens_per_second(url, api, prompts, round_.work.tokens)
     return figures | {f"{name}_used": mib for name, mib in memory_mib(os.getpid()).items()}
 
 

@@ -24,8 +24,8 @@ from benchmarks.ray_service.cluster import (
     until,
 )
 from benchmarks.ray_service.streams import Load, summary
-from benchmarks.reliability.processes import Role, process_tree
 from benchmarks.service import service
+from tests.reliability.processes import Role, process_tree
 
 if TYPE_CHECKING:
     import argparse

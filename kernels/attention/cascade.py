@@ -10,20 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.arch import CATALOGUE
-from kernels.attention.problem import Phase
+from kernels.arch import CATALOGUE, GPUArch
+from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import PREFIX_REGISTRY
-from kernels.attention.select import select
+from kernels.attention.select import Selection, select
 from kernels.errors import NoKernelError, ShapeError
-
-if TYPE_CHECKING:
-    from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionProblem, PagedBatch
-    from kernels.attention.select import Selection
 
 _logger = logging.getLogger(__name__)
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.attention.cascade import check_prefix
-from kernels.attention.problem import PagedBatch, Phase
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.plan import AttentionPlan
-    from kernels.attention.problem import AttentionProblem, PackedBatch
 
 _SLOT_DTYPES = (torch.int32, torch.int64)
 _WRITTEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

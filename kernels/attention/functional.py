@@ -1,7 +1,6 @@
 """The public operations of attention over a cache: plan a step, attend, write the cache.
 
-Dimensions: B sequences, T tokens of the step, H query heads, K key-value heads, D head dim,
-N blocks, S block size.
+Dimensions: B sequences, T tokens of the step, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.arch import GPUArch, detect
 from kernels.attention.cascade import prefix_problem, prefix_selection, rest_of
@@ -22,16 +22,13 @@ from kernels.attention.checks import (
     check_scale,
     check_write,
 )
-from kernels.attention.plan import AttentionPlan
+from kernels.attention.plan import AttentionKernel, AttentionKernelFactory, AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
 from kernels.attention.select import Selection, select_for, select_for_queries
 from kernels.selection import load
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.plan import AttentionKernel, AttentionKernelFactory
     from kernels.attention.portable.cascade_decode import PrefixKernel
 
 _logger = logging.getLogger(__name__)
@@ -138,22 +135,17 @@ def prefill_attention(
         kv: index 0 is keys, 1 is values. Paged: [2, N, S, K, D] contiguous. Packed, if the problem
             has no block size: [2, T_k, K, D], contiguous in D, rows as in the plan's `cu_seqlens_k`.
         plan: from `plan_attention` with `Phase.PREFILL`.
-        out: [T, H, D] contiguous; every row of a sequence is written. Rows that attend to nothing
-            become 0.
+        out: [T, H, D] contiguous; every row of a sequence is written. Rows that attend to nothing become 0.
         lse: [T, H] float32 contiguous; the natural logarithm of the sum of exponentials of the
             scaled scores, -inf for rows that attend to nothing. Given if and only if the problem has `lse`.
-        kv_scale: [2, N, K, S] float32 contiguous; the factor of each key and each value of a head.
-            Given if and only if the cache is quantized. Slots without a token may hold any value, in
-            `kv` too.
+        kv_scale: [2, N, K, S] float32 contiguous; the factor of each key and each value of a head. Given if and only if
+            the cache is quantized. Slots without a token may hold any value, in `kv` too.
 
     Raises:
-        ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot
-            address a tensor: `hopper_prefill` needs addresses and strides of q, kv and out that are
-            multiples of 16 bytes.
+        ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot address a tensor:
+            `hopper_prefill` needs addresses and strides of q, kv and out that are multiples of 16 bytes.
     """
     check_attention(q, kv, plan, out, Phase.PREFILL)
-    check_lse(lse, plan)
-    check_scale(kv, plan, kv_scale)
     _run(q, kv, plan, out, lse, kv_scale)
 
 
@@ -180,8 +172,6 @@ def decode_attention(
         ShapeError: a shape, stride or dtype differs from the plan's.
     """
     check_attention(q, kv, plan, out, Phase.DECODE)
-    check_lse(lse, plan)
-    check_scale(kv, plan, kv_scale)
     _run(q, kv, plan, out, lse, kv_scale)
 
 
@@ -194,6 +184,8 @@ def _run(
     kv_scale: Tensor | None,
 ) -> None:
     """Run the plan's kernel. Only kernels that read a quantized cache have the parameter `kv_scale`."""
+    check_lse(lse, plan)
+    check_scale(kv, plan, kv_scale)
     if kv_scale is None:
         plan.run(q, kv, out, lse)
     else:
@@ -212,9 +204,8 @@ def write_kv(
             each value of a head is divided by its scale and rounded to the nearest, ties to even.
         slot_mapping: [T] int32 or int64, contiguous; block id * S + offset in the block, distinct, or
             -1 to skip a token.
-        kv_scale: [2, N, K, S] float32 contiguous; the scales are written to it: the largest magnitude
-            of the key or value divided by 448, 1 for zeros. Given if and only if the cache is in
-            float8_e4m3fn.
+        kv_scale: [2, N, K, S] float32 contiguous; the scales are written to it: the largest magnitude of the key or
+            value divided by 448, 1 for zeros. Given if and only if the cache is in float8_e4m3fn.
 
     Raises:
         ShapeError: a shape or dtype differs from the above.

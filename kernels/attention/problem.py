@@ -149,14 +149,12 @@ class PagedBatch:
         seq_lens: [B] int32; tokens in the cache, this step's included.
         block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read, nor are
             blocks before every query's window.
-        num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or more if the step is
-            padded.
+        num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or more if the step is padded.
         max_seqlen_q: most query tokens of a sequence, or an upper bound.
         max_seqlen_k: largest of `seq_lens`, or an upper bound.
-        shared_prefix: tokens at the start of every sequence that are in the same blocks, a multiple
-            of S. A decode then reads them once; results differ by rounding only. All query tokens
-            come after them. Empty sequences are allowed, except as the first. A captured CUDA graph keeps
-            the value it was captured with.
+        shared_prefix: tokens at the start of every sequence that are in the same blocks, a multiple of S. A decode then
+            reads them once; results differ by rounding only. All query tokens come after them. Empty sequences are
+            allowed, except as the first. A captured CUDA graph keeps the value it was captured with.
         keys_settled: whether a decode may read keys, values and this batch before the preceding kernel
             has ended, except the keys and values of the query tokens. The caller guarantees that they and
             the plan were written before the stream's last launch that was not a programmatic dependent

@@ -15,22 +15,7 @@ from kernels.attention.spec import KernelSpec, QuantizedCache
 from kernels.fp8 import FP8
 
 _NO_WGMMA = "wgmma and setmaxnreg are Hopper's"
-_NO_TENSOR_MEMORY = "tcgen05 and tensor memory are those of Blackwell's data-centre GPUs"
-_NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
-_HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
 _POWERS_OF_TWO = frozenset({1, 2, 4, 8, 16, 32, 64})
-_UP_TO_64_HEADS = frozenset(range(1, 65))
-_HOPPER_HEAD_DIMS = frozenset(range(32, 257, 16))
-"""Copied to tiles of 64, 128 or 256 columns, whose unused columns are zeros."""
-_HOPPER_INVARIANT_HEAD_DIMS = frozenset({*range(32, 129, 16), 192, 256})
-"""Others spill registers."""
-_FP8_BY_TRITON = QuantizedCache(
-    kv_dtypes=frozenset({FP8}),
-    dtypes=frozenset({"bfloat16", "float16"}),
-    sm=FP8_INSTRUCTIONS,
-    note="older GPUs have no instruction that converts FP8",
-)
-_FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 _FP8_ON_HOPPER = QuantizedCache(
     kv_dtypes=frozenset({FP8}), dtypes=frozenset({"bfloat16", "float16"})
 )
@@ -41,10 +26,11 @@ HOPPER_PREFILL = KernelSpec(
     dtypes=frozenset({"bfloat16", "float16"}),
     sm=HOPPER,
     flash_attention=3,
-    head_dims=_HOPPER_HEAD_DIMS,
+    # Copied to tiles of 64, 128 or 256 columns, whose unused columns are zeros.
+    head_dims=frozenset(range(32, 257, 16)),
     block_sizes=(16, 256),
     power_of_two_blocks=True,
-    group_sizes=_UP_TO_64_HEADS,
+    group_sizes=frozenset(range(1, 65)),
     packed=True,
     non_causal=True,
     lse=True,
@@ -54,44 +40,64 @@ HOPPER_PREFILL = KernelSpec(
 )
 """Also the forward of attention for training, see `kernels.attention.training.registry`."""
 
-HOPPER_DECODE = KernelSpec(
+HOPPER_DECODE = dataclasses.replace(
+    HOPPER_PREFILL,
     name="hopper_decode",
     phase=Phase.DECODE,
     target="kernels.attention.hopper.decode:HopperDecode",
-    dtypes=frozenset({"bfloat16", "float16"}),
-    sm=HOPPER,
-    flash_attention=3,
-    head_dims=_HOPPER_HEAD_DIMS,
-    block_sizes=(16, 256),
-    power_of_two_blocks=True,
-    group_sizes=_UP_TO_64_HEADS,
+    packed=False,
+    non_causal=False,
     several_queries=True,
-    lse=True,
     row_tiles=frozenset({64}),
     launch=LaunchConfig(block_m=64, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2),
-    arch_note=_NO_WGMMA,
+)
+
+PORTABLE_PREFILL = KernelSpec(
+    name="portable_prefill",
+    phase=Phase.PREFILL,
+    target="kernels.attention.portable.launch:PortablePrefill",
+    dtypes=frozenset(DTYPES),
+    sm=TENSOR_CORES,
+    flash_attention=2,
+    head_dims=frozenset({32, 64, 80, 96, 128, 192, 256}),
+    block_sizes=(1, 256),
+    packed=True,
+    non_causal=True,
+    lse=True,
+    quantized=QuantizedCache(
+        kv_dtypes=frozenset({FP8}),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        sm=FP8_INSTRUCTIONS,
+        note="older GPUs have no instruction that converts FP8",
+    ),
+    launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
+    arch_note="Triton's dot uses tensor cores from sm_80 on",
+)
+
+TORCH_PREFILL = KernelSpec(
+    name="torch_prefill",
+    phase=Phase.PREFILL,
+    target="kernels.attention.pytorch.rows:make_prefill",
+    dtypes=frozenset(DTYPES),
+    cpu=True,
+    sm=None,
+    quantized=QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES)),
+    note="PyTorch's attention: for the CPU, and the fallback for every GPU",
 )
 
 REGISTRY: tuple[KernelSpec, ...] = (
-    KernelSpec(
+    dataclasses.replace(
+        HOPPER_PREFILL,
         name="blackwell_prefill",
-        phase=Phase.PREFILL,
         target="kernels.attention.blackwell.prefill:BlackwellPrefill",
-        dtypes=frozenset({"bfloat16", "float16"}),
         sm=TENSOR_MEMORY,
         flash_attention=4,
         head_dims=frozenset({64, 128}),
-        block_sizes=(16, 256),
-        power_of_two_blocks=True,
-        group_sizes=_UP_TO_64_HEADS,
-        packed=True,
-        non_causal=True,
-        lse=True,
         measured=frozenset(),
         row_tiles=frozenset({256}),
         launch=LaunchConfig(block_m=256, block_n=128, num_warps=4, num_stages=2),
         note="never run: no GPU has executed this kernel",
-        arch_note=_NO_TENSOR_MEMORY,
+        arch_note="tcgen05 and tensor memory are those of Blackwell's data-centre GPUs",
     ),
     KernelSpec(
         name="hopper_fp8_prefill",
@@ -130,22 +136,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         tuned_as=HOPPER_PREFILL.name,
         note="hopper_prefill, after a pass that converts the cache to the queries' dtype",
     ),
-    KernelSpec(
-        name="portable_prefill",
-        phase=Phase.PREFILL,
-        target="kernels.attention.portable.launch:PortablePrefill",
-        dtypes=frozenset(DTYPES),
-        sm=TENSOR_CORES,
-        flash_attention=2,
-        head_dims=_HEAD_DIMS,
-        block_sizes=(1, 256),
-        packed=True,
-        non_causal=True,
-        lse=True,
-        quantized=_FP8_BY_TRITON,
-        launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
-        arch_note=_NO_TENSOR_CORES,
-    ),
+    PORTABLE_PREFILL,
     dataclasses.replace(
         HOPPER_DECODE,
         name="hopper_keys_on_m_decode",
@@ -158,60 +149,34 @@ REGISTRY: tuple[KernelSpec, ...] = (
         launch=LaunchConfig(block_m=16, block_n=64, num_warps=4, num_stages=2, programs_per_sm=3),
     ),
     HOPPER_DECODE,
-    KernelSpec(
+    dataclasses.replace(
+        PORTABLE_PREFILL,
         name="portable_decode",
         phase=Phase.DECODE,
         target="kernels.attention.portable.launch:PortableDecode",
-        dtypes=frozenset(DTYPES),
-        sm=TENSOR_CORES,
-        flash_attention=2,
-        head_dims=_HEAD_DIMS,
-        block_sizes=(1, 256),
+        packed=False,
+        non_causal=False,
         several_queries=True,
-        lse=True,
-        quantized=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
-        arch_note=_NO_TENSOR_CORES,
     ),
-    KernelSpec(
-        name="torch_prefill",
-        phase=Phase.PREFILL,
-        target="kernels.attention.pytorch.rows:make_prefill",
-        dtypes=frozenset(DTYPES),
-        cpu=True,
-        sm=None,
-        quantized=_FP8_BY_PYTORCH,
-        note="PyTorch's attention: for the CPU, and the fallback for every GPU",
-    ),
-    KernelSpec(
+    TORCH_PREFILL,
+    dataclasses.replace(
+        TORCH_PREFILL,
         name="torch_decode",
         phase=Phase.DECODE,
         target="kernels.attention.pytorch.rows:make_decode",
-        dtypes=frozenset(DTYPES),
-        cpu=True,
-        sm=None,
-        quantized=_FP8_BY_PYTORCH,
-        note="PyTorch's attention: for the CPU, and the fallback for every GPU",
     ),
 )
 
 PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
-    KernelSpec(
+    dataclasses.replace(
+        PORTABLE_PREFILL,
         name="portable_prefix",
         phase=Phase.DECODE,
         target="kernels.attention.portable.launch:PortablePrefix",
-        dtypes=frozenset(DTYPES),
-        sm=TENSOR_CORES,
-        flash_attention=2,
-        head_dims=_HEAD_DIMS,
-        block_sizes=(1, 256),
         sliding_window=False,
-        non_causal=True,
-        lse=True,
-        quantized=_FP8_BY_TRITON,
-        launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
+        packed=False,
         note="reads the shared tokens of a decode's sequences once",
-        arch_note=_NO_TENSOR_CORES,
     ),
 )
 """Kernels that compute attention of all sequences of a decode to their shared tokens. If none supports the problem,
@@ -242,7 +207,7 @@ _HOPPER_INVARIANT = dataclasses.replace(
     HOPPER_PREFILL,
     name="hopper_invariant_prefill",
     target="kernels.attention.hopper.invariant:HopperInvariant",
-    head_dims=_HOPPER_INVARIANT_HEAD_DIMS,
+    head_dims=frozenset({*range(32, 129, 16), 192, 256}),  # others spill registers
     packed=False,
     non_causal=False,
     lse=False,
@@ -255,20 +220,16 @@ INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
         _HOPPER_INVARIANT, LaunchConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
     ),
     *_both_phases(
-        KernelSpec(
+        dataclasses.replace(
+            PORTABLE_PREFILL,
             name="invariant_prefill",
-            phase=Phase.PREFILL,
             target="kernels.attention.portable.launch:InvariantAttention",
-            dtypes=frozenset(DTYPES),
-            sm=TENSOR_CORES,
-            flash_attention=2,
-            head_dims=_HEAD_DIMS,
-            block_sizes=(1, 256),
+            packed=False,
+            non_causal=False,
+            lse=False,
             batch_invariant=True,
-            quantized=_FP8_BY_TRITON,
             launch=LaunchConfig(block_m=32, block_n=32, num_warps=8, num_stages=1),
             note=_EQUAL_BITS,
-            arch_note=_NO_TENSOR_CORES,
         )
     ),
 )

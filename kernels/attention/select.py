@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kernels.attention.problem import Phase
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.attention.tuned import tuned_launches
 from kernels.errors import NoKernelError
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
     from kernels.attention.launch import LaunchConfig, TunedLaunch
-    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.spec import KernelSpec
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kernels.arch import NEVER_RUN, NOT_ALLOWED
-from kernels.attention.problem import Phase
+from kernels.arch import NEVER_RUN, NOT_ALLOWED, GPUArch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.splits import sequences_of_part
 
 if TYPE_CHECKING:
-    from kernels.arch import GPUArch
     from kernels.attention.launch import LaunchConfig
-    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 
 _MOST_PARTS: Final = 8
 
@@ -58,8 +56,7 @@ class KernelSpec:
         dtypes: supported dtypes.
         cpu: whether it runs on a CPU.
         sm: compute capabilities of the GPUs it runs on; None for every GPU, an empty set for none.
-        flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's
-            own attention.
+        flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's own attention.
         head_dims: supported head dims; None for any.
         block_sizes: smallest and largest block size, both included; None for any.
         power_of_two_blocks: whether a block size must be a power of two.

@@ -29,10 +29,9 @@ def tuned_launches(
 ) -> tuple[TunedLaunch, ...]:
     """Look up the tile sizes of a registry row for a problem, in the order of `Selection.launches`.
 
-    An architecture without a table takes the first one of `GPUArch.tuning_order`; a quantized cache
-    without rows takes those of an unquantized one; a problem without rows takes the registry row's
-    default. The provenance says so. A batch-invariant problem gets the single configuration for any
-    length and number of sequences.
+    An architecture without a table takes the first one of `GPUArch.tuning_order`; a quantized cache without rows takes
+    those of an unquantized one; a problem without rows takes the registry row's default. The provenance says so. A
+    batch-invariant problem gets the single configuration for any length and number of sequences.
     """
     assert spec.launch is not None
     source = table_for(arch)

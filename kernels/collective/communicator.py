@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from kernels.norms.pytorch import sum_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
     from kernels.collective.one_shot import OneShotSum
 

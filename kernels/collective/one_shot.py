@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
+from torch import Tensor
 
 from kernels.arch import detect
 from kernels.collective.gpu.sum_ranks import BLOCK, VECTOR, sum_ranks, sum_ranks_and_normalize
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.torch_private import share_memory
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _MOST_BYTES: Final = 2 << 20
 """Largest tensor: each rank reads all parts, where NCCL's algorithms for large tensors send each byte twice at most."""
@@ -39,11 +37,6 @@ class _Slots:
 
 class OneShotSum:
     """Adds a tensor over all ranks of the default process group, in their order.
-
-    Args:
-        rank: of this process.
-        size: number of ranks.
-        device: the GPU of this rank.
 
     Attributes:
         most_warps: of a launch; must be the same on all ranks, since they decide by it whether to launch.

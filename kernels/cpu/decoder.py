@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels.cpu.library import load
 from kernels.cpu.matrix import GROUP8, CMatrix, PackedMatrix
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256

@@ -6,14 +6,12 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
-from kernels.weights import quantize
+from kernels.weights import Weight, quantize
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.weight_format import WeightFormat
-    from kernels.weights import Weight
 
 GROUP8: Final = 64
 """Inputs whose activations share a scale, in a product with 8-bit weights."""

@@ -14,21 +14,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.arch import described_as
+from kernels.arch import GPUArch, described_as
 from kernels.torch_private import without_torch_function
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kernels.arch import GPUArch
 
 _DEVICE: Final = torch.device("cuda", 0)
 _READS: Final = frozenset({Tensor.cpu, Tensor.item, Tensor.numpy, Tensor.tolist})
@@ -44,9 +40,6 @@ def absent_gpu(arch: GPUArch) -> Iterator[torch.device]:
 
     Tensors that are created on the device or copied to it have no data; reading one on the host gives zeros. Only one
     thread may use it at a time, in a process that uses no real GPU.
-
-    Args:
-        arch: the GPU.
 
     Yields:
         The device.

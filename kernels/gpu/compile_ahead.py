@@ -11,13 +11,11 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 _MOST_THREADS: Final = 32
 _HASHED: Final = re.compile(r"\.(py|so),sha256=")
@@ -127,10 +125,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     threads = min(_MOST_THREADS, num_threads or os.cpu_count() or 1)
     before = active_mode.get()
     try:
-        with (
-            _Compilers(threads) as workers,
-            AsyncCompileMode(workers, ignore_errors=True) as mode,
-        ):
+        with _Compilers(threads) as workers, AsyncCompileMode(workers, ignore_errors=True) as mode:
             JITFunction.run = compile_only
             try:
                 yield

@@ -8,15 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from kernels.linear.weights import Norm
+from kernels.linear.weights import Activation, LayerNorm, Norm
 from kernels.norms import pytorch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.collective.communicator import Communicator
-    from kernels.linear.weights import Activation, LayerNorm
 
 
 def normalize(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:

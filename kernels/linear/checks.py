@@ -48,10 +48,7 @@ def check_weights(weights: LinearWeights, problem: LinearProblem) -> None:
 
 
 def check_linear(
-    x: Tensor,
-    choice: LinearChoice,
-    out: Tensor | None,
-    arguments: LinearArguments,
+    x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
 ) -> None:
     """Reject inputs and outputs that a kernel would read or write out of bounds.
 

@@ -17,14 +17,13 @@ import platform
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from kernels.arch import has_bfloat16_gemm
 from kernels.torch_private import fbgemm_half_linear, onednn_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from kernels.linear.problem import LinearProblem
     from kernels.linear.weights import LinearWeights

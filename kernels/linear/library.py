@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.linear.checks import check_linear, check_weights
 from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.torch_private import multiply_fp8
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights
@@ -27,11 +26,7 @@ class LibraryLinear:
         self._numbers = None if problem.format.is_quantized else self._weight.numbers
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute x W^T + bias + residual, shapes as for `VectorLinear`."""
         assert arguments.norm is None
@@ -61,11 +56,7 @@ class LibraryFP8Linear:
         self._numbers, self._scale = weight.numbers, weight.scale[None]
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Quantize norm(x), or x without a norm, multiply and add the residual; shapes as for `VectorLinear`."""
         check_linear(x, choice, out, arguments)

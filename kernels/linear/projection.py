@@ -15,6 +15,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.around import (
@@ -26,7 +27,7 @@ from kernels.linear.around import (
 )
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import REGISTRY
-from kernels.linear.select import select_linear
+from kernels.linear.select import LinearChoice, select_linear
 from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import (
     PRODUCT_ONLY,
@@ -45,28 +46,13 @@ from kernels.selection import VectorProblem, load, select_vector
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from kernels.arch import GPUArch
     from kernels.collective.communicator import Communicator
-    from kernels.linear.select import LinearChoice
 
 __all__ = [
-    "SWIGLU",
-    "Activation",
-    "FixedProjection",
-    "LayerNorm",
-    "LinearWeights",
-    "Norm",
-    "Operations",
-    "Projection",
-    "Purpose",
-    "Residual",
-    "ResidualWriter",
-    "bind_norm",
-    "bind_projection",
-    "linear_problem",
-]
+    "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
+    "Projection", "Purpose", "Residual", "ResidualWriter", "bind_norm", "bind_projection", "linear_problem",
+]  # fmt: skip
 
 
 class Purpose(enum.Enum):
@@ -287,11 +273,7 @@ class _RowProjection:
     copies_weights = False
 
     def __init__(
-        self,
-        weights: LinearWeights,
-        problem: LinearProblem,
-        operations: Operations,
-        arch: GPUArch,
+        self, weights: LinearWeights, problem: LinearProblem, operations: Operations, arch: GPUArch
     ) -> None:
         self._weights, self._problem, self._arch = weights, problem, arch
         self._norm, self._activation, _, self._post_norm = operations

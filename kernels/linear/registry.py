@@ -10,19 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kernels.arch import FP8_INSTRUCTIONS, HOPPER
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER, GPUArch
 from kernels.linear import cpu, persistent_tiles
 from kernels.linear.matrix_tiles import FEWEST_FP8_ROWS, FEWEST_ROWS, ROW_COUNTS, most_rows
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 from kernels.selection import VectorProblem, reasons, triton_unsupported
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kernels.arch import GPUArch
     from kernels.linear.problem import LinearProblem
-    from kernels.weight_format import WeightFormat
 
 VECTOR_COLUMNS: Final = 8
 """Columns that a thread of the vector kernel multiplies at once; a row of weights is a multiple of them."""
@@ -152,7 +150,7 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
 
 def _invariant_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     return _gpu_unsupported(problem, arch) + reasons(
-        (not problem.batch_invariant, "others are faster where bits may depend on the batch"),
+        (not problem.batch_invariant, "others are faster where bits may depend on the batch")
     )
 
 

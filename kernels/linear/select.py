@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from kernels.linear.registry import MOST_VECTOR_ROWS, REGISTRY, VECTOR, VECTOR_COLUMNS
-from kernels.selection import choose
+from kernels.linear.registry import REGISTRY, VECTOR, VECTOR_COLUMNS, LinearSpec
+from kernels.selection import Refusal, choose
 from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
     from kernels.linear.problem import LinearProblem
-    from kernels.linear.registry import LinearSpec
-    from kernels.selection import Refusal
 
 WARP_COLUMNS: Final = 32 * VECTOR_COLUMNS
 _WIDE_GATED_BYTES: Final = 32 << 20
@@ -167,24 +165,3 @@ def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
     chunk_bytes = problem.matrices * block_n * block_k * problem.format.bits // 8 // (32 * warps)
     ahead = max(1, min(-(-problem.inputs // block_k), _AHEAD_BYTES // chunk_bytes))
     return LinearLaunch(block_n, block_k, warps, ahead=ahead)
-
-
-def launch_mistakes(choice: LinearChoice) -> list[str]:
-    """List why a launch does not fit its kernel and problem; empty if it does."""
-    launch, problem = choice.launch, choice.problem
-    if choice.spec is not VECTOR:
-        return [] if launch is None else ["the library takes no launch"]
-    if launch is None:
-        return ["has no launch"]
-    found = [
-        f"{name} is {value}; it must be a power of two"
-        for name in ("block_n", "block_k", "num_warps")
-        if (value := getattr(launch, name)) < 1 or value.bit_count() != 1
-    ]
-    if launch.block_k < WARP_COLUMNS * launch.num_warps:
-        found.append(f"block_k is {launch.block_k}: less than {WARP_COLUMNS} for each warp")
-    if problem.rows > MOST_VECTOR_ROWS:
-        found.append(f"{problem.rows} rows are too many")
-    if launch.ahead < 1:
-        found.append(f"ahead is {launch.ahead}; it must be at least 1")
-    return found

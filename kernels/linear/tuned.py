@@ -10,18 +10,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.linear.problem import LinearProblem
-from kernels.linear.registry import REGISTRY
-from kernels.linear.select import LinearChoice, LinearLaunch, TunedLinear, launch_mistakes
+from kernels.linear.select import LinearLaunch, TunedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.arch import GPUArch
+    from kernels.linear.problem import LinearProblem
 
 _FOLDER = Path(__file__).parents[1] / "tuning"
 _TIMED_DTYPES = ("bfloat16", "float16")
-_FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "provenance"}
 
 
 def tuned_linear(problem: LinearProblem, arch: GPUArch) -> TunedLinear | None:
@@ -45,7 +43,7 @@ def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> TunedLinear 
     ]
     if not fitting:
         return None
-    return _tuned(min(fitting, key=lambda row: int(row["max_rows"])))
+    return read_row(min(fitting, key=lambda row: int(row["max_rows"])))
 
 
 @functools.cache
@@ -55,27 +53,7 @@ def linear_table(sm: int) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
 
 
-def linear_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """List the mistakes in a table; empty if there are none."""
-    found = []
-    seen = set()
-    for number, row in enumerate(rows):
-        if set(row) != _FIELDS:
-            found.append(f"row {number}: has the keys {sorted(row)}; expected {sorted(_FIELDS)}")
-            continue
-        if not str(row["provenance"]).strip():
-            found.append(f"row {number}: provenance must say where the numbers come from")
-        problem = LinearProblem(row["max_rows"], row["outputs"], row["inputs"], gated=row["gated"])
-        spec = next(spec for spec in REGISTRY if spec.name == row["kernel"])
-        choice = LinearChoice(problem, spec, _tuned(row).launch, row["provenance"])
-        found += [f"row {number}: {text}" for text in launch_mistakes(choice)]
-        case = (row["outputs"], row["inputs"], row["gated"], row["max_rows"])
-        if case in seen:
-            found.append(f"row {number}: a second row for {problem}")
-        seen.add(case)
-    return found
-
-
-def _tuned(row: dict[str, Any]) -> TunedLinear:
+def read_row(row: dict[str, Any]) -> TunedLinear:
+    """Return a row of a table."""
     launch = None if row["launch"] is None else LinearLaunch(**row["launch"])
     return TunedLinear(row["kernel"], launch, row["provenance"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.attention.functional import write_kv
 from kernels.hadamard import hadamard_transform
 from kernels.norms.pytorch import rms_norm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.weights import Norm
     from kernels.rope.cache import CacheSlots
 
@@ -28,12 +27,7 @@ class PyTorchRotation:
     """
 
     def __init__(
-        self,
-        tables: tuple[Tensor, Tensor],
-        positions: Tensor,
-        *,
-        batch_invariant: bool,
-        pdl: bool,
+        self, tables: tuple[Tensor, Tensor], positions: Tensor, *, batch_invariant: bool, pdl: bool
     ) -> None:
         del batch_invariant, pdl
         cos, sin = tables

@@ -7,9 +7,7 @@ from typing import Final
 from kernels.selection import VectorSpec, triton_unsupported
 
 TRITON: Final = VectorSpec(
-    name="triton_rope",
-    target="kernels.rope.cache:TritonRotation",
-    unsupported=triton_unsupported,
+    name="triton_rope", target="kernels.rope.cache:TritonRotation", unsupported=triton_unsupported
 )
 """Norms per head, rotation and write in one launch."""
 PYTORCH: Final = VectorSpec(name="torch_rope", target="kernels.rope.pytorch:PyTorchRotation")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Set
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from kernels.arch import detect
+from kernels.arch import GPUArch, detect
 from kernels.gpu.dependent_launch import may_depend
 from kernels.sampling.registry import REGISTRY, TRITON
 from kernels.sampling.rows import (
@@ -22,28 +23,10 @@ from kernels.sampling.rows import (
 )
 from kernels.selection import VectorProblem, select_vector
 
-if TYPE_CHECKING:
-    from collections.abc import Set
-
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
-
 __all__ = [
-    "ENTROPY_SCALE",
-    "FILTERED",
-    "GREEDY",
-    "UNFILTERED",
-    "WEIGHT_SCALE",
-    "SampleRow",
-    "candidate_bounds",
-    "chosen_logprobs",
-    "sample_tokens",
-    "embed_tokens",
-    "has_kernels",
-    "log_softmax",
-    "argmax_tokens",
-]
+    "ENTROPY_SCALE", "FILTERED", "GREEDY", "UNFILTERED", "WEIGHT_SCALE", "SampleRow", "candidate_bounds",
+    "chosen_logprobs", "sample_tokens", "embed_tokens", "has_kernels", "log_softmax", "argmax_tokens",
+]  # fmt: skip
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -156,12 +139,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor,
-    table: Tensor,
-    kinds: Set[int],
-    masks: Tensor,
-    tokens: Tensor,
-    checked: Tensor,
+    logits: Tensor, table: Tensor, kinds: Set[int], masks: Tensor, tokens: Tensor, checked: Tensor
 ) -> None:
     """Sample a token for each of some rows without waiting for the device; needs `has_kernels`.
 

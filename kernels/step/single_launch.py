@@ -6,20 +6,15 @@ Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
+from torch import Tensor
 
-from kernels.arch import BLACKWELL, HOPPER, NEVER_RUN
+from kernels.arch import BLACKWELL, HOPPER, NEVER_RUN, GPUArch
 from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, on_tensor_cores, step_sizes
 from kernels.step.weights import LayerWeights, StepShape, StepWeights
-from kernels.weight_format import FP8_ROWS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
-    from kernels.weight_format import WeightFormat
+from kernels.weight_format import FP8_ROWS, WeightFormat
 
 __all__ = [
     "ROW_COUNTS", "LayerWeights", "StepShape", "StepWeights", "bind_step", "has_run", "launch_refusal", "unsupported",

@@ -59,9 +59,6 @@ class ModelConfig:
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` and, if it exists, `generation_config.json`.
 
-        Args:
-            path: a Hugging Face checkpoint folder.
-
         Raises:
             ModelFolderError: a file is missing or broken, or a value is missing, of the wrong type
                 or outside its limits.

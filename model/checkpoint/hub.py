@@ -14,23 +14,14 @@ BUNDLED: Final = "bundled"
 # Models from before the Hub had organisations, such as gpt2, have no slash.
 _REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _NEEDED: Final = (
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "tokenizer.model",
-    "merges.txt",
-    "vocab.txt",
-)
+    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
+)  # fmt: skip
 _CONFIG: Final = ("config.json", "generation_config.json")
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.
 _UNNEEDED: Final = (
-    "*/*.json",
-    "*/*.safetensors",
-    "*/*.model",
-    "*/*.txt",
-    "consolidated*.safetensors",
-)
+    "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "consolidated*.safetensors",
+)  # fmt: skip
 
 
 def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:

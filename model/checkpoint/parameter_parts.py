@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -17,17 +17,13 @@ from torch import Tensor
 
 from kernels.weights import Weight
 from model.families.table import FAMILIES
-from model.families.tensors import HEAD, Rewrite
-from model.network.layers import stacked_rows
+from model.families.tensors import HEAD, Rewrite, Tensors
+from model.network.layers import DecoderLayer, stacked_rows
 from model.network.matrix import Matrix
 from model.network.parallel import shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from model.decoder import DecoderLM
-    from model.families.tensors import Tensors
-    from model.network.layers import DecoderLayer
     from model.network.spec import Attention
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
@@ -221,14 +217,7 @@ def _rows(
 def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
-    """Yield the name of each tensor of a layer, after the layer's index, and what holds it.
-
-    Args:
-        layer: the layer.
-        prefix: of the names of its parameters in the model.
-        tensors: of the family.
-        rewrites: of its modules.
-    """
+    """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
     orders = dict.fromkeys(_ROTATED, head_order(layer.spec.mixer, tensors))
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")

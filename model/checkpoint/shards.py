@@ -129,8 +129,7 @@ def open_shard(file: Path) -> Iterator[Any]:
     """Map a safetensors file into memory.
 
     Raises:
-        WeightsError: the file is truncated, its header is oversized or contradicts itself, or it
-            cannot be read.
+        WeightsError: the file is truncated, its header is oversized or contradicts itself, or it cannot be read.
     """
     try:
         with safetensors.safe_open(file, framework="pt", device="cpu") as shard:

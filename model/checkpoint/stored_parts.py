@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.weight_format import unquantized
+from kernels.weight_format import WeightFormat, unquantized
 from kernels.weights import Weight
 from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.table import find
 from model.errors import WeightsError
-
-if TYPE_CHECKING:
-    from kernels.weight_format import WeightFormat
 
 
 class StoredPart(NamedTuple):

@@ -124,13 +124,7 @@ def load_part(
 
 
 def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: Progress | None) -> None:
-    """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters.
-
-    Args:
-        model: written.
-        stored: the tensors, by their names in the model.
-        progress: as for `load_part`.
-    """
+    """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
     scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
     all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
     names = {it.name: name for name, it in stored.items()}
@@ -248,8 +242,7 @@ def save_checkpoint(
     _write_json(path / "config.json", config.to_dict() | compression)
     ends = list(config.eos_token_ids) or None
     _write_json(
-        path / "generation_config.json",
-        {"bos_token_id": config.bos_token_id, "eos_token_id": ends},
+        path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": ends}
     )
     shards: list[list[str]] = [[]]
     parts = named_parts(model)

@@ -12,12 +12,10 @@ import ctypes
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Final
 
 _ROOT: Final = Path("/")
 

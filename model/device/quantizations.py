@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias
 
-from kernels.weight_format import (
-    FP8_ROWS,
-    INT4_GROUPS,
-    INT8_ROWS,
-    LIBRARY_FORMATS,
-    WeightFormat,
-)
+from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, LIBRARY_FORMATS, WeightFormat
 
 QuantizationSetting: TypeAlias = Literal["auto", "none", "fp8", "int8", "int4"]
 QUANTIZATIONS: Final = {"fp8": FP8_ROWS, "int8": INT8_ROWS, "int4": INT4_GROUPS}

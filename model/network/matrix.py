@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class Matrix(nn.Module):
-    """A matrix [N, C] without values; only full numbers can be trained.
-
-    Args:
-        form: how it is stored.
-        shape: (N, C).
-        device: of its tensors.
-    """
+    """A matrix [N, C] without values; only full numbers can be trained."""
 
     numbers: nn.Parameter
 

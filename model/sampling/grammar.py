@@ -242,10 +242,6 @@ def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher
 
     It releases the interpreter lock. It may take long or end the process unless `check` has accepted the grammar.
 
-    Args:
-        tokenizer: of the model.
-        grammar: result of `serialize`.
-
     Raises:
         GrammarError: the grammar is not valid, needs something that is not supported, or exceeds a limit.
     """

@@ -240,13 +240,7 @@ class ChatTemplate:
 
 
 class _Template:
-    """One compiled template, and the forms of `content` that it understands.
-
-    Args:
-        environment: compiles and renders it.
-        source: in Jinja.
-        tokens: special tokens by role, marked.
-    """
+    """One compiled template, and the forms of `content` that it understands."""
 
     def __init__(
         self, environment: BoundedEnvironment, source: str, tokens: Mapping[str, object]

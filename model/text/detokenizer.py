@@ -24,10 +24,7 @@ class IncrementalDetokenizer:
     __slots__ = ("_stream",)
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        skip_special_tokens: bool = True,
-        prompt_ids: Sequence[int] = (),
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
     ) -> None:
         self._stream = open_stream(tokenizer.library, tokenizer.pieces(skip_special_tokens))
         if prompt_ids:

@@ -82,10 +82,6 @@ class TextPieces:
     A piece is a `str` where the token is text by itself, and `bytes` where it may hold a part of a character. Tokens
     without text (skipped special tokens, ids without a token) are empty bytes.
 
-    Args:
-        library: the tokenizer.
-        skipped: ids of tokens that add no text.
-
     Attributes:
         rules: the decoder's rules; None if only the library can apply them.
         loaded: the pieces computed so far, by token id.

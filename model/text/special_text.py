@@ -33,10 +33,6 @@ _SURROUNDINGS = ("{}", " {}", "a{}", "a {} b", "\n{}\n")
 class SpecialText:
     """Marks special tokens in text, and encodes marked text. Immutable, and therefore thread-safe.
 
-    Args:
-        tokenizer: of the checkpoint.
-        used: the special tokens that may be marked.
-
     Attributes:
         breaker: a text that nobody can guess, to be put into texts that should not become a special token.
         end: another one, to find a place in a rendered text again.

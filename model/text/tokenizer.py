@@ -126,10 +126,7 @@ class Tokenizer:
         self.vocab_size = library.get_vocab_size(with_added_tokens=True)
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._pieces = (
-            TextPieces(library, frozenset()),
-            TextPieces(library, self._special_ids),
-        )
+        self._pieces = (TextPieces(library, frozenset()), TextPieces(library, self._special_ids))
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:

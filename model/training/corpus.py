@@ -92,7 +92,7 @@ def read_library(folder: Path) -> tuple[list[SourceFile], dict[str, int]]:
         relative = path.relative_to(folder)
         if not _SKIPPED_FOLDERS.isdisjoint(relative.parts):
             continue
-        text, reason = _read_source(path, relative.as_posix())
+        text, reason = read_source(path, relative.as_posix())
         if reason:
             dropped[reason] = dropped.get(reason, 0) + 1
         else:
@@ -100,26 +100,6 @@ def read_library(folder: Path) -> tuple[list[SourceFile], dict[str, int]]:
     if not files:
         raise FileNotFoundError(f"no usable .py file in {folder}")
     return files, dropped
-
-
-def read_files(folder: Path, paths: Iterable[str]) -> list[SourceFile]:
-    """Read files of a standard library folder, such as the held-out ones of another run.
-
-    Args:
-        folder: such as `lib/python3.11`; its name labels the version.
-        paths: relative to `folder`.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is not usable; names it and the reason.
-    """
-    files = []
-    for path in paths:
-        text, reason = _read_source(folder / path, path)
-        if reason:
-            raise ValueError(f"{folder / path} is not usable: {reason}")
-        files.append(SourceFile(folder.name, path, text))
-    return files
 
 
 def build_corpus(folders: Sequence[Path], held_out_share: float, seed: int) -> Corpus:
@@ -325,7 +305,7 @@ def _choose_held_out(files: Sequence[SourceFile], share: float, seed: int) -> li
     return sorted(chosen, key=lambda file: file.path)
 
 
-def _read_source(path: Path, relative: str) -> tuple[str, str]:
+def read_source(path: Path, relative: str) -> tuple[str, str]:
     """Return a file's text, and why it is not used; one of them is empty."""
     if _SKIPPED_FILES.search(relative):
         return "", "generated, documentation data or invalid on purpose"

@@ -28,12 +28,7 @@ from model.training.infilling import MAX_CHARACTERS, infilling_prompt
 from model.training.instructions import instruction
 from model.training.network import model_logits
 from model.training.prepare import CONTEXT_LENGTH, read_held_out, xz_bytes
-from model.training.tokenization import (
-    ANSWER_START,
-    END_OF_TEXT_ID,
-    TURN_END,
-    chat_turn,
-)
+from model.training.tokenization import ANSWER_START, END_OF_TEXT_ID, TURN_END, chat_turn
 
 STRIDE = CONTEXT_LENGTH // 2
 NUM_HEADERS = 200

@@ -40,9 +40,8 @@ def instruction(fragment: str, generator: np.random.Generator) -> str | None:
         return None
     try:
         node = ast.parse(fragment).body[0]
-    except (
-        SyntaxError
-    ):  # a fragment can lack lines of its body, for example those that are in an earlier version
+    except SyntaxError:
+        # A fragment can lack lines of its body, for example those that are in an earlier version.
         return None
     assert isinstance(node, ast.FunctionDef)
     purpose = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())

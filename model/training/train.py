@@ -106,13 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(model: DecoderLM, data: Path, output: Path) -> None:
-    """Write the checkpoint: matrices in 8 bits, the rest in bfloat16; sampling defaults, tokenizer, chat template.
-
-    Args:
-        model: the trained model.
-        data: folder written by `prepare`, for its tokenizer.
-        output: checkpoint folder.
-    """
+    """Write the checkpoint: matrices in 8 bits, the rest in bfloat16; sampling defaults, tokenizer, chat template."""
     rounded = DecoderLM(model.config, torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
     save_checkpoint(rounded, output, MAX_SHARD_BYTES, int8=True)

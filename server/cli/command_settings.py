@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -31,11 +34,6 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import check_start
 from server.engine.settings import EngineSettings
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
 # Beginnings of the types of errors that `allowed_values` describes; the others have messages of their own.
 _PLAIN_PROBLEMS = ("int_", "float_", "bool_", "literal_", "greater_", "less_", "finite_")
 
@@ -44,10 +42,6 @@ def read_settings(arguments: Sequence[str], command: str = "serve") -> Settings:
     """Read the settings from flags, environment and defaults, in this order.
 
     Exits with status 2 and a message if a value is wrong.
-
-    Args:
-        arguments: after the name of the command.
-        command: its name, for messages.
     """
     parser = Parser(prog=f"tessera {command}")
     add_settings(parser)
@@ -58,10 +52,6 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
     """Return the settings of parsed flags, with environment and defaults.
 
     Exits with status 2 and a message if a value is wrong, or if an environment variable belongs to no setting.
-
-    Args:
-        options: from a parser that `add_settings` has extended.
-        command: its name, for messages.
     """
     given = given_settings(options)
     model = getattr(options, MODEL)
@@ -84,12 +74,7 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
 
 
 def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
-    """Return the engine's part of the settings.
-
-    Args:
-        settings: of the service.
-        model_path: checkpoint folder on this machine.
-    """
+    """Return the engine's part of the settings."""
     values = settings.values_of(EngineSettings)
     return EngineConfig(model_path=str(model_path), model_id=settings.model, **values)
 

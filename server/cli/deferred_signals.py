@@ -16,9 +16,6 @@ def deferred_signals(*numbers: signal.Signals) -> Iterator[None]:
     """Collect signals until the block ends, then raise them again.
 
     Only for the main thread, before an event loop runs in it.
-
-    Args:
-        numbers: of the signals.
     """
     pending: list[int] = []
 

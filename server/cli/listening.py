@@ -5,9 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-
-class ListenError(Exception):
-    """The service cannot listen on the address; the text says why."""
+from server.engine.core.start_checks import StartupError
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
@@ -19,7 +17,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
         count: number of sockets. The kernel distributes connections among them by a hash of their addresses.
 
     Raises:
-        ListenError: the address is in use or does not belong to this machine.
+        StartupError: the address is in use or does not belong to this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -27,7 +25,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
         if count == 1:
             return [first]
         if not hasattr(socket, "SO_REUSEPORT"):
-            raise ListenError("this system does not let processes share a port")
+            raise StartupError("this system does not let processes share a port")
         # Shared sockets could join those of another service; binding one that is not shared shows that the port is
         # free.
         address = first.getsockname()
@@ -35,16 +33,11 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
         return [_bind(family, address, shared=True) for _ in range(count)]
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise StartupError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def local_hosts(host: str, listener: socket.socket) -> tuple[str, ...]:
-    """Return the names by which programs of this machine reach the service; none if others can reach it too.
-
-    Args:
-        host: as given to `listen`.
-        listener: one of the sockets.
-    """
+    """Return the names by which programs of this machine reach the service; none if others can reach it too."""
     address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
     if not address.is_loopback:
         return ()

@@ -63,9 +63,6 @@ def count_gpus(library: str = _LIBRARY) -> int:
     """Return how many NVIDIA GPUs a process can use, of those that CUDA_VISIBLE_DEVICES allows; 0 without a driver.
 
     It initializes the driver in this process, but uses no memory of a GPU.
-
-    Args:
-        library: name of the driver's library.
     """
     number = ctypes.c_int()
     try:
@@ -81,10 +78,6 @@ def may_have_gpu(devices: Path = _DEVICES, library: str = _LIBRARY) -> bool:
 
     A GPU needs the node of a device, and the driver's library, which PyTorch loads too. Both must be missing for the
     answer to be false, so that an unusual installation is not refused.
-
-    Args:
-        devices: folder of the nodes.
-        library: name of the driver's library.
     """
     if sys.platform != "linux" or _has_node(devices, _NODES):
         return True

@@ -10,14 +10,17 @@ import time
 from typing import TYPE_CHECKING
 
 from model.errors import ModelError
-from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
-from server.cli.data_parallel import engine_environments
 from server.cli.deferred_signals import deferred_signals
 from server.cli.front_end.count import front_end_count
-from server.cli.listening import ListenError, listen, local_hosts
-from server.cli.service_parts import http_config, tokenizer_path
-from server.cli.tracing import TracingError, check_tracing
+from server.cli.listening import listen, local_hosts
+from server.cli.service_parts import (
+    api_keys,
+    check_tracing,
+    engine_environments,
+    http_config,
+    tokenizer_path,
+)
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.engine_process.process_setup import (
@@ -31,7 +34,7 @@ from server.engine.link.front_end.client import EngineClient
 from server.engine.link.front_end.hub import EngineHub
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
-from server.log import configure_logging
+from server.log import LogFormat, configure_logging
 
 if TYPE_CHECKING:
     import socket
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
     from server.cli.settings import Settings
     from server.http.config import HTTPConfig
     from server.http.serving import HTTPServer
-    from server.log import LogFormat
 
 log = logging.getLogger("tessera")
 
@@ -80,7 +82,7 @@ def serve(
         keys = api_keys(settings)
         allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
         limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
-    except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
+    except (ModelError, StartupError) as error:
         fail(str(error))
     log.info("starting with the model %s", settings.model)
     engine_type = EngineHub if front_ends > 1 else EngineClient
@@ -112,12 +114,7 @@ def serve(
 
 
 class _SingleFrontEnd:
-    """This process as the only front end; has the methods of a `FrontEndPool`.
-
-    Args:
-        server: of this process.
-        listener: bound socket.
-    """
+    """This process as the only front end; has the methods of a `FrontEndPool`."""
 
     def __init__(self, server: HTTPServer, listener: socket.socket) -> None:
         self.loop_factory = server.loop_factory

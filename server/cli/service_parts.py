@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
 
 from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.hub import BUNDLED, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
+from server.cli.nvidia import count_gpus, may_have_gpu
+from server.cli.settings import Settings, check_keys
+from server.engine.core.start_checks import StartupError
+from server.engine.link.spawn import gpu_variables
 from server.http.config import HTTPConfig, HTTPSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from model.checkpoint.config import ModelConfig
-    from server.cli.settings import Settings
 
 log = logging.getLogger("tessera")
+_TRACING_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 
 
 def http_config(
@@ -59,3 +67,74 @@ def tokenizer_path(settings: Settings, model_path: Path) -> Path:
         log.warning("%s has no tokenizer.json; using the bundled model's", model_path)
         return resolve(BUNDLED)
     return model_path
+
+
+def api_keys(settings: Settings) -> tuple[str, ...]:
+    """Return all keys, each once; none if the service is open to all.
+
+    Raises:
+        StartupError: the file cannot be read, has no key, or has one that could not be sent in a header.
+    """
+    keys = settings.api_key
+    if settings.api_key_file is not None:
+        keys += _read_keys(settings.api_key_file)
+    return tuple(dict.fromkeys(keys))
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        keys = check_keys(tuple(line for line in lines if line and not line.startswith("#")))
+    except (OSError, UnicodeDecodeError, PydanticCustomError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8"
+        raise StartupError(f"--api-key-file {path}: {reason}") from None
+    if not keys:
+        raise StartupError(f"--api-key-file {path}: the file has no key")
+    return keys
+
+
+def check_tracing(settings: Settings) -> None:
+    """Check that the packages for `--otlp-endpoint` are installed, if it is given.
+
+    Raises:
+        StartupError: they are not.
+    """
+    if settings.otlp_endpoint is not None and not all(map(_is_installed, _TRACING_PACKAGES)):
+        raise StartupError(
+            "--otlp-endpoint needs the packages of the extra `otel`: pip install 'tessera[otel]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
+def engine_environments(settings: Settings) -> Sequence[Mapping[str, str]]:
+    """Return the engine processes of a service: for each, the variables of its environment that make it use its GPU.
+
+    On a CPU they have none; there the engines share processors and memory.
+
+    Raises:
+        StartupError: there are fewer GPUs than engines.
+    """
+    wanted = settings.data_parallel
+    if wanted == 1:
+        return ({},)
+    num_gpus = count_gpus() if settings.device != "cpu" and may_have_gpu() else 0
+    if wanted is None:
+        wanted = max(1, num_gpus)
+    if wanted == 1:
+        return ({},)
+    if num_gpus or settings.device == "cuda":
+        if wanted > num_gpus:
+            raise StartupError(
+                f"--data-parallel {wanted}: each engine needs a GPU of its own, and {num_gpus} "
+                f"{'is' if num_gpus == 1 else 'are'} visible (CUDA_VISIBLE_DEVICES chooses among those of the machine)"
+            )
+        return tuple(gpu_variables(number) for number in range(wanted))
+    return ({},) * wanted

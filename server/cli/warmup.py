@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from kernels.arch import known_processors
-from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
+from server.engine.core.messages import EngineConfig, EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process.rank_processes import RankProcesses
 from server.engine.runner.start.compile_absent import compile_for
 from server.engine.runner.start.startup import start_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from server.engine.core.messages import EngineConfig
 
 
 class _EndsAtOnce:
@@ -41,10 +37,6 @@ def warm_up(config: EngineConfig, began: float) -> None:
     """Start an engine, record its steps, and print the duration of the start.
 
     Exits with status 1 if the engine cannot start.
-
-    Args:
-        config: of the engine, from the settings of the service.
-        began: `time.perf_counter()` when the command began.
     """
     try:
         ranks = RankProcesses(config) if config.tensor_parallel > 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.engine.link.protocol import AbortTarget
@@ -16,8 +16,6 @@ from server.http.request_id import MAX_ID_CHARACTERS, current_request
 from server.http.responses import json_response
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from server.http.context import AppContext
 
 _CLIENT_CLOSED = 499
@@ -47,13 +45,7 @@ RECORDS = (AbortBody, AbortReply)
 
 
 def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]) -> None:
-    """Add the route.
-
-    Args:
-        app: the application.
-        context: the application's context.
-        error_reply: type of an error's body, for the OpenAPI document.
-    """
+    """Add the route."""
 
     @app.post("/abort", **describe_route(AbortBody, error_reply, AbortReply, generates=False))
     async def abort(request: Request) -> Response:

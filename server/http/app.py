@@ -17,7 +17,7 @@ from server.http.edge.stack import install_edge
 from server.http.lifecycle import Lifecycle
 from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
-from server.http.responses import install_error_handlers
+from server.http.responses import ErrorBody, install_error_handlers
 from server.version import version
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
     from server.http.exchange import Dialect
     from server.http.metrics.shared_counters import SharedCounters
-    from server.http.responses import ErrorBody
 
 DIALECTS: tuple[Dialect, ...] = (OPENAI, SAGEMAKER, TGI)
 """All dialects. The first dialect whose prefix matches a path renders that path's errors; the last prefix is "/"."""

@@ -110,8 +110,7 @@ class HTTPConfig(HTTPSettings):
     and `allowed_hosts` is empty for any.
 
     Attributes:
-        model_id: the name the operator gave the model; the only text from outside that becomes a
-            metric label.
+        model_id: the name the operator gave the model; the only text from outside that becomes a metric label.
         eos_token_ids: the model's own end tokens, from its configuration.
         sampling_defaults: sampling parameters of the checkpoint, in dialects where requests that set none take them.
         max_best_of: sequences that one request may ask for.
@@ -127,8 +126,7 @@ class HTTPConfig(HTTPSettings):
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
             thread. 1,000 characters take 0.16 ms in a tight loop and 0.6 to 0.9 ms between the tokens of a
             stream; switching to a thread takes 0.05 ms (byte-level BPE, EPYC Zen 4).
-        keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
-            close it.
+        keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not close it.
         send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
     """
 

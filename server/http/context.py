@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from model.errors import ChatTemplateError, TokenizerError
-from model.text.chat_template import RenderedChat
+from model.text.chat_template import ChatTemplate, RenderedChat
 from model.text.special_text import MARK_BYTES
 from model.text.token_length import longest_token
 from model.text.tools.formats import find_format
-from server.engine.link.front_end.client import EngineUnavailableError
+from server.engine.link.front_end.client import EngineHandle, EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import StoppingError, UnavailableError, ValidationError
 from server.http.body.validation import describe
@@ -22,11 +22,9 @@ from server.http.text.tokenizing import TokenizerThreads
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Sized
 
-    from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
-    from server.engine.link.front_end.client import EngineHandle
     from server.engine.link.front_end.request_stream import RequestStream
     from server.http.config import HTTPConfig
     from server.http.lifecycle import Lifecycle

@@ -17,11 +17,11 @@ from server.errors import AbortedError, TesseraError
 from server.http.body.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
-from server.http.metrics.usage import usage_headers
-from server.http.reply.generation import GENERATION
-from server.http.reply.streaming import TokenSender, open_event_stream
+from server.http.metrics.usage import RequestUsage, usage_headers
+from server.http.reply.generation import GENERATION, Generation, Timings
+from server.http.reply.streaming import StreamRenderer, TokenSender, open_event_stream
 from server.http.request_id import RequestFigures, current_request
-from server.http.responses import send_json, warnings_header
+from server.http.responses import ErrorBody, Headers, send_json, warnings_header
 from server.http.transport import direct_writer
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
     from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
-    from server.http.metrics.usage import RequestUsage
-    from server.http.reply.generation import Generation, Timings
-    from server.http.reply.streaming import StreamRenderer
-    from server.http.responses import ErrorBody, Headers
     from server.http.token_routes import TokenForm
 
 

@@ -34,10 +34,6 @@ class Lifecycle:
 
     Attributes:
         stage: the current stage.
-
-    Args:
-        client: the engine's client.
-        config: durations of the stages.
     """
 
     def __init__(self, client: EngineHandle, config: HTTPConfig) -> None:

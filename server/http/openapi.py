@@ -27,14 +27,9 @@ Choice: TypeAlias = ChoiceT | tuple[ChoiceT, ...]
 
 _SCHEMAS = "#/components/schemas/"
 _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
-    errors.MalformedBodyError,
-    errors.BodyTimeoutError,
-    errors.BodyTooLargeError,
-    errors.MediaTypeError,
-    errors.ValidationError,
-    errors.OverloadedError,
-    errors.UnavailableError,
-)
+    errors.MalformedBodyError, errors.BodyTimeoutError, errors.BodyTooLargeError, errors.MediaTypeError,
+    errors.ValidationError, errors.OverloadedError, errors.UnavailableError,
+)  # fmt: skip
 _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
     errors.AbortedError,
     errors.DeadlineExceededError,
@@ -103,21 +98,12 @@ def describe_error(
 def install_openapi(
     app: FastAPI, bodies: Iterable[type[BaseModel]], replies: Iterable[type[msgspec.Struct]]
 ) -> None:
-    """Serve the document, and replace `app.openapi` by a function that adds the missing schemas to FastAPI's.
-
-    Args:
-        app: the application.
-        bodies: all types of request bodies.
-        replies: all types of replies.
-    """
+    """Serve the document, and replace `app.openapi` by a function that adds the missing schemas to FastAPI's."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
+                title=app.title, version=app.version, description=app.description, routes=app.routes
             )
             _, models = models_json_schema(
                 [(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}"

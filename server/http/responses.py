@@ -68,18 +68,8 @@ def error_response(error: TesseraError, body: ErrorBody) -> Response:
 
 
 async def send_json(send: Send, body: bytes, headers: Headers) -> None:
-    """Send a complete response with status 200.
-
-    Args:
-        send: the ASGI server's `send`.
-        body: encoded JSON.
-        headers: headers in addition to content type and length.
-    """
-    headers = [
-        *headers,
-        JSON_HEADER,
-        header(b"content-length", len(body)),
-    ]
+    """Send a complete response with status 200."""
+    headers = [*headers, JSON_HEADER, header(b"content-length", len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import Request
+from fastapi import FastAPI, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
@@ -17,8 +17,6 @@ from server.http.page import routes as page
 from server.http.responses import json_response
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from server.http.context import AppContext
 
 _UNAVAILABLE = 503

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from server.http.responses import JSON_HEADER, send_json
+from server.http.responses import JSON_HEADER, Headers, send_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from starlette.types import Send
-
-    from server.http.responses import Headers
 
 ItemT = TypeVar("ItemT")
 
@@ -75,13 +73,7 @@ def slices(text: str) -> Iterator[str]:
 
 
 async def send_pieces(send: Send, pieces: Iterator[bytes], headers: Headers) -> None:
-    """Send a reply with status 200; one that is short has a length, a longer one is sent in chunks.
-
-    Args:
-        send: the ASGI server's `send`.
-        pieces: the JSON.
-        headers: headers in addition to content type and length.
-    """
+    """Send a reply with status 200; one that is short has a length, a longer one is sent in chunks."""
     data = _join(pieces)
     if len(data) < _PIECE_BYTES:
         await send_json(send, data, headers)

@@ -13,7 +13,7 @@ from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.openapi import describe_error, describe_route
 from server.http.request_id import current_request
-from server.http.responses import error_response, warnings_header
+from server.http.responses import ErrorBody, error_response, warnings_header
 from server.http.token_replies import TokenReply, send_pieces
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from server.http.context import AppContext
-    from server.http.responses import ErrorBody
 
 ENDPOINTS = ("tokenize", "detokenize")
 """Metric labels of the routes."""

@@ -17,26 +17,22 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from server.engine.core.request import FinishReason
-from server.http.reply.generation import GENERATION
-from server.http.request_id import CLIENT_CLOSED, current_request
+from server.http.reply.generation import GENERATION, Generation
+from server.http.request_id import CLIENT_CLOSED, CurrentRequest, RequestFigures, current_request
 from server.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from server.http.config import HTTPConfig
-    from server.http.reply.generation import Generation
-    from server.http.request_id import CurrentRequest, RequestFigures
 
 TRACES_PATH = "/v1/traces"
 CLOSE_SECONDS = 3.0

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from server.cli.settings import Settings
-from server.embedding import embedded_service
+from server.embedding import EmbeddedService, embedded_service
 from server.engine.link.protocol import EngineState
 from server.ray.router import SEQUENCES, check_version, router_config, with_prefix_routing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from typing import Self
 
     from ray.serve import Application
-    from ray.serve.config import AutoscalingContext
     from starlette.types import ASGIApp
-
-    from server.embedding import EmbeddedService
 
 _FULL: Final = 0.8
 """Share of a replica's sequences in use at which another replica is started."""
@@ -74,11 +70,7 @@ class Options(BaseModel):
 
 
 class Tessera:
-    """One replica.
-
-    Args:
-        settings: of the service, by name.
-    """
+    """One replica."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = Settings.model_validate(settings)
@@ -90,7 +82,7 @@ class Tessera:
 
         Raises:
             ChildStartError: the engine cannot start; the text says why.
-            ModelError, StartupError, ApiKeyError, TracingError: see `embedded_service`.
+            ModelError, StartupError: see `embedded_service`.
         """
         async with contextlib.AsyncExitStack() as held:
             service = await held.enter_async_context(embedded_service(self._settings))

@@ -13,10 +13,8 @@ import hashlib
 import json
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any, Final
 
 KEY_CHARACTERS: Final = 512
 MAX_LOAD: Final = 1.25
@@ -32,9 +30,8 @@ def routing_key(body: bytes) -> str:
     """
     try:
         request = json.loads(body)
-    except (
-        ValueError
-    ):  # cut off, or not JSON: the service answers, or another part of the body is the same
+    except ValueError:
+        # Cut off, or not JSON: the service answers, or another part of the body is the same.
         return body.decode(errors="replace")[:KEY_CHARACTERS]
     prompt = _prompt(request) if isinstance(request, dict) else None
     text = prompt if isinstance(prompt, str) else json.dumps(prompt or request)

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.request_router import RequestRouter
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -25,7 +25,6 @@ from server.ray.prefix_routing import RecentRequests, ranked, routing_key
 if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
-    from ray.serve.request_router import PendingRequest, RunningReplica
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
@@ -70,11 +69,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
 
 
 class PrefixRouter:
-    """Answers HAProxy's question where a request goes.
-
-    Args:
-        replicas: handle of the deployment that HAProxy sends requests to.
-    """
+    """Answers HAProxy's question where a request goes."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas

@@ -2,8 +2,9 @@
 
 import pytest
 
-from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import read_settings
+from server.cli.service_parts import api_keys
+from server.engine.core.start_checks import StartupError
 
 
 def keys(*arguments):
@@ -47,7 +48,7 @@ def test_a_file_without_usable_keys_is_an_error(tmp_path, content, reason):
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    with pytest.raises(ApiKeyError, match=reason) as error:
+    with pytest.raises(StartupError, match=reason) as error:
         keys("--api-key-file", str(file))
     assert "space" not in str(error.value)
 

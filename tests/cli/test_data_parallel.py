@@ -2,10 +2,10 @@
 
 import pytest
 
-from server.cli import data_parallel as module
+from server.cli import service_parts as module
 from server.cli.command_settings import read_settings
-from server.cli.data_parallel import engine_environments
 from server.cli.nvidia import count_gpus
+from server.cli.service_parts import engine_environments
 from server.cli.settings import Settings
 from server.engine.core.start_checks import StartupError
 from server.engine.link.spawn import gpu_variables

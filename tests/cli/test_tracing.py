@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from server.cli.service_parts import check_tracing
 from server.cli.settings import Settings
-from server.cli.tracing import TracingError, check_tracing
+from server.engine.core.start_checks import StartupError
 
 ENDPOINT = "http://localhost:4318"
 
@@ -15,7 +16,7 @@ ENDPOINT = "http://localhost:4318"
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(TracingError, match=r"--otlp-endpoint .* pip install 'tessera\[otel\]'"):
+    with pytest.raises(StartupError, match=r"--otlp-endpoint .* pip install 'tessera\[otel\]'"):
         check_tracing(Settings(otlp_endpoint=ENDPOINT))
     check_tracing(Settings())
 

@@ -7,12 +7,12 @@ import socket
 import sys
 import time
 import weakref
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.logged_process import start_logged
+from tests.reliability.processes import Role, process_tree
 
 # Shared because creating a client takes longer than a request. It keeps no connections: a kept connection would always
 # reach the same front end.
@@ -45,11 +45,8 @@ class Service:
         raise AssertionError(f"not healthy within {seconds} s")
 
     def engine_pid(self):
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = [int(pid) for file in children for pid in file.read_text().split()]
-        engines = [p for p in pids if b"server.engine.link.engine_process.process" in _command(p)]
-        assert len(engines) == 1, engines
-        return engines[0]
+        (engine,) = (it.pid for it in process_tree(self.process.pid) if it.role is Role.ENGINE)
+        return engine
 
     def metric(self, name):
         for line in CLIENT.get(f"{self.url}/metrics").text.splitlines():
@@ -69,12 +66,6 @@ class Service:
     def log(self):
         """Return what the service has written to standard error so far."""
         return self._log.read_text()
-
-
-def _command(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 @pytest.fixture(scope="session")

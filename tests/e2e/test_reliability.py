@@ -1,4 +1,4 @@
-"""The reliability benchmarks for a short time, and what they rely on. `docs/reliability.md` has the long runs."""
+"""The commands of tests.reliability for a short time; `docs/reliability.md` has the long runs."""
 
 import asyncio
 import json
@@ -10,22 +10,19 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from benchmarks.chaos import is_idle
-from benchmarks.reliability.exchange import encode_post
-from benchmarks.reliability.fast_client import ClientRun
-from benchmarks.reliability.managed_service import ManagedService
-from benchmarks.reliability.processes import Role, listening_ports, process_tree
 from tests.e2e.test_serve import until
+from tests.reliability.chaos import is_idle
+from tests.reliability.exchange import encode_post
+from tests.reliability.fast_client import ClientRun
+from tests.reliability.managed_service import ManagedService
+from tests.reliability.processes import Role, listening_ports, process_tree, socket_inodes
 
 pytestmark = pytest.mark.e2e
 
 
 def unix_sockets(pids):
     """Return the paths of the UNIX sockets that processes have bound to files."""
-    inodes = set()
-    for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            inodes.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
+    inodes = socket_inodes(pids)
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {Path(f[7]) for f in lines if len(f) > 7 and f[6] in inodes and f[7].startswith("/")}
 
@@ -48,7 +45,7 @@ def test_only_the_http_port_listens_and_sockets_are_in_a_private_folder(bundled_
 def fake_service(tmp_path):
     service = ManagedService(
         ["--frontends=2", "--device=cpu"],
-        program=("-m", "benchmarks.reliability.counted_service", "{folder}/counts", "fake"),
+        program=("-m", "tests.reliability.counted_service", "{folder}/counts", "fake"),
         folder=tmp_path,
     )
     service.start()
@@ -112,7 +109,7 @@ def test_a_minute_of_chaos_gives_every_client_a_status(tmp_path):
     events = ["kill-engine", "kill-front-end", "pause-engine", "pause-front-end", "kill-parent"]
     events += ["malformed-traffic", "slow-clients", "full-disk"]
     ended = run(
-        "benchmarks.chaos", "--minutes=1", f"--out={tmp_path / 'chaos.json'}", "--events", *events, timeout=380
+        "tests.reliability.chaos", "--minutes=1", f"--out={tmp_path / 'chaos.json'}", "--events", *events, timeout=380
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
@@ -126,7 +123,7 @@ def test_a_minute_of_chaos_gives_every_client_a_status(tmp_path):
 @pytest.mark.timeout(300)
 def test_memory_does_not_grow_over_20000_requests_to_a_fake_engine(tmp_path):
     ended = run(
-        "benchmarks.soak", "--engine=fake", "--requests=20000", f"--out={tmp_path / 'soak.json'}", timeout=280
+        "tests.reliability.soak", "--engine=fake", "--requests=20000", f"--out={tmp_path / 'soak.json'}", timeout=280
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]

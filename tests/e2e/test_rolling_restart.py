@@ -7,8 +7,8 @@ import random
 import httpx
 import pytest
 
-from benchmarks.reliability.managed_service import ManagedService
 from tests.deploy.nginx import needs_nginx, run_nginx
+from tests.reliability.managed_service import ManagedService
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 CLIENTS, ROUNDS = 8, 2

@@ -5,11 +5,12 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+from tests.reliability.processes import process_tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.anyio]
 
@@ -90,11 +91,7 @@ class Load:
 
 
 def descendants(pid):
-    found = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, file.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+    return [process.pid for process in process_tree(pid)[1:]]
 
 
 @pytest.mark.parametrize("front_ends", [1, 2])

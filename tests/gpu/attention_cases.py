@@ -14,7 +14,7 @@ import torch
 import kernels
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
-from kernels.testing.problems import (
+from tests.kernels.references.problems import (
     Layout,
     assert_no_worse_than,
     make_case,

@@ -47,8 +47,6 @@ from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import Norm
 from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SAMPLE_SIZES, SampleSizes
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from model.executors import single_launch
 from tests.gpu.attention_cases import DEVICE, judge, make, make_problem, rows, run
 from tests.gpu.test_fp8_weights_gpu import Layer
@@ -67,6 +65,8 @@ from tests.gpu.test_single_launch_gpu import (
     problem_of,
 )
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.kernels.sampling.sampled import by_kernel, by_rule
 
 PREFILL_CASES = [

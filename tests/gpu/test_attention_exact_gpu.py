@@ -12,7 +12,6 @@ import torch
 
 import kernels
 from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
-from kernels.testing.problems import UNUSED_BLOCK, Layout
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,
@@ -24,6 +23,7 @@ from tests.gpu.attention_cases import (
     run,
     selection_of,
 )
+from tests.kernels.references.problems import UNUSED_BLOCK, Layout
 
 PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
 DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))

@@ -11,7 +11,6 @@ import torch
 import kernels
 from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
-from kernels.testing import reference
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,
@@ -33,6 +32,7 @@ from tests.gpu.attention_cases import (
     run,
     selection_of,
 )
+from tests.kernels.references import reference
 
 PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
 DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))

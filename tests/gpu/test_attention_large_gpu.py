@@ -7,9 +7,9 @@ import torch
 
 import kernels
 from kernels.attention.problem import PackedBatch, PagedBatch, Phase
-from kernels.testing import reference
-from kernels.testing.problems import UNUSED_BLOCK, PackedCase, PagedCase
 from tests.gpu.attention_cases import DEVICE, attend, judge, make_problem, rows, run, selection_of
+from tests.kernels.references import reference
+from tests.kernels.references.problems import UNUSED_BLOCK, PackedCase, PagedCase
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 PAST = 2**31 // (KV_HEADS * HEAD_DIM) + 4096

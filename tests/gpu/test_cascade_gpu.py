@@ -9,7 +9,6 @@ import torch
 
 import kernels
 from kernels.attention.problem import Phase
-from kernels.testing.problems import UNUSED_BLOCK
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,
@@ -22,6 +21,7 @@ from tests.gpu.attention_cases import (
     rows,
     selection_of,
 )
+from tests.kernels.references.problems import UNUSED_BLOCK
 
 DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))
 WITHOUT_WINDOW = [it for it in COMBINATIONS if "sliding_window" not in it[5]]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks.local_engine import LocalEngine
-from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.model.executors.paged import PagedDriver
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -1,7 +1,7 @@
 """Prefill over an FP8 cache on Hopper: in FP8 against a PyTorch model that rounds at the same points, and converted.
 
-The FP8 kernel may differ from the model (`kernels.testing.reference_fp8`) only where summing in another order rounds a
-weight to the other side of a tie:
+The FP8 kernel may differ from the model (`tests.kernels.references.reference_fp8`) only where summing in another order
+rounds a weight to the other side of a tie:
 
     a query      Its elements may lie on a tie of e4m3, as 3/4 of a row's largest does: the last bit of float32 then
                  decides, and all of its scores change. So each quantized number is checked against the model,
@@ -32,8 +32,6 @@ from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
 from kernels.fp8 import FP8, dequantize_rows, quantize_kv_rows
-from kernels.testing import reference, reference_fp8
-from kernels.testing.problems import Layout
 from tests.gpu.attention_cases import (
     DEVICE,
     LONG_PAIRS,
@@ -43,6 +41,8 @@ from tests.gpu.attention_cases import (
     make_problem,
     named,
 )
+from tests.kernels.references import reference, reference_fp8
+from tests.kernels.references.problems import Layout
 
 ROW = next(row for row in REGISTRY if row.name == "hopper_fp8_prefill")
 # dtype, query heads, key-value heads, head dim, block size, features.

@@ -16,8 +16,6 @@ from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import Norm
 from kernels.norms.gpu import quantize_rows as fused
 from kernels.rope.registry import TRITON
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
@@ -26,6 +24,8 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.model.executors import paged
 from tests.model.executors.paged import PagedDriver
 

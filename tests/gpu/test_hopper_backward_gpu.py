@@ -15,10 +15,10 @@ import kernels
 from kernels.attention.training.portable.launch import PORTABLE
 from kernels.attention.training.registry import TRAINING_REGISTRY
 from kernels.selection import load
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels.attention.training.test_autograd import gradients
 from tests.kernels.attention.training.test_autograd import problem_of as problem_on_cpu
 from tests.kernels.attention.training_cases import Case, dense
+from tests.kernels.references.problems import assert_no_worse_than
 
 ROW = next(row for row in TRAINING_REGISTRY if row.name == "hopper_backward")
 SECONDS = 40

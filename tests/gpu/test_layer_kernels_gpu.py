@@ -16,9 +16,9 @@ from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.tile_best import TileBest
 from kernels.sampling.tokens import embed_tokens
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 DEVICE = "cuda"
 EPS = 1e-6

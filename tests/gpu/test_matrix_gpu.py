@@ -13,12 +13,12 @@ from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.weights import LinearArguments
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from model.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import QWEN
 from tests.kernels.linear.weights import linear_weights
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.model.configs import changed
 from tests.model.executors import paged
 

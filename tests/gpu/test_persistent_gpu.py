@@ -16,10 +16,10 @@ from kernels.linear.registry import PERSISTENT, REGISTRY
 from kernels.linear.weights import LinearArguments
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from kernels.norms.pytorch import sum_in_order
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from tests.gpu.test_matrix_gpu import EPS, random
 from tests.kernels.linear.weights import linear_weights
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -13,7 +13,6 @@ from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS, unquantized
 from model.checkpoint.hub import BUNDLED, resolve
 from model.decoder import DecoderLM
@@ -24,6 +23,7 @@ from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.model.configs import changed, model_config
 from tests.model.executors import paged
 

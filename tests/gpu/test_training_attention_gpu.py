@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import kernels
-from kernels.testing.problems import assert_no_worse_than, truth_dtype
 from tests.kernels.attention.training.test_autograd import gradients
 from tests.kernels.attention.training_cases import CASES, Case, dense
+from tests.kernels.references.problems import assert_no_worse_than, truth_dtype
 
 pytestmark = pytest.mark.gpu
 

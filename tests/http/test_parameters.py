@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from benchmarks.attacks.parameter_cases import CASES
 from model.text.chat_template import ChatTemplate
+from tests.attacks.parameter_cases import CASES
 
 pytestmark = pytest.mark.anyio
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-# Each of its grammars takes a process up to two seconds; tests/e2e/test_attacks.py has it.
+# Each of its grammars takes a process up to two seconds; tests/attacks/test_attacks.py has it.
 CHEAP = [name for name in CASES if name != "B16"]
 
 

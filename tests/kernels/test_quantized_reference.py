@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from kernels import weight_format
-from kernels.testing.quantized_reference import (
+from kernels.weight_format import INT8_ROWS
+from kernels.weights import quantize
+from tests.kernels.references.quantized_reference import (
     INT4_GROUPS,
     dequantize_int8,
     multiply,
     quantize_int4,
     quantize_int8,
 )
-from kernels.weight_format import INT8_ROWS
-from kernels.weights import quantize
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 
 def attend_one(q, k, v, query, head, *, scale, window, softcap):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import row_products
+from tests.kernels.references.problems import assert_no_worse_than
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(64, 64, 64), (16, 128, 32), (37, 16, 8)])

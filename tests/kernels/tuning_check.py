@@ -10,6 +10,11 @@ from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, KV_DTYPES
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import MOST_VECTOR_ROWS, VECTOR
+from kernels.linear.registry import REGISTRY as LINEAR_REGISTRY
+from kernels.linear.select import WARP_COLUMNS, LinearChoice
+from kernels.linear.tuned import read_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
     from kernels.attention.spec import KernelSpec
 
 _FIELDS = {"kernel", "dtypes", "head_dims", "max_seqlen_k", "launch", "provenance", "measured"}
+_LINEAR_FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "provenance"}
 _OPTIONAL = {"kv_dtypes", "min_heads_per_sm"}
 _LAUNCH_FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
 _NEEDED = {n for n, field in _LAUNCH_FIELDS.items() if field.default is dataclasses.MISSING}
@@ -175,3 +181,47 @@ def _cases(row: dict[str, Any]) -> list[tuple[str, str, int, str | None]]:
 def _name(kernel: str, dtype: str, head_dim: int, kv_dtype: str | None = None) -> str:
     cache = "" if kv_dtype is None else f" over {kv_dtype}"
     return f"{kernel} {dtype} head_dim {head_dim}{cache}"
+
+
+def linear_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """List the mistakes in a table of linear layers; empty if there are none."""
+    found = []
+    seen = set()
+    for number, row in enumerate(rows):
+        if set(row) != _LINEAR_FIELDS:
+            found.append(
+                f"row {number}: has the keys {sorted(row)}; expected {sorted(_LINEAR_FIELDS)}"
+            )
+            continue
+        if not str(row["provenance"]).strip():
+            found.append(f"row {number}: provenance must say where the numbers come from")
+        problem = LinearProblem(row["max_rows"], row["outputs"], row["inputs"], gated=row["gated"])
+        spec = next(spec for spec in LINEAR_REGISTRY if spec.name == row["kernel"])
+        choice = LinearChoice(problem, spec, read_row(row).launch, row["provenance"])
+        found += [f"row {number}: {text}" for text in linear_launch_mistakes(choice)]
+        case = (row["outputs"], row["inputs"], row["gated"], row["max_rows"])
+        if case in seen:
+            found.append(f"row {number}: a second row for {problem}")
+        seen.add(case)
+    return found
+
+
+def linear_launch_mistakes(choice: LinearChoice) -> list[str]:
+    """List why a launch does not fit its kernel and problem; empty if it does."""
+    launch, problem = choice.launch, choice.problem
+    if choice.spec is not VECTOR:
+        return [] if launch is None else ["the library takes no launch"]
+    if launch is None:
+        return ["has no launch"]
+    found = [
+        f"{name} is {value}; it must be a power of two"
+        for name in ("block_n", "block_k", "num_warps")
+        if (value := getattr(launch, name)) < 1 or value.bit_count() != 1
+    ]
+    if launch.block_k < WARP_COLUMNS * launch.num_warps:
+        found.append(f"block_k is {launch.block_k}: less than {WARP_COLUMNS} for each warp")
+    if problem.rows > MOST_VECTOR_ROWS:
+        found.append(f"{problem.rows} rows are too many")
+    if launch.ahead < 1:
+        found.append(f"ahead is {launch.ahead}; it must be at least 1")
+    return found

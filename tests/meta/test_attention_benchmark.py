@@ -27,7 +27,7 @@ from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.registry import REGISTRY
 from kernels.attention.tuned import tuned_launches
-from kernels.testing import reference
+from tests.kernels.references import reference
 from tests.kernels.tuning_check import shared_memory_estimate
 
 HEADS = {"hq": 32, "hkv": 8, "d": 128, "dtype": "bfloat16"}

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.text.tokenizer import Tokenizer
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.marks import slow_except
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.executors.paged import greedy, logits_in_chunks

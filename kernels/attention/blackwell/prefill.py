@@ -32,38 +32,13 @@ if TYPE_CHECKING:
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "table_stride", "window"])
 def prefill(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    out,
-    lse,
-    tiles,
-    block_table,
-    counter,
-    table_stride,
-    num_entries,
-    late_heads,
-    num_items,
-    k_head_stride,
-    scale,
-    window,
-    softcap,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEY_SHARES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PAGED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    LSE: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out, lse, tiles, block_table, counter, table_stride, num_entries,
+    late_heads, num_items, k_head_stride, scale, window, softcap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KEY_SHARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
     """Process all items; one program per SM.
 
     Shapes as in `kernels.prefill_attention`; the other arguments as in `hopper.prefill.prefill`.

@@ -47,13 +47,12 @@ from kernels.attention.hopper.producer import copy_tile, copy_tiles, rows_of_til
 from kernels.attention.hopper.scores import cap_scores, mask_scores, softmax_step
 from kernels.attention.portable.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.portable.tile import window_argument
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.gpu.dependent_launch import dependent_launch, may_depend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 FEW_ROWS = gl.constexpr(8)
@@ -61,38 +60,13 @@ FEW_ROWS = gl.constexpr(8)
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])
 def decode(
-    q_desc,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    splits,
-    arrivals,
-    partial_out,
-    partial_lse,
-    block_table,
-    table_stride,
-    scale,
-    window,
-    softcap,
-    HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    MERGE_ROWS: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    LSE: gl.constexpr,
-    FEW: gl.constexpr,
-    KEYS_ON_M: gl.constexpr,
-    EARLY: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, out, lse, splits, arrivals, partial_out, partial_lse, block_table, table_stride,
+    scale, window, softcap,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    ROW_TILES: gl.constexpr, MERGE_ROWS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    LSE: gl.constexpr, FEW: gl.constexpr, KEYS_ON_M: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Compute attention of one row tile over one split; program (split, key-value head, row tile).
 
     The heads of a split are adjacent programs, since they read adjacent bytes of the same blocks. If EARLY, copies of
@@ -390,20 +364,11 @@ class HopperDecode:
         decode[(self._list.num_programs,)](
             TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
             TensorDescriptor(keys, kv_shape, kv_strides, *self._k_box),
-            TensorDescriptor(values, kv_shape, kv_strides, *self._k_box),
-            out,
-            out if lse is None else lse,
-            self._list.splits,
-            self._list.arrivals,
-            self._list.partial_out,
-            self._list.partial_lse,
-            self._table,
-            self._table.stride(0),
-            self._scale,
-            window_argument(self._problem),
-            self._softcap,
+            TensorDescriptor(values, kv_shape, kv_strides, *self._k_box), out, out if lse is None else lse,
+            self._list.splits, self._list.arrivals, self._list.partial_out, self._list.partial_lse,
+            self._table, self._table.stride(0), self._scale, window_argument(self._problem), self._softcap,
             **self._constants,
-        )
+        )  # fmt: skip
 
 
 class KeysOnMDecode(HopperDecode):

@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -39,13 +40,10 @@ from kernels.attention.hopper.pipeline import (
 from kernels.attention.hopper.prefill import TileBoxes, attends_nothing, exponents, shape_constants
 from kernels.attention.portable.part_list import PartList
 from kernels.attention.portable.tile import window_argument
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.gpu.dependent_launch import dependent_launch, may_depend
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 PART_TOKENS: Final = 1024
@@ -57,38 +55,13 @@ _DECODE_REGISTERS: Final = 168
 
 @gluon.jit(do_not_specialize=["block_table", "table_stride", "window"])
 def invariant(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    k_head_stride,
-    out,
-    running,
-    partial_out,
-    partial_sums,
-    records,
-    arrivals,
-    block_table,
-    counter,
-    table_stride,
-    scale,
-    window,
-    softcap,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEY_SHARES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    OWN_OUTPUT: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, k_head_stride, out, running, partial_out, partial_sums, records, arrivals,
+    block_table, counter, table_stride, scale, window, softcap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KEY_SHARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PART: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    OWN_OUTPUT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Process all items; one program per SM.
 
     Shapes as in `kernels.prefill_attention`; `scale` and `softcap` as `exponents` returns them, `records` and
@@ -178,19 +151,8 @@ class HopperInvariant:
             return
         *descriptors, head_stride = self._boxes.describe(q, kv, out)
         invariant[self._grid](
-            *descriptors,
-            head_stride,
-            out,
-            self._running,
-            self._partial_out,
-            self._partial_sums,
-            self._list.records,
-            self._list.arrivals,
-            self._table,
-            self._counter,
-            self._table.stride(0),
-            self._scale,
-            window_argument(self._problem),
-            self._softcap,
+            *descriptors, head_stride, out, self._running, self._partial_out, self._partial_sums,
+            self._list.records, self._list.arrivals, self._table, self._counter, self._table.stride(0),
+            self._scale, window_argument(self._problem), self._softcap,
             **self._constants,
-        )
+        )  # fmt: skip

@@ -201,18 +201,8 @@ def finish_part(
     if gl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
         gl.store(arrived, 0)  # for the next layer
         merge_parts(
-            out,
-            partial_out,
-            partial_sums,
-            first_line,
-            stride,
-            parts,
-            my_row,
-            head,
-            q_start,
-            q_len,
-            c,
-        )
+            out, partial_out, partial_sums, first_line, stride, parts, my_row, head, q_start, q_len, c,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -42,8 +43,6 @@ from kernels.attention.portable.tile import window_argument
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.launch import LaunchConfig
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.select import Selection
@@ -57,39 +56,13 @@ _LARGEST_INT32 = (1 << 31) - 1
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "table_stride", "window"])
 def prefill(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    out,
-    lse,
-    tiles,
-    block_table,
-    counter,
-    table_stride,
-    num_entries,
-    late_heads,
-    num_items,
-    k_head_stride,
-    scale,
-    window,
-    softcap,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEY_SHARES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PAGED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    LSE: gl.constexpr,
-    OWN_OUTPUT: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out, lse, tiles, block_table, counter, table_stride, num_entries,
+    late_heads, num_items, k_head_stride, scale, window, softcap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, KEY_SHARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, LSE: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+):  # fmt: skip
     """Process all items; one program per SM.
 
     Shapes as in `kernels.prefill_attention`; `scale` and `softcap` as `exponents` returns them, `tiles` as in
@@ -149,30 +122,18 @@ class HopperPrefill:
         """Write the attention of `q` over `kv` to `out`.
 
         Raises:
-            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are
-                too far apart.
+            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are too far apart.
         """
         if attends_nothing(q, kv, out, lse):
             return
         *descriptors, head_stride = self._boxes.describe(q, kv, out)
         work = self._work
         self._kernel()[work.grid](
-            *descriptors,
-            out,
-            out if lse is None else lse,
-            work.items.tiles,
-            work.items.table,
-            work.counter,
-            work.items.table.stride(0),
-            work.items.num_entries,
-            work.items.late_heads,
-            work.num_items,
-            head_stride,
-            self._scale,
-            window_argument(self._problem),
-            self._softcap,
+            *descriptors, out, out if lse is None else lse, work.items.tiles, work.items.table, work.counter,
+            work.items.table.stride(0), work.items.num_entries, work.items.late_heads, work.num_items,
+            head_stride, self._scale, window_argument(self._problem), self._softcap,
             **self._constants,
-        )
+        )  # fmt: skip
 
     def _kernel(self) -> Any:  # noqa: ANN401 - of Triton
         return prefill

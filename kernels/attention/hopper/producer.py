@@ -48,19 +48,8 @@ def produce(
                 if c.WINDOW:
                     kept = first_kept(q_len, num_keys, window)
                 loaded = copy_keys(
-                    pipe,
-                    k_desc,
-                    v_desc,
-                    table,
-                    column,
-                    k_start,
-                    last,
-                    count,
-                    kept,
-                    num_keys,
-                    loaded,
-                    c,
-                )
+                    pipe, k_desc, v_desc, table, column, k_start, last, count, kept, num_keys, loaded, c,
+                )  # fmt: skip
         item = following
     post(pipe, done, (-1,))
     finish(counter)

@@ -12,20 +12,15 @@ keeps them together:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.portable.tile import FEWEST_SEQUENCES
 from kernels.attention.portable.tile_list import TILE_FIELDS, load_lengths, store_tile
-from kernels.attention.problem import PagedBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import PackedBatch
+from kernels.attention.problem import PackedBatch, PagedBatch
 
 _STEPS = tl.constexpr(16)
 """Steps that the longest tile's keys are divided into, to find the tiles that are short."""
@@ -41,20 +36,10 @@ _SHORT_PER_SM = 8
 
 @triton.jit(do_not_specialize=["num_seqs", "num_entries", "wanted", "most_keys"])
 def list_items(
-    tiles,
-    cu_seqlens_q,
-    seq_lens,
-    cu_seqlens_k,
-    num_seqs,
-    num_entries,
-    wanted,
-    most_keys,
-    GROUP: tl.constexpr,
-    PAGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    tiles, cu_seqlens_q, seq_lens, cu_seqlens_k, num_seqs, num_entries, wanted, most_keys,
+    GROUP: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
-):
+):  # fmt: skip
     """List the tiles of a step twice; one program per entry of `tiles`, [2 * entries + 1, 6] int32.
 
         entries     the longest sequences first, each one's last tiles before its first
@@ -177,19 +162,9 @@ def plan_items(
     else:
         table, seq_lens, cu_seqlens_k = tiles, cu_seqlens_q, batch.cu_seqlens_k
     list_items[(most,)](
-        tiles,
-        cu_seqlens_q,
-        seq_lens,
-        cu_seqlens_k,
-        num_seqs,
-        most,
-        -(-_SHORT_PER_SM * num_sms // late_heads),
-        window or _MOST_KEYS,
-        GROUP=group,
-        PAGED=isinstance(batch, PagedBatch),
-        CAUSAL=causal,
-        BLOCK_M=block_m,
-        BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
-        num_warps=1,
-    )
+        tiles, cu_seqlens_q, seq_lens, cu_seqlens_k, num_seqs, most,
+        -(-_SHORT_PER_SM * num_sms // late_heads), window or _MOST_KEYS,
+        GROUP=group, PAGED=isinstance(batch, PagedBatch), CAUSAL=causal, BLOCK_M=block_m,
+        BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)), num_warps=1,
+    )  # fmt: skip
     return Items(tiles, table, most, late_heads)

@@ -219,20 +219,9 @@ def attention(
                 )
                 first = program - part * tiles
                 merged_lse = merge_splits(
-                    partial_out,
-                    partial_lse,
-                    first,
-                    count,
-                    tiles,
-                    out,
-                    target,
-                    mine,
-                    MERGE_ROWS,
-                    MERGE_PARTS,
-                    0,
-                    D1,
-                    D,
-                )
+                    partial_out, partial_lse, first, count, tiles, out, target, mine, MERGE_ROWS, MERGE_PARTS,
+                    0, D1, D,
+                )  # fmt: skip
                 if LSE:
                     tl.store(lse + target, merged_lse * LN_2, mask=mine)
                 if D2 > 0:

@@ -15,13 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.attention.portable.combine import combine_parts
 from kernels.attention.portable.tile import split_head_dim
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.plan import AttentionKernel
     from kernels.attention.problem import AttentionProblem, PagedBatch
 
@@ -109,13 +108,7 @@ class CascadeDecode:
     def merge(self, out: Tensor, lse: Tensor | None = None) -> None:
         """Merge the partial results of the two kernels into `out` and `lse`."""
         combine_parts[(self._tiles,)](
-            self._partial_out,
-            self._partial_lse,
-            out,
-            out if lse is None else lse,
-            self._batch.cu_seqlens_q,
-            self._batch.num_seqs,
-            self._num_parts,
-            self._tiles,
+            self._partial_out, self._partial_lse, out, out if lse is None else lse, self._batch.cu_seqlens_q,
+            self._batch.num_seqs, self._num_parts, self._tiles,
             **self._constants,
-        )
+        )  # fmt: skip

@@ -16,18 +16,10 @@ from kernels.attention.portable.tile import LN_2, LOG2_E
 
 @triton.jit
 def combine_columns(
-    partial_out,
-    partial_lse,
-    first_part,
-    num_parts,
-    part_step,
-    column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    D: tl.constexpr,
-    PARTS: tl.constexpr,
+    partial_out, partial_lse, first_part, num_parts, part_step, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
     LSE_UNIT: tl.constexpr = 1.0,
-):
+):  # fmt: skip
     """Merge COLUMNS columns of all parts of one tile.
 
     Args:
@@ -78,21 +70,10 @@ def combine_columns(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_parts", "part_step"])
 def combine_parts(
-    partial_out,
-    partial_lse,
-    out,
-    lse,
-    cu_seqlens_q,
-    num_seqs,
-    num_parts,
-    part_step,
-    HEADS: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    partial_out, partial_lse, out, lse, cu_seqlens_q, num_seqs, num_parts, part_step,
+    HEADS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     LSE: tl.constexpr,
-):
+):  # fmt: skip
     """Merge all parts of ROWS rows; program (row tile). A row is one head of one token.
 
     partial_out is [parts, part_step * ROWS, D] float32; partial_lse is the same without D, natural logarithm. Rows for

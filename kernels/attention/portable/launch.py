@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from kernels.attention.portable.attention import attention
 from kernels.attention.portable.part_list import PartList
@@ -17,15 +18,12 @@ from kernels.attention.portable.tile import (
 )
 from kernels.attention.portable.tile_fp8 import takes_pairs
 from kernels.attention.portable.tile_list import plan_tiles
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.attention.splits import prefix_parts, splits_wanted
 from kernels.gpu.dependent_launch import dependent_launch, may_depend
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.launch import LaunchConfig
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 PART_TOKENS: Final = 512

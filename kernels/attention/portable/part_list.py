@@ -32,22 +32,10 @@ in memory, number of its part among those that have entries."""
 
 @triton.jit(do_not_specialize=["num_seqs", "most_parts", "part_rows", "window"])
 def list_parts(
-    records,
-    arrivals,
-    cu_seqlens_q,
-    seq_lens,
-    num_seqs,
-    most_parts,
-    part_rows,
-    window,
-    GROUP: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PART: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    records, arrivals, cu_seqlens_q, seq_lens, num_seqs, most_parts, part_rows, window,
+    GROUP: tl.constexpr, COUNTERS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """List the tiles and parts of a step; one program per entry of `records`, [entries + 1, 10] int32.
 
     The first field of the first record is the number of used entries. These come next, those with the most keys before
@@ -149,20 +137,10 @@ class PartList:
         self.records = torch.empty(shape, dtype=torch.int32, device=device)
         self.arrivals = torch.empty((self.most_parts, counters), dtype=torch.int32, device=device)
         list_parts[(self.num_entries,)](
-            self.records,
-            self.arrivals,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            num_seqs,
-            self.most_parts,
-            self.part_rows,
-            window_argument(problem),
-            GROUP=group,
-            COUNTERS=counters,
-            BLOCK_M=block_m,
-            PART=part_tokens,
+            self.records, self.arrivals, batch.cu_seqlens_q, batch.seq_lens, num_seqs, self.most_parts,
+            self.part_rows, window_argument(problem),
+            GROUP=group, COUNTERS=counters, BLOCK_M=block_m, PART=part_tokens,
             WINDOW=problem.sliding_window is not None,
             BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
-            BLOCK_C=triton.next_power_of_2(counters),
-            num_warps=1,
-        )
+            BLOCK_C=triton.next_power_of_2(counters), num_warps=1,
+        )  # fmt: skip

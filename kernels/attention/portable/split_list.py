@@ -35,18 +35,9 @@ end key, number of the split within its sequence, splits of the sequence."""
 
 @triton.jit(do_not_specialize=["num_seqs", "wanted", "window"])
 def list_splits(
-    splits,
-    arrivals,
-    cu_seqlens_q,
-    seq_lens,
-    num_seqs,
-    wanted,
-    window,
-    NUM_ARRIVALS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    splits, arrivals, cu_seqlens_q, seq_lens, num_seqs, wanted, window,
+    NUM_ARRIVALS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """List the splits of a step; one program per entry of `splits`, [entries, 8] int32.
 
     Program `entry` computes split number `entry` in the order of the sequences, and writes it to its position in the
@@ -126,19 +117,11 @@ class SplitList:
         self.splits = torch.empty((most, SPLIT_FIELDS.value), dtype=torch.int32, device=device)
         self.arrivals = torch.empty((batch.num_seqs, tiles), dtype=torch.int32, device=device)
         list_splits[(most,)](
-            self.splits,
-            self.arrivals,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.num_seqs,
-            wanted,
+            self.splits, self.arrivals, batch.cu_seqlens_q, batch.seq_lens, batch.num_seqs, wanted,
             window_argument(problem),
-            NUM_ARRIVALS=tiles,
-            BLOCK_N=launch.block_n,
-            WINDOW=problem.sliding_window is not None,
-            BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(batch.num_seqs)),
-            num_warps=1,
-        )
+            NUM_ARRIVALS=tiles, BLOCK_N=launch.block_n, WINDOW=problem.sliding_window is not None,
+            BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(batch.num_seqs)), num_warps=1,
+        )  # fmt: skip
         self.num_programs = most * tiles
         self.merge_rows = min(launch.block_m, triton.next_power_of_2(num_rows))
         lines = (self.num_programs, self.merge_rows)

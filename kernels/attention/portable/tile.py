@@ -11,8 +11,7 @@ Triton device functions, inlined into `attention`.
 Scores are in units of log2, since the hardware's exponential has base 2: m is the running
 maximum of score * log2(e), total the running sum of exp2(score - m).
 
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
-"FlashAttention-2", 2023.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 def check_head_stride(q: Tensor) -> None:
     """Check that the heads of a token lie within 2^31 elements; tokens may have any distance.
 
-    The offset of a head is computed in 32 bits, since 64-bit offsets need registers that the largest tiles do not
-    have.
+    The offset of a head is computed in 32 bits, since 64-bit offsets need registers that the largest tiles do not have.
 
     Raises:
         ShapeError: the last head is 2^31 elements or more after the first.
@@ -172,18 +170,10 @@ def hide_scores(scores, key, exists, last_seen, window, CAUSAL: tl.constexpr, WI
 
 @triton.jit
 def dequantize(
-    tiles,
-    scales,
-    stride,
-    block,
-    key,
-    exists,
-    dtype: tl.constexpr,
-    MASK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    tiles, scales, stride, block, key, exists,
+    dtype: tl.constexpr, MASK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D2: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply both parts of a float8 tile by the scales of its keys, which are stored by block, then by token."""
     first, second = tiles
     place = block.to(tl.int64) * stride + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
@@ -196,32 +186,12 @@ def dequantize(
 
 @triton.jit
 def attend_tiles(
-    state,
-    q,
-    k_base,
-    v_base,
-    scales,
-    table,
-    begin,
-    end,
-    num_keys,
-    last_seen,
-    lowest,
-    stride,
-    scale,
-    window,
+    state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, stride, scale, window,
     softcap,
-    MASK: tl.constexpr,
-    PAGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    MASK: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """Process the key tiles from begin to end; without MASK, every row must see every key in them."""
     acc1, acc2, m, total = state
     q1, q2 = q
@@ -272,33 +242,12 @@ def attend_tiles(
 
 @triton.jit
 def attend(
-    q,
-    k_base,
-    v_base,
-    scales,
-    table,
-    begin,
-    end,
-    num_keys,
-    last_seen,
-    lowest,
-    highest,
-    stride,
-    scale,
-    window,
+    q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, highest, stride, scale, window,
     softcap,
-    PAGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    FP8: tl.constexpr,
-):
+    PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ONE_LOOP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     """Compute attention to the keys from begin to end of one sequence, masking only the tiles that need it.
 
     With ONE_LOOP all tiles are masked, which takes more arithmetic but avoids the wait for memory at the start of a

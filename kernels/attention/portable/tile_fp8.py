@@ -96,29 +96,10 @@ def interleave(acc, w):
 
 @triton.jit
 def attend_pairs(
-    q,
-    k_base,
-    v_base,
-    scales,
-    table,
-    begin,
-    end,
-    num_keys,
-    last_seen,
-    lowest,
-    stride,
-    scale,
-    window,
-    softcap,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-):
+    q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, stride, scale, window, softcap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
     """Compute attention to the keys from begin to end of one sequence, like `tile.attend` with ONE_LOOP.
 
     Args:

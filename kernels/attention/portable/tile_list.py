@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.portable.tile import FEWEST_SEQUENCES
-from kernels.attention.problem import PagedBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import PackedBatch
+from kernels.attention.problem import PackedBatch, PagedBatch
 
 TILE_FIELDS = tl.constexpr(6)
 """Fields of a tile: sequence (-1 for an unused entry), its first row, query start, query tokens, key start, keys."""
@@ -51,16 +45,9 @@ def store_tile(tiles, place, seq, first_row, q_start, q_len, k_start, num_keys):
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def list_tiles(
-    tiles,
-    cu_seqlens_q,
-    seq_lens,
-    cu_seqlens_k,
-    num_seqs,
-    GROUP: tl.constexpr,
-    PAGED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    tiles, cu_seqlens_q, seq_lens, cu_seqlens_k, num_seqs,
+    GROUP: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """List the tiles of a step; one program per entry of `tiles`, [entries, 6] int32.
 
     The longest sequences come first, and the last tiles of a sequence before its first ones, since they see
@@ -111,15 +98,8 @@ def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tup
     else:
         table, seq_lens, cu_seqlens_k = tiles, cu_seqlens_q, batch.cu_seqlens_k
     list_tiles[(most,)](
-        tiles,
-        cu_seqlens_q,
-        seq_lens,
-        cu_seqlens_k,
-        num_seqs,
-        GROUP=group,
-        PAGED=isinstance(batch, PagedBatch),
-        BLOCK_M=block_m,
-        BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
-        num_warps=1,
-    )
+        tiles, cu_seqlens_q, seq_lens, cu_seqlens_k, num_seqs,
+        GROUP=group, PAGED=isinstance(batch, PagedBatch), BLOCK_M=block_m,
+        BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)), num_warps=1,
+    )  # fmt: skip
     return tiles, table

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.gpu.fp8 import quantize
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @triton.jit
 def scatter(
-    k,
-    v,
-    keys,
-    values,
-    slot_mapping,
-    k_stride,
-    k_head_stride,
-    v_stride,
-    v_head_stride,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k, v, keys, values, slot_mapping, k_stride, k_head_stride, v_stride, v_head_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy one token's key and value, [HEADS, D] each, to its slot; program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -46,23 +32,11 @@ def scatter(
 
 @triton.jit
 def scatter_fp8(
-    k,
-    v,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    slot_mapping,
-    k_stride,
-    k_head_stride,
-    v_stride,
+    k, v, keys, values, key_scales, value_scales, slot_mapping, k_stride, k_head_stride, v_stride,
     v_head_stride,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize one token's key and value, [HEADS, D] each, and write them to its slot; program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -98,32 +72,16 @@ def write_kv(
     if kv_scale is not None:
         block_h, block_d = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
         scatter_fp8[(num_tokens,)](
-            k,
-            v,
-            *kv.view(torch.uint8).unbind(0),
-            *kv_scale.unbind(0),
-            slot_mapping,
-            *strides,
-            HEADS=heads,
-            D=head_dim,
-            BLOCK_SIZE=kv.shape[2],
-            BLOCK_H=block_h,
-            BLOCK_D=block_d,
+            k, v, *kv.view(torch.uint8).unbind(0), *kv_scale.unbind(0), slot_mapping, *strides,
+            HEADS=heads, D=head_dim, BLOCK_SIZE=kv.shape[2], BLOCK_H=block_h, BLOCK_D=block_d,
             num_warps=_warps(block_h * block_d),
-        )
+        )  # fmt: skip
         return
     block = triton.next_power_of_2(heads * head_dim)
     scatter[(num_tokens,)](
-        k,
-        v,
-        *kv.unbind(0),
-        slot_mapping,
-        *strides,
-        HEADS=heads,
-        D=head_dim,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+        k, v, *kv.unbind(0), slot_mapping, *strides,
+        HEADS=heads, D=head_dim, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
 
 
 def _warps(elements: int) -> int:

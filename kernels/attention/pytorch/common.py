@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.problem import AttentionProblem
     from kernels.attention.pytorch.paged_host import Run
 

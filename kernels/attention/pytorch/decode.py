@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.attention.pytorch.common import RunView, check_blocks, dense_attention
 from kernels.attention.pytorch.paged_host import HostSequence, blocks_needed, host_sequences
 from kernels.torch_private import cpu_attention_with_lse
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.problem import AttentionProblem, PagedBatch
     from kernels.attention.select import Selection
 

@@ -6,13 +6,10 @@ The runs are computed once per step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kernels.attention.problem import Phase
+from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.errors import ShapeError
-
-if TYPE_CHECKING:
-    from kernels.attention.problem import AttentionProblem, PagedBatch
 
 
 class Run(NamedTuple):
@@ -75,9 +72,8 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
     """Copy the batch to the host and find the runs of every sequence that has queries.
 
     Raises:
-        ShapeError: query rows do not ascend from 0; a sequence has more queries than tokens; its block
-            table is too short or contains a negative block; or a sequence of a decode does not have
-            exactly one query.
+        ShapeError: query rows do not ascend from 0; a sequence has more queries than tokens; its block table is too
+            short or contains a negative block; or a sequence of a decode does not have exactly one query.
     """
     offsets: list[int] = batch.cu_seqlens_q.tolist()
     lengths: list[int] = batch.seq_lens.tolist()

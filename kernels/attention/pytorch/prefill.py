@@ -15,6 +15,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.arch import has_bfloat16_gemm
 from kernels.attention.pytorch.common import RunView, check_blocks, dense_attention, read_views
@@ -22,8 +23,6 @@ from kernels.attention.pytorch.paged_host import HostSequence, blocks_needed, ho
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from kernels.attention.problem import AttentionProblem, PagedBatch
     from kernels.attention.select import Selection

@@ -10,8 +10,9 @@ import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
-from kernels.attention.problem import Phase
+from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.attention.pytorch.common import check_blocks
 from kernels.attention.pytorch.decode import TorchDecode
 from kernels.attention.pytorch.paged_host import host_sequences
@@ -20,10 +21,7 @@ from kernels.attention.pytorch.prefill import TorchPrefill
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from kernels.attention.plan import AttentionKernel
-    from kernels.attention.problem import AttentionProblem, PagedBatch
     from kernels.attention.select import Selection
 
 COPIED_BYTES = 64 * 1024 * 1024

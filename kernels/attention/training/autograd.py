@@ -180,9 +180,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, batch: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel, sequences, problem = _select(q, k, batch, ints, floats)
-    with torch.autocast(
-        q.device.type, enabled=False
-    ):  # it would change the products of the row in PyTorch
+    # It would change the products of the row in PyTorch.
+    with torch.autocast(q.device.type, enabled=False):
         return kernel.forward(_rows(q), _rows(k), _rows(v), sequences, problem)
 
 
@@ -340,10 +339,8 @@ def _check_starts(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor) -> None:
             raise ShapeError(
                 f"{name} is {describe(starts)} on {starts.device}; expected int32 [{len(cu_q)}] on {rows.device}"
             )
-
-        if (
-            not starts.is_cuda and not torch.compiler.is_compiling()
-        ):  # a GPU would have to be waited for
+        # A GPU would have to be waited for.
+        if not starts.is_cuda and not torch.compiler.is_compiling():
             _check_offsets(name, starts, len(rows))
 
 

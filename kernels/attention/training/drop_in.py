@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention.training.autograd import flash_attention, in_autocast_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 _logged: set[str] = set()

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import inspect
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels.attention.training.autograd import flash_attention
 from kernels.attention.training.drop_in import dropout_seed, in_one_head_dim
 from kernels.errors import ShapeError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAME: Final = "tessera"
 _WITH_EFFECT: Final = (

@@ -15,22 +15,19 @@ Source: xFormers 0.0.35, `xformers.ops.fmha.attn_bias`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention.checks import describe
 from kernels.attention.training.autograd import flash_attention
 from kernels.attention.training.drop_in import dropout_seed, in_one_head_dim, log_fallback
 from kernels.errors import ShapeError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 class _Keys(Enum):

@@ -11,15 +11,14 @@ import itertools
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels.attention.training.philox import drop_below, random_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
-    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+    from kernels.attention.training.registry import Grads, Saved, TrainingBatch, TrainingProblem
 
 _TILE: Final = 256
 """Queries and keys of a tile without a block mask."""
@@ -86,11 +85,7 @@ class TiledTraining:
         return out, lse
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         q, k, v, out, lse = saved

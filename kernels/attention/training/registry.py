@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
-from kernels.arch import HOPPER, TENSOR_CORES
+from kernels.arch import HOPPER, TENSOR_CORES, GPUArch
 from kernels.attention.problem import AttentionProblem, Phase
-from kernels.attention.registry import HOPPER_PREFILL
+from kernels.attention.registry import HOPPER_PREFILL, PORTABLE_PREFILL
 from kernels.selection import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
     from kernels.attention.spec import KernelSpec
 
-_NO_TENSOR_CORES: Final = "Triton's dot uses tensor cores from sm_80 on"
 _LARGEST_HEAD_DIM: Final = 256
 A_MILLISECOND: Final = 4e11
 """Operations of a forward that take Hopper's prefill kernel a millisecond; planning it takes the host about as long."""
@@ -155,6 +152,12 @@ class TrainingBatch(NamedTuple):
         return cls(cu_q, cu_k, slopes if slopes.numel() else None, arrays)
 
 
+Grads: TypeAlias = "tuple[Tensor, Tensor]"
+"""Of the two results of `TrainingKernel.forward`."""
+Saved: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor]"
+"""q, k, v and the results of `TrainingKernel.forward`."""
+
+
 class TrainingKernel(Protocol):
     """Computes attention of packed sequences and its gradients."""
 
@@ -176,20 +179,9 @@ class TrainingKernel(Protocol):
         """
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k and v.
-
-        Args:
-            grads: of the two results of `forward`.
-            saved: q, k, v and the results of `forward`.
-            batch: as for `forward`.
-            problem: as for `forward`.
-        """
+        """Compute the gradients of q, k and v."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +211,7 @@ class TrainingSpec:
     dtypes: frozenset[str]
     largest_head_dim: int | None = None
     mask_tiles: int = 1
-    arch_note: str = _NO_TENSOR_CORES
+    arch_note: str = PORTABLE_PREFILL.arch_note
     prefill: KernelSpec | None = None
     fewest_operations: float = 0.0
     head_dims: frozenset[int] | None = None

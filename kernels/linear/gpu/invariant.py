@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -20,8 +21,6 @@ from kernels.linear.gpu.vector import widen
 from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights
@@ -38,24 +37,10 @@ _FEWEST_COLUMNS: Final = 256
 
 @triton.jit(do_not_specialize=["num_rows"])
 def invariant_linear(
-    x,
-    weight,
-    scales,
-    bias,
-    out,
-    num_rows,
-    x_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    IN_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, scales, bias, out, num_rows, x_stride,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, IN_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute some outputs of some rows over one part of the columns; program (rows, outputs, part).
 
     Args:
@@ -98,13 +83,7 @@ def invariant_linear(
 
 
 def num_splits(outputs: int, inputs: int, tile: int) -> int:
-    """Return the number of parts of the inner dimension of a layer for the residual stream.
-
-    Args:
-        outputs: rows of the weights.
-        inputs: columns of the weights.
-        tile: outputs of a program.
-    """
+    """Return the number of parts of the inner dimension of a layer for the residual stream."""
     splits = 1
     while (
         splits < _MOST_SPLITS
@@ -135,11 +114,7 @@ class InvariantLinear:
         )
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute x W^T * scale + bias.
 
@@ -170,20 +145,8 @@ class InvariantLinear:
         tiles = self._tiles
         grid = (-(-rows // tiles["ROWS"]), -(-stacked // tiles["OUTPUTS"]), self._splits)
         invariant_linear[grid](
-            x,
-            numbers.view(torch.uint8) if choice.unpacks else numbers,
-            scale,
-            bias,
-            out,
-            rows,
-            x.stride(0),
-            N=stacked,
-            K=numbers.shape[1],
-            SPLITS=self._splits,
-            SCALED=scale is not None,
-            BIAS=bias is not None,
-            IN_PARTS=self._in_parts,
-            **tiles,
-            **dependent_launch(arguments.pdl),
-        )
+            x, numbers.view(torch.uint8) if choice.unpacks else numbers, scale, bias, out, rows, x.stride(0),
+            N=stacked, K=numbers.shape[1], SPLITS=self._splits, SCALED=scale is not None,
+            BIAS=bias is not None, IN_PARTS=self._in_parts, **tiles, **dependent_launch(arguments.pdl),
+        )  # fmt: skip
         return out

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,16 +31,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.widen import widen
 from kernels.linear.checks import check_weights
-from kernels.linear.matrix_tiles import (
-    MANY_ROWS,
-    ROW_COUNTS,
-    plan_invariant_matrix,
-    plan_matrix,
-)
+from kernels.linear.matrix_tiles import MANY_ROWS, ROW_COUNTS, plan_invariant_matrix, plan_matrix
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights
@@ -47,24 +41,11 @@ if TYPE_CHECKING:
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def matrix_linear(
-    x_desc,
-    w_desc,
-    bias,
-    scale,
-    out,
-    num_rows,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    IN_PARTS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    x_desc, w_desc, bias, scale, out, num_rows,
+    N: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, IN_PARTS: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
+    BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Compute some outputs of some rows over one part of the columns; program (rows, outputs, part).
 
     Where GATED, half of the weight rows are of the gate and half of the up projection, so there are N / 2 outputs.
@@ -263,11 +244,7 @@ class MatrixLinear:
         self._boxes = {shape: self._weight_boxes(*shape) for shape in shapes}
 
     def __call__(
-        self,
-        x: Tensor,
-        _choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, _choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute the projection.
 
@@ -294,24 +271,12 @@ class MatrixLinear:
         grid = (-(-rows // launch.rows), stacked // launch.outputs, launch.splits)
         matrix_linear[grid](
             TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, layout),
-            self._boxes[launch.outputs, launch.columns],
-            out if self._bias is None else self._bias,
-            out if self._scale is None else self._scale,
-            out,
-            rows,
-            N=stacked,
-            K=inputs,
-            OUTPUTS=launch.outputs,
-            ROWS=launch.rows,
-            COLUMNS=launch.columns,
-            STAGES=launch.stages(inputs),
-            IN_PARTS=self._in_parts,
-            SPLITS=launch.splits,
-            GATED=self._gated,
-            BIAS=self._bias is not None,
-            num_warps=launch.outputs // 16,
-            **dependent_launch(arguments.pdl),
-        )
+            self._boxes[launch.outputs, launch.columns], out if self._bias is None else self._bias,
+            out if self._scale is None else self._scale, out, rows,
+            N=stacked, K=inputs, OUTPUTS=launch.outputs, ROWS=launch.rows, COLUMNS=launch.columns,
+            STAGES=launch.stages(inputs), IN_PARTS=self._in_parts, SPLITS=launch.splits, GATED=self._gated,
+            BIAS=self._bias is not None, num_warps=launch.outputs // 16, **dependent_launch(arguments.pdl),
+        )  # fmt: skip
         return out
 
     def _weight_boxes(self, outputs: int, columns: int) -> TensorDescriptor:

@@ -18,6 +18,7 @@ after split. With the same number of splits, the bits are the same too.
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -44,8 +45,6 @@ from kernels.linear.persistent_tiles import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights
@@ -142,25 +141,11 @@ class Pipeline:
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def persistent_linear(
-    x_desc,
-    w_desc,
-    out_desc,
-    bias,
-    out,
-    num_rows,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    SKEW: gl.constexpr,
-    SPLITS: gl.constexpr,
-    FLOAT32: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    x_desc, w_desc, out_desc, bias, out, num_rows,
+    N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, SKEW: gl.constexpr, SPLITS: gl.constexpr, FLOAT32: gl.constexpr,
+    GATED: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Compute all tiles; at most as many programs as there are tiles.
 
     Where GATED, half of the weight rows are of the gate and half of the up projection, so there are N / 2 outputs.
@@ -473,26 +458,12 @@ class PersistentLinear:
             out_boxes = self._describe(out, [launch.rows // CONSUMERS, min(tile, STORED_OUTPUTS)])
         tiles = -(-rows // launch.rows) * -(-stacked // launch.outputs)
         persistent_linear[(min(tiles, self._num_sms),)](
-            x_boxes,
-            self._weight_boxes(launch.outputs),
-            out_boxes,
-            out if self._bias is None else self._bias,
-            out,
-            rows,
-            N=stacked,
-            K=inputs,
-            BLOCK_M=launch.rows,
-            BLOCK_N=launch.outputs,
-            STAGES=launch.stages,
-            GROUP_M=launch.group,
-            SKEW=launch.skew,
-            SPLITS=launch.splits,
-            FLOAT32=residual,
-            GATED=self._problem.gated,
-            BIAS=self._bias is not None,
-            num_warps=4,
-            **dependent_launch(pdl),
-        )
+            x_boxes, self._weight_boxes(launch.outputs), out_boxes, out if self._bias is None else self._bias,
+            out, rows,
+            N=stacked, K=inputs, BLOCK_M=launch.rows, BLOCK_N=launch.outputs, STAGES=launch.stages,
+            GROUP_M=launch.group, SKEW=launch.skew, SPLITS=launch.splits, FLOAT32=residual,
+            GATED=self._problem.gated, BIAS=self._bias is not None, num_warps=4, **dependent_launch(pdl),
+        )  # fmt: skip
         return out
 
     def _describe(self, tensor: "Tensor", box: list[int]) -> TensorDescriptor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -27,8 +28,6 @@ from kernels.gpu.functions import (
 from kernels.linear.checks import check_linear, check_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.linear.problem import LinearProblem
     from kernels.linear.select import LinearChoice
     from kernels.linear.weights import LinearArguments, LinearWeights
@@ -39,34 +38,12 @@ _VECTOR = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def vector_linear(
-    x,
-    weight,
-    scales,
-    bias,
-    gain,
-    residual,
-    out,
-    best,
-    totals,
-    num_rows,
-    x_stride,
-    residual_stride,
-    out_stride,
-    eps,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, scales, bias, gain, residual, out, best, totals, num_rows, x_stride, residual_stride,
+    out_stride, eps,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, ARGMAX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `VectorLinear`.
 
     Args:
@@ -164,15 +141,10 @@ def load_outputs(base, stride, output, exists, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def load_first(
-    base,
-    first,
-    COUNT: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    base, first,
+    COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
-):
+):  # fmt: skip
     """Load and return COUNT chunks of weights; if FETCH, prefetch the columns after them to the second-level cache."""
     tiles = ()
     for i in tl.static_range(COUNT):
@@ -248,16 +220,9 @@ def add_products(sums, tiles, rows, COUNT: tl.constexpr, HEIGHT: tl.constexpr, P
 
 @triton.jit
 def add_up(
-    sums,
-    up_sums,
-    squares,
-    eps,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    sums, up_sums, squares, eps,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Reduce the threads' sums of one row in one exchange, and divide by the root mean square."""
     if NORM:
         square = tl.broadcast_to(squares, [BLOCK_N, PARTS])
@@ -338,11 +303,7 @@ class VectorLinear:
         self._numbers, self._scale = weight.numbers, weight.scale
 
     def __call__(
-        self,
-        x: Tensor,
-        choice: LinearChoice,
-        out: Tensor | None,
-        arguments: LinearArguments,
+        self, x: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
     ) -> Tensor:
         """Compute norm(x) W^T * scale + bias, gated or added to the residual stream.
 
@@ -366,33 +327,13 @@ class VectorLinear:
         if out is None:
             out = torch.empty((problem.rows, problem.outputs), dtype=x.dtype, device=x.device)
         vector_linear[(choice.tiles,)](
-            x,
-            numbers.view(torch.uint8) if choice.unpacks else numbers,
-            scale,
-            bias,
-            norm.weight if norm else None,
-            residual,
-            out,
-            None if best is None else best.keys,
-            None if best is None else best.totals,
-            problem.rows,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            out.stride(0),
-            norm.eps if norm else 0.0,
-            N=problem.outputs,
-            K=problem.inputs,
-            ROWS=choice.padded_rows,
-            BLOCK_N=launch.block_n,
-            BLOCK_K=launch.block_k,
-            AHEAD=launch.ahead,
-            GATED=problem.gated,
-            NORM=norm is not None,
-            SCALED=scale is not None,
-            BIAS=bias is not None,
-            RESIDUAL=residual is not None,
-            ARGMAX=best is not None,
-            num_warps=launch.num_warps,
-            **dependent_launch(pdl),
-        )
+            x, numbers.view(torch.uint8) if choice.unpacks else numbers, scale, bias,
+            norm.weight if norm else None, residual, out, None if best is None else best.keys,
+            None if best is None else best.totals, problem.rows, x.stride(0),
+            0 if residual is None else residual.stride(0), out.stride(0), norm.eps if norm else 0.0,
+            N=problem.outputs, K=problem.inputs, ROWS=choice.padded_rows, BLOCK_N=launch.block_n,
+            BLOCK_K=launch.block_k, AHEAD=launch.ahead, GATED=problem.gated, NORM=norm is not None,
+            SCALED=scale is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
+            ARGMAX=best is not None, num_warps=launch.num_warps, **dependent_launch(pdl),
+        )  # fmt: skip
         return out

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.functions import silu
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.norms.pytorch import ActivationName
 
 _GATE_BLOCK = 1024
@@ -29,20 +28,9 @@ _TWO_ROOTS = tl.constexpr(2 * math.sqrt(2 / math.pi))
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_norm(
-    x,
-    parts,
-    weight,
-    bias,
-    out,
-    x_stride,
-    num_rows,
-    eps,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LAYER_NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, parts, weight, bias, out, x_stride, num_rows, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LAYER_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Add SPLITS partial sums to one row in place, in a fixed order, and normalize the sum; program (row).
 
     The norm is an RMS norm, or a layer norm with a bias.
@@ -78,15 +66,9 @@ def add_norm(
 
 @triton.jit
 def gate(
-    x,
-    out,
-    x_stride,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, out, x_stride,
+    F: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute BLOCK columns of one row of f(x), or of f(gate) * up; program (row, columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -176,21 +158,11 @@ def _add_and_normalize(
     # them once per part.
     columns = 256 if parts is None else 128
     add_norm[(rows,)](
-        x,
-        x if parts is None else parts,
-        weight,
-        weight if bias is None else bias,
-        out,
-        x.stride(0),
-        rows,
+        x, x if parts is None else parts, weight, weight if bias is None else bias, out, x.stride(0), rows,
         eps,
-        C=size,
-        BLOCK=block,
-        SPLITS=0 if parts is None else len(parts),
-        LAYER_NORM=bias is not None,
-        num_warps=min(16, max(1, block // columns)),
-        **dependent_launch(pdl),
-    )
+        C=size, BLOCK=block, SPLITS=0 if parts is None else len(parts), LAYER_NORM=bias is not None,
+        num_warps=min(16, max(1, block // columns)), **dependent_launch(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -238,14 +210,8 @@ def activate(
         return out
     block = min(_GATE_BLOCK, triton.next_power_of_2(size))
     gate[(rows, triton.cdiv(size, block))](
-        x,
-        out,
-        x.stride(0),
-        F=size,
-        BLOCK=block,
-        FUNCTION=function,
-        GATED=gated,
-        num_warps=max(1, block // 256),
+        x, out, x.stride(0),
+        F=size, BLOCK=block, FUNCTION=function, GATED=gated, num_warps=max(1, block // 256),
         **dependent_launch(pdl),
-    )
+    )  # fmt: skip
     return out

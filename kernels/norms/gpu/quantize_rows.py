@@ -5,18 +5,14 @@ The rows are inputs of an FP8 matrix product. The result of the norm is not roun
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX
 from kernels.gpu.dependent_launch import dependent_launch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LARGEST = tl.constexpr(LARGEST_E4M3)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
@@ -24,17 +20,9 @@ _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
 @triton.jit
 def quantize_row(
-    x,
-    gain,
-    numbers,
-    scales,
-    x_stride,
-    eps,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, gain, numbers, scales, x_stride, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Quantize one row; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -80,16 +68,8 @@ def quantize_rows(
         return numbers, scales
     block = triton.next_power_of_2(size)
     quantize_row[(rows,)](
-        x,
-        gain,
-        numbers,
-        scales,
-        x.stride(0),
-        eps,
-        C=size,
-        BLOCK=block,
-        NORM=gain is not None,
-        num_warps=min(16, max(1, block // 256)),
+        x, gain, numbers, scales, x.stride(0), eps,
+        C=size, BLOCK=block, NORM=gain is not None, num_warps=min(16, max(1, block // 256)),
         **dependent_launch(pdl),
-    )
+    )  # fmt: skip
     return numbers, scales

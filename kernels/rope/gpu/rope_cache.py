@@ -6,11 +6,12 @@ short attention to the second-level cache, since attention leaves memory bandwid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -23,9 +24,6 @@ from kernels.gpu.functions import (
     rotate_halves,
 )
 from kernels.gpu.hadamard import hadamard_transform
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FEW_HEADS = 1024
 """Up to this number of heads, of all tokens together, each head has a program, since all of them run at once."""
@@ -59,38 +57,12 @@ class RotationLaunch(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_tokens", "lines_1", "lines_2"])
 def rotate_and_write(
-    qkv,
-    q_out,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    positions,
-    slot_mapping,
-    ahead_1,
-    ahead_2,
-    lines_1,
-    lines_2,
-    num_tokens,
-    qkv_stride,
-    q_stride,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    FP8: tl.constexpr,
-    FETCH: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, q_out, keys, values, key_scales, value_scales, q_weight, k_weight, cos, sin, positions, slot_mapping,
+    ahead_1, ahead_2, lines_1, lines_2, num_tokens, qkv_stride, q_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    FETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Process BLOCK_H heads of BLOCK_T tokens; program (tokens, heads), over the heads of q, k and v.
 
     HALF is D / 2 rounded up to a power of two. `keys` and `values` are bytes if FP8; BLOCK_SIZE is S. If FETCH is
@@ -200,8 +172,7 @@ def rotation_launch(
 ) -> RotationLaunch:
     """Choose the tile sizes: small ones for few heads, so that no program takes long.
 
-    There are only four launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at
-    once.
+    There are only four launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at once.
 
     Args:
         num_tokens: T.
@@ -252,8 +223,7 @@ def rope_and_write_kv(
     Args:
         qkv: [T, (H + 2 * K) * D], contiguous in its rows.
         kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values.
-        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
-            qkv's dtype.
+        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in qkv's dtype.
         positions: [T] int64, rows of `rope`.
         slot_mapping: [T] int32 or int64; -1 skips a token's key and value.
         norms: weights of the queries' and the keys' norm, [D] each; None where the family has none.
@@ -291,33 +261,10 @@ def rope_and_write_kv(
     programs = triton.cdiv(heads + 2 * kv_heads, launch.heads)
     programs += triton.cdiv(sum(lines), _FETCH_LINES * blocks)
     rotate_and_write[(blocks, programs)](
-        qkv,
-        q_out,
-        keys,
-        values,
-        *scales,
-        q_weight,
-        k_weight,
-        *rope,
-        positions,
-        slot_mapping,
-        *((qkv, qkv) if ahead is None else ahead),
-        *lines,
-        tokens,
-        qkv.stride(0),
-        q_out.stride(0),
-        eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=head_dim,
-        HALF=half,
-        BLOCK_T=launch.tokens,
-        BLOCK_H=launch.heads,
-        BLOCK_SIZE=kv.shape[2],
-        NORM=norms is not None,
-        FP8=kv_scale is not None,
-        FETCH=0 if ahead is None else _FETCH_LINES,
-        num_warps=launch.num_warps,
-        **dependent_launch(pdl),
-    )
+        qkv, q_out, keys, values, *scales, q_weight, k_weight, *rope, positions, slot_mapping,
+        *((qkv, qkv) if ahead is None else ahead), *lines, tokens, qkv.stride(0), q_out.stride(0), eps,
+        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, BLOCK_T=launch.tokens, BLOCK_H=launch.heads,
+        BLOCK_SIZE=kv.shape[2], NORM=norms is not None, FP8=kv_scale is not None,
+        FETCH=0 if ahead is None else _FETCH_LINES, num_warps=launch.num_warps, **dependent_launch(pdl),
+    )  # fmt: skip
     return q_out

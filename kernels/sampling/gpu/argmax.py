@@ -7,11 +7,10 @@ on the other rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
@@ -37,9 +36,6 @@ from kernels.sampling.gpu.row_table import (
     logits_of,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 LOWEST_BITS = tl.constexpr(-(2**31))
 """Below the `ranking_bits` of every value; used where there is no value."""
 
@@ -50,21 +46,10 @@ _TILE = 8192
 
 @triton.jit
 def rank_tiles(
-    logits,
-    table,
-    masks,
-    best,
-    noisy,
-    groups,
-    sums,
-    row_stride,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr,
+    logits, table, masks, best, noisy, groups, sums, row_stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Write the best key of a tile; program (tile, row).
 
     Args:
@@ -190,12 +175,7 @@ def argmax_tokens(
 
 
 def chosen_logprobs(
-    logits: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    *,
-    pdl: bool = False,
-    tile: int = _TILE,
+    logits: Tensor, tokens: Tensor, logprobs: Tensor, *, pdl: bool = False, tile: int = _TILE
 ) -> None:
     """Compute the log-probability of one token of each row.
 

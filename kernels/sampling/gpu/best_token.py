@@ -70,13 +70,6 @@ def best_tokens(
     rows, tiles = best.keys.shape
     block = min(_BLOCK, triton.next_power_of_2(tiles))
     best_of_tiles[(rows,)](
-        best.keys,
-        best.totals,
-        ids,
-        tokens,
-        logprobs,
-        tiles,
-        BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
-        **dependent_launch(pdl),
-    )
+        best.keys, best.totals, ids, tokens, logprobs, tiles,
+        BLOCK=block, num_warps=min(8, max(1, block // 256)), **dependent_launch(pdl),
+    )  # fmt: skip

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _WARP_COLUMNS = 256
 _MOST_WARPS = 8
@@ -49,13 +45,7 @@ def embed(ids: Tensor, sampled: Tensor | None, table: Tensor, *, pdl: bool = Fal
         return out
     block = triton.next_power_of_2(size)
     gather_rows[(len(ids),)](
-        ids,
-        ids if sampled is None else sampled,
-        table,
-        out,
-        C=size,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=min(_MOST_WARPS, max(1, block // _WARP_COLUMNS)),
-    )
+        ids, ids if sampled is None else sampled, table, out,
+        C=size, BLOCK=block, PDL=pdl, num_warps=min(_MOST_WARPS, max(1, block // _WARP_COLUMNS)),
+    )  # fmt: skip
     return out

@@ -400,28 +400,11 @@ def find(row, window, size, target, counting):
 
 @triton.jit
 def sample_filtered(
-    logits,
-    table,
-    masks,
-    kinds,
-    peaks,
-    counts,
-    sums,
-    listed,
-    tokens,
-    checked,
-    row_stride,
-    V: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    WAYS: tl.constexpr,
-    ROW_WAYS: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, table, masks, kinds, peaks, counts, sums, listed, tokens, checked, row_stride,
+    V: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr, LOADS: tl.constexpr, WAYS: tl.constexpr, ROW_WAYS: tl.constexpr,
+    ID_BITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Apply top_k, top_p, min_p and typical_p, each to what the previous filter kept, and sample; program (row)."""
     number = tl.program_id(0).to(tl.int64)
     if PDL:

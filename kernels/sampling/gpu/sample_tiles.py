@@ -46,22 +46,10 @@ def weights_of(distances):
 
 @triton.jit
 def set_limits(
-    table,
-    best,
-    noisy,
-    groups,
-    kinds,
-    peaks,
-    limits,
-    counts,
-    tokens,
-    checked,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    table, best, noisy, groups, kinds, peaks, limits, counts, tokens, checked,
+    NUM_TILES: tl.constexpr, TILES: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Write the token of a row, or the largest distance of its candidates from its peak; program (row).
 
     The argmax is the result of rows that are greedy or have no finite peak, and that of logits with noise the result of
@@ -119,22 +107,9 @@ def set_limits(
 
 @triton.jit
 def weigh_tiles(
-    logits,
-    table,
-    masks,
-    kinds,
-    peaks,
-    limits,
-    counts,
-    sums,
-    listed,
-    row_stride,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, table, masks, kinds, peaks, limits, counts, sums, listed, row_stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, ID_BITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sum the weights of a tile, all and those that min_p keeps, and list its candidates; program (tile, row).
 
     Only filtered rows need them.

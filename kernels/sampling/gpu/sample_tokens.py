@@ -11,21 +11,18 @@ token do not depend on the other rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.sampling.gpu.argmax import TILE_WARPS, rank_tiles
 from kernels.sampling.gpu.sample_filtered import sample_filtered
 from kernels.sampling.gpu.sample_tiles import set_limits, weigh_tiles
 from kernels.sampling.rows import FILTERED, SAMPLE_SIZES, SampleRow, SampleSizes
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch import Tensor
 
 _ROW_WARPS = 8
 _ROW_REGISTERS = 192

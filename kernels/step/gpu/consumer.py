@@ -14,11 +14,7 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.attend import (
-    attend,
-    combine,
-    load_head_vector,
-)
+from kernels.step.gpu.attend import attend, combine, load_head_vector
 from kernels.step.gpu.grid_barrier import (
     COUNTER_LINE,
     HEAD_READY,
@@ -58,10 +54,7 @@ from kernels.step.gpu.ring import (
     projected_tiles,
     window_of,
 )
-from kernels.step.gpu.score import (
-    choose,
-    score_all,
-)
+from kernels.step.gpu.score import choose, score_all
 from kernels.step.gpu.tensor_products import multiply
 
 _GELU_SLOPE = gl.constexpr(2.0 * math.sqrt(2.0 / math.pi))

@@ -223,12 +223,7 @@ def wait_grid(counter, arrivals, FENCE: gl.constexpr):
         done: }"""
     )
     gl.inline_asm_elementwise(
-        CODE,
-        "=&r,l,r",
-        [counter.to(gl.int64), arrivals],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        CODE, "=&r,l,r", [counter.to(gl.int64), arrivals], dtype=gl.int32, is_pure=False, pack=1
     )
     gl.thread_barrier()
 

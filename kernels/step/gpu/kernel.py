@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -19,13 +20,10 @@ from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
 from kernels.step.gpu.ring import FIELDS, MOST_PROGRAMS, StepConstants, make_ring
 from kernels.step.sizes import ROWS, step_sizes
-from kernels.step.weights import MATRICES
+from kernels.step.weights import MATRICES, StepWeights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.arch import GPUArch
-    from kernels.step.weights import StepWeights
 
 _HEAD_FLYING: Final = 4
 _LITTLE_HIDDEN: Final = 1024
@@ -169,26 +167,11 @@ class StepKernel(BoundStep):
         """
         weights = self._weights
         whole_step[self._grid](
-            self._table,
-            weights.embedding,
-            weights.norm,
-            weights.head,
-            ids,
-            positions,
-            slots,
-            block_table,
-            *rope,
-            *(None,) * (4 - len(rope)),
-            *self._buffers,
-            logits,
-            tokens,
-            logprobs,
-            sampled,
-            weights.shape.eps,
-            weights.shape.softmax_scale * math.log2(math.e),
-            LOCAL_ROPE=len(rope) > 2,
-            **self._constants,
-        )
+            self._table, weights.embedding, weights.norm, weights.head, ids, positions, slots, block_table,
+            *rope, *(None,) * (4 - len(rope)), *self._buffers, logits, tokens, logprobs, sampled,
+            weights.shape.eps, weights.shape.softmax_scale * math.log2(math.e),
+            LOCAL_ROPE=len(rope) > 2, **self._constants,
+        )  # fmt: skip
 
 
 def exchange_buffers(weights: StepWeights, arch: GPUArch, rows: int = 1) -> tuple[Tensor, ...]:
@@ -272,19 +255,12 @@ def step_constants(
 def address_table(
     weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
 ) -> Tensor:
-    """Return the table of a step on the weights' device."""
-    table = torch.tensor(addresses(weights, caches, scales), dtype=torch.int64)
-    return table.to(weights.embedding.device)
-
-
-def addresses(
-    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
-) -> list[list[int]]:
-    """Return the rows of the table of a step; 0 for tensors that a layer does not have."""
-    return [
+    """Return the table of a step on the weights' device; 0 for tensors that a layer does not have."""
+    addresses = [
         [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in row]
         for row in table_rows(weights, caches, scales)
     ]
+    return torch.tensor(addresses, dtype=torch.int64).to(weights.embedding.device)
 
 
 def table_rows(

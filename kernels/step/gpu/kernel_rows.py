@@ -95,25 +95,8 @@ class RowsKernel(BoundStep):
         """
         weights = self._weights
         step_of_rows[self._grid](
-            self._table,
-            weights.embedding,
-            weights.norm,
-            weights.head,
-            ids,
-            positions,
-            slots,
-            block_table,
-            block_table.shape[1],
-            *rope,
-            *self._buffers,
-            logits,
-            tokens,
-            logprobs,
-            sampled,
-            sampled_rows,
-            weights.shape.eps,
-            weights.shape.softmax_scale * math.log2(math.e),
-            BATCH=self._rows,
-            FP8_WEIGHTS=weights.layers[0].qkv.scale is not None,
-            **self._constants,
-        )
+            self._table, weights.embedding, weights.norm, weights.head, ids, positions, slots, block_table,
+            block_table.shape[1], *rope, *self._buffers, logits, tokens, logprobs, sampled, sampled_rows,
+            weights.shape.eps, weights.shape.softmax_scale * math.log2(math.e),
+            BATCH=self._rows, FP8_WEIGHTS=weights.layers[0].qkv.scale is not None, **self._constants,
+        )  # fmt: skip

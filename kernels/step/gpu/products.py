@@ -9,9 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.grid_barrier import (
-    received,
-)
+from kernels.step.gpu.grid_barrier import received
 from kernels.step.gpu.ring import (
     COLUMNS,
     CONSUMER_WARPS,

@@ -45,21 +45,9 @@ scales of FP8 weights are in the fields of their matrices, the norms after atten
 before them.
 """
 (
-    QKV,
-    OUTPUT,
-    GATE_UP,
-    DOWN,
-    INPUT_NORM,
-    MLP_NORM,
-    Q_NORM,
-    K_NORM,
-    QKV_BIAS,
-    KEYS,
-    VALUES,
-    KEY_SCALES,
-    VALUE_SCALES,
-    WINDOW,
-) = (gl.constexpr(i) for i in range(len(FIELDS)))
+    QKV, OUTPUT, GATE_UP, DOWN, INPUT_NORM, MLP_NORM, Q_NORM, K_NORM, QKV_BIAS, KEYS, VALUES, KEY_SCALES,
+    VALUE_SCALES, WINDOW,
+) = (gl.constexpr(i) for i in range(len(FIELDS)))  # fmt: skip
 _NUM_FIELDS = gl.constexpr(len(FIELDS))
 
 

@@ -8,17 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.products import (
-    dot_normed,
-    rows_of_tile,
-    tiles_at_once,
-    tiles_of_program,
-)
-from kernels.step.gpu.ring import (
-    CONSUMER_WARPS,
-    MOST_PROGRAMS,
-    ROWS,
-)
+from kernels.step.gpu.products import dot_normed, rows_of_tile, tiles_at_once, tiles_of_program
+from kernels.step.gpu.ring import CONSUMER_WARPS, MOST_PROGRAMS, ROWS
 
 LOWEST_KEY = gl.constexpr(-(2**63))
 _MINUS_INFINITY = gl.constexpr(-0x7F800001)

@@ -12,10 +12,9 @@ The sums of part p are in columns 2 p and 2 p + 1 of its products.
 Columns are numbered so that a thread reads 8 adjacent ones of a row, by one load without bank conflicts. Warps add
 their sums through shared memory in a fixed order.
 
-The vector has the model's dtype, and float16 for FP8 weights, which are converted to it exactly, two by an
-instruction. From bfloat16 it is multiplied by 2^-4 first. Numbers from 2^-13 to 2^20 keep all bits of
-bfloat16 then; smaller ones have an absolute error of up to 2^-21. Larger ones become infinite, as do the logits: the
-step reports no token.
+The vector has the model's dtype, and float16 for FP8 weights, which are converted to it exactly, two by an instruction.
+From bfloat16 it is multiplied by 2^-4 first. Numbers from 2^-13 to 2^20 keep all bits of bfloat16 then; smaller ones
+have an absolute error of up to 2^-21. Larger ones become infinite, as do the logits: the step reports no token.
 """
 
 from __future__ import annotations

@@ -22,9 +22,6 @@ CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 def detect(config: Mapping[str, Any]) -> WeightFormat | None:
     """Return how a checkpoint stores the matrices of its layers; None for full numbers.
 
-    Args:
-        config: the content of config.json.
-
     Raises:
         UnsupportedModelError: in a way that no row of `FORMATS` reads. The message names the key, its value and what is
             supported.

@@ -10,9 +10,7 @@ from model.text.tools.formats import ToolFormat
 
 
 def as_plain_messages(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    format_: ToolFormat,
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], format_: ToolFormat
 ) -> list[dict[str, Any]]:
     """Return a conversation without tools that says the same.
 

@@ -51,12 +51,7 @@ def calls_grammar(
 
 
 class _Writer:
-    """Writes the parts of a grammar.
-
-    Args:
-        format_: of the calls.
-        tokenizer: of the model.
-    """
+    """Writes the parts of a grammar."""
 
     def __init__(self, format_: ToolFormat, tokenizer: Tokenizer) -> None:
         self._format = format_

@@ -63,10 +63,6 @@ class CallParser:
     Every text has a result: what is not a complete beginning of a call is content. A call that is cut off has the
     arguments up to there. Syntax between or after calls that is cut off at the end of the message is dropped.
 
-    Args:
-        format_: of the calls.
-        tools: that may be called.
-
     Attributes:
         num_calls: calls so far.
         call_complete: whether the last call has all of its arguments.

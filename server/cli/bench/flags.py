@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add_result_flags(parser: argparse.ArgumentParser, usual_label: str) -> None:
-    """Add `--label`, `--json` and `--commit`.
-
-    Args:
-        parser: of the command.
-        usual_label: description of the default label.
-    """
+    """Add `--label`, `--json` and `--commit`."""
     parser.add_argument("--label", help=f"the model's name in the result; default: {usual_label}")
     parser.add_argument(
         "--json",

@@ -8,11 +8,9 @@ import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 _CODE = ("benchmarks/*.py", "kernels", "model", "server")
@@ -116,12 +114,7 @@ def number(value: float) -> float:
 
 
 def shown_command(command: Sequence[str], arguments: Sequence[str]) -> str:
-    """Return a command line for a result, without flags that do not change it and without secrets.
-
-    Args:
-        command: the program's words.
-        arguments: of the program.
-    """
+    """Return a command line for a result, without flags that do not change it and without secrets."""
     words = list(command)
     skip = False
     for word in arguments:

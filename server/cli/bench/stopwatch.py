@@ -9,11 +9,8 @@ import contextlib
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 Timed: TypeAlias = tuple[str, Any, str]
 """(name of the phase, module or class, name of the function in it)."""

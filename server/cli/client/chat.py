@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
 from server.cli.client.complete import INTERRUPTED
 from server.cli.client.options import DEFAULT_URL, split_target, target
 from server.cli.client.session import Session, write_answer
 from server.cli.client.streams import Chat, ServerError
-
-if TYPE_CHECKING:
-    import argparse
 
 _HELP = "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D or /exit ends."
 
@@ -29,9 +27,6 @@ def main(options: argparse.Namespace) -> None:
     """Hold a conversation; if standard input is not a terminal, all of it is one message.
 
     Exits with status 1 if there is no server, or if it refuses the only message.
-
-    Args:
-        options: the parsed flags.
     """
     try:
         split_target([] if options.target is None else [options.target], options)
@@ -57,10 +52,6 @@ class Conversation:
 
     Attributes:
         model: its name; None leaves the choice to the server.
-
-    Args:
-        options: the parsed flags.
-        runner: of the event loop, which all answers share.
     """
 
     def __init__(self, options: argparse.Namespace, runner: asyncio.Runner) -> None:

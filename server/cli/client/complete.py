@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from server.cli.client.options import DEFAULT_URL, looks_like_url, split_target, target
 from server.cli.client.session import Session, write_answer
 from server.cli.client.streams import Completions, GenerateStream, ServerError
-
-if TYPE_CHECKING:
-    import argparse
 
 INTERRUPTED = 130
 
@@ -27,11 +25,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Write the continuation of a text to standard output; exits with status 1 if the server does not give one.
-
-    Args:
-        options: the parsed flags.
-    """
+    """Write the continuation of a text to standard output; exits with status 1 if the server does not give one."""
     words = [word for word in (options.target, options.prompt) if word is not None]
     try:
         # One word is the prompt, unless it is a URL.

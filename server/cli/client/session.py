@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import msgspec
 
 from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
-from server.cli.client.streams import ServerError, error_text
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from server.cli.client.streams import Piece, Route
+from server.cli.client.streams import Piece, Route, ServerError, error_text
 
 _OK, _UNAUTHORIZED, _NOT_FOUND, _METHOD_NOT_ALLOWED, _UNAVAILABLE = 200, 401, 404, 405, 503
 _SAFE_CONTROLS = {ord("\n"), ord("\t")}
@@ -25,12 +21,7 @@ _CONTROLS = {
 
 
 class Session:
-    """Requests to one server, from one event loop.
-
-    Args:
-        target: the server.
-        url: of the server, for messages.
-    """
+    """Requests to one server, from one event loop."""
 
     def __init__(self, target: Target, url: str) -> None:
         self._client = Client(target)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-
-if TYPE_CHECKING:
-    import argparse
 
 
 class ServerError(Exception):
@@ -62,11 +60,7 @@ class _OpenAIEvent(msgspec.Struct):
 
 
 class _OpenAI:
-    """A route of OpenAI's API.
-
-    Args:
-        path: of the route.
-    """
+    """A route of OpenAI's API."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(options: argparse.Namespace, settings: Settings) -> None:
-    """Check this machine.
-
-    Args:
-        options: has `json`.
-        settings: of the service that will run here.
-    """
+    """Check this machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, of an old driver, which is one of the checks
         checks = check(inspect(settings), settings)

@@ -19,8 +19,9 @@ from huggingface_hub import constants
 from model.device.cpus import usable_cpus
 from model.device.host_memory import free_host_bytes, total_host_bytes
 from server.cli.doctor.facts import GPU, Folder, Machine, Software
-from server.cli.listening import ListenError, listen
+from server.cli.listening import listen
 from server.cli.nvidia import read_driver
+from server.engine.core.start_checks import StartupError
 
 if TYPE_CHECKING:
     from server.cli.settings import Settings
@@ -180,6 +181,6 @@ def _listen_problem(host: str, port: int) -> str:
     try:
         for opened in listen(host, port):
             opened.close()
-    except ListenError as error:
+    except StartupError as error:
         return str(error)
     return ""

@@ -50,11 +50,7 @@ class _FrontEnd:
     ) -> None:
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.child = ChildProcess(
-            "front end",
-            FRONT_END_COMMAND,
-            self._configure,
-            self._on_exit,
-            pass_fds=[listener],
+            "front end", FRONT_END_COMMAND, self._configure, self._on_exit, pass_fds=[listener]
         )
         self._hub = hub
         self._config = config

@@ -10,10 +10,8 @@ import difflib
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 _WIDEST = 100
 BOOLEAN = ("true", "false")

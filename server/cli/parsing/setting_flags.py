@@ -7,14 +7,12 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from server.cli.parsing.parser import BOOLEAN
+from server.cli.parsing.parser import BOOLEAN, Parser
 from server.cli.settings import flag, group_of, listed_settings, meanings, setting
 from server.setting import Group
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
-
-    from server.cli.parsing.parser import Parser
 
 MODEL: Final = "model"
 _DEST: Final = "setting "

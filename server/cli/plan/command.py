@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kernels import KernelError
+from kernels import GPUArch, KernelError
 from model.errors import ModelError
 from server.cli.output import write_result
 from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kernels import GPUArch
     from server.cli.settings import Settings
     from server.engine.core.plan_report import (
         LaunchPlan,
@@ -68,8 +67,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
     """Explain how a processor computes a service with these settings.
 
     Raises:
-        ModelError: the model is not supported, or the processor does not support the
-            quantization.
+        ModelError: the model is not supported, or the processor does not support the quantization.
         NoKernelError: no kernel supports an operation; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
@@ -80,12 +78,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
 
 
 def render(report: PlanReport, model: str) -> str:
-    """Format a plan for a terminal, without a newline at the end. Lines of reasons have at most `WIDTH` characters.
-
-    Args:
-        report: the plan.
-        model: the model's name.
-    """
+    """Format a plan for a terminal, without a newline at the end. Lines of reasons have at most `WIDTH` characters."""
     lines = [_processor(report), *_wrapped("", _shape(report, model))]
     lines += _wrapped("", _memory(report.memory))
     for phase in report.phases:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels import FP8, detect
+from kernels import FP8, GPUArch, detect
 from kernels.arch import known_processors
 from kernels.collective.communicator import AbsentRanks
-from kernels.weight_format import LIBRARY_FORMATS
+from kernels.weight_format import LIBRARY_FORMATS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
 from model.checkpoint.formats.table import kept
@@ -23,8 +23,6 @@ from server.engine.runner.start.startup import resolved_quantization
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kernels import GPUArch
-    from kernels.weight_format import WeightFormat
     from server.cli.settings import Settings
 
 

@@ -53,12 +53,7 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
 
 
 def render(report: Estimate, model: str) -> str:
-    """Format an estimate for a terminal, without a newline at the end.
-
-    Args:
-        report: the estimate.
-        model: the model's name.
-    """
+    """Format an estimate for a terminal, without a newline at the end."""
     weights = "" if report.weight_dtype == report.dtype else f", weights in {report.weight_dtype}"
     cache = "" if report.kv_dtype == report.dtype else f", cache in {report.kv_dtype}"
     memory = report.memory

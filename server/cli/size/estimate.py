@@ -95,13 +95,6 @@ def estimate(
 ) -> Estimate:
     """Estimate a service whose requests have one length; of several GPUs that share the model, each one.
 
-    Args:
-        planned: the model on this GPU.
-        config: of the engine.
-        arch: the GPU.
-        input_len: tokens of a prompt.
-        output_len: tokens of an answer.
-
     Raises:
         NotEnoughMemoryError: weights and activations leave no room for a block of the KV cache, or the size that the
             operator set does not fit.

@@ -39,12 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from server.engine.core.schedule.scheduler import Scheduler
-    from server.engine.core.step import (
-        PendingStep,
-        SchedulerOutput,
-        StepResult,
-        StepRunner,
-    )
+    from server.engine.core.step import PendingStep, SchedulerOutput, StepResult, StepRunner
 
 log = logging.getLogger("tessera.engine")
 
@@ -101,11 +96,7 @@ class _NoResultsError(Exception):
 
 
 class _NoResults:
-    """The pending results of a step that has none.
-
-    Args:
-        cause: see `_NoResultsError`.
-    """
+    """The pending results of a step that has none."""
 
     feeds_next = False
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from model.sampling.parameters import NUMBERS
+from model.sampling.parameters import NUMBERS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from model.sampling.parameters import SamplingParams
     from server.engine.core.request import GenerateRequest
     from server.engine.core.sequence import Sequence
 

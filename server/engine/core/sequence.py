@@ -77,39 +77,12 @@ class Sequence:
     """
 
     __slots__ = (
-        "account",
-        "block_table",
-        "cache_salt",
-        "capacity",
-        "check_at",
-        "client",
-        "deadline",
-        "deterministic",
-        "end_token_ids",
-        "error",
-        "expected_output",
-        "finish_reason",
-        "first_scheduled_step",
-        "is_expired",
-        "matcher",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_linked_blocks",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_tokens_in_flight",
-        "num_void_results",
-        "prefix_link",
-        "priority",
-        "rank",
-        "request_id",
-        "sampling",
-        "start_tag",
-        "status",
-        "token_ids",
-        "usage",
-    )
+        "account", "block_table", "cache_salt", "capacity", "check_at", "client", "deadline", "deterministic",
+        "end_token_ids", "error", "expected_output", "finish_reason", "first_scheduled_step", "is_expired",
+        "matcher", "max_num_tokens", "num_cached_tokens", "num_computed_tokens", "num_linked_blocks",
+        "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight", "num_void_results", "prefix_link",
+        "priority", "rank", "request_id", "sampling", "start_tag", "status", "token_ids", "usage",
+    )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
         sampling = request.sampling

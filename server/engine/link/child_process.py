@@ -89,9 +89,8 @@ class ChildProcess:
             raise ChildStartError(f"the {self._name} cannot be started: {error}") from error
         self.process = process
         assert process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it has ended already, which its exit code explains
+        # It may have ended already, which its exit code explains.
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line + b"\n")
             process.stdin.flush()
         if self._loop is not None:

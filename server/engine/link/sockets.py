@@ -29,9 +29,6 @@ class Sender:
     """Sends messages to the parent from another thread than the one that owns the child's `Connection`.
 
     Messages that cannot be sent soon are dropped. Used by one thread.
-
-    Args:
-        address: see `Connection`.
     """
 
     def __init__(self, address: str) -> None:

@@ -11,11 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 def module_command(module: str) -> tuple[str, ...]:

@@ -7,19 +7,14 @@ response. A task, or a timeout, would take longer than what they do.
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Generator
+from typing import Any, Generic, TypeVar
 
 ResultT = TypeVar("ResultT")
 
 
 class Begun(Generic[ResultT]):
     """A coroutine that has run until it waited or returned. Raises what the coroutine raises.
-
-    Args:
-        work: the coroutine.
 
     Attributes:
         rest: continues the coroutine; None if it has returned. Must be awaited at most once.
@@ -45,12 +40,7 @@ class Begun(Generic[ResultT]):
 def _resume(
     steps: Generator[object, Any, ResultT], awaited: object
 ) -> Generator[object, Any, ResultT]:
-    """Run the rest of a coroutine.
-
-    Args:
-        steps: the coroutine's iterator.
-        awaited: the future that it yielded.
-    """
+    """Run the rest of a coroutine."""
     while True:
         try:
             try:

@@ -10,6 +10,11 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from server.http.body.limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
 
+def optional(description: str) -> Any:  # noqa: ANN401 - as pydantic's `Field`
+    """Describe a field that may be left out or null, which means its default."""
+    return Field(None, description=description)
+
+
 def _limit_biases(value: object) -> object:
     """Reject too many entries before pydantic checks each of them."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
@@ -92,8 +97,7 @@ LogitBias = Annotated[
 """Numbers by token id; the ids are strings, as in every JSON object."""
 
 BadWords = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_BAD_WORDS)
 ]
 """Words, none of them empty."""
 
@@ -125,12 +129,7 @@ MessageList = Annotated[
     list[dict[str, Any]],
     Field(min_length=1, max_length=_MAX_MESSAGES),
     WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": _MAX_MESSAGES,
-            "items": MESSAGE_SCHEMA,
-        }
+        {"type": "array", "minItems": 1, "maxItems": _MAX_MESSAGES, "items": MESSAGE_SCHEMA}
     ),
 ]
 """Messages of a conversation; rendering them checks the rest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -19,7 +19,6 @@ from server.http.request_id import current_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Self
 
     from starlette.types import Receive, Scope
 
@@ -47,12 +46,6 @@ async def read_json(scope: Scope, receive: Receive, config: HTTPConfig, buffer: 
 
     The last of duplicate keys counts, as in nearly every JSON decoder. Integers keep their precision. NaN, Infinity,
     numbers outside a double's range, lone surrogates, invalid UTF-8 and nesting that exhausts the stack are rejected.
-
-    Args:
-        scope: of the request.
-        receive: the ASGI server's `receive`.
-        config: the limits.
-        buffer: the account of the request's bytes.
 
     Raises:
         MediaTypeError: the headers declare anything but uncompressed JSON in UTF-8.

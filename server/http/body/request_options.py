@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import BaseModel, Field
 
 from server.errors import ValidationError
+from server.http.body.field_types import optional
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -49,32 +50,27 @@ class RequestOptions(NamedTuple):
 class RequestOptionFields(BaseModel):
     """The fields of a request body that make its `RequestOptions`. Bodies of dialects inherit them."""
 
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
-        None,
-        description="Requests with a lower number are served first, and preempted last. Default: 0.",
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = optional(
+        "Requests with a lower number are served first, and preempted last. Default: 0."
     )
-    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = Field(
-        None,
-        description="Milliseconds from the request's arrival after which it ends: with an error if there is no "
-        "token yet, otherwise with the tokens it has.",
+    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = optional(
+        "Milliseconds from the request's arrival after which it ends: with an error if there is no "
+        "token yet, otherwise with the tokens it has."
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
-        None,
-        description="The request shares cached prefixes only with requests of an equal salt, so that nobody else can "
-        "find out by its speed whether a prompt was sent before.",
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = (
+        optional(
+            "The request shares cached prefixes only with requests of an equal salt, so that nobody else can "
+            "find out by its speed whether a prompt was sent before."
+        )
     )
 
-    deterministic: bool | None = Field(
-        None,
-        description="The tokens and log-probabilities have the same bits whatever else the service computes. Default: "
-        "the service's setting.",
+    deterministic: bool | None = optional(
+        "The tokens and log-probabilities have the same bits whatever else the service computes. Default: "
+        "the service's setting."
     )
 
     def request_options(self, info: EngineInfo) -> RequestOptions:
         """Return the options.
-
-        Args:
-            info: properties of the engine.
 
         Raises:
             ValidationError: the engine's kernels cannot compute a deterministic request.

@@ -8,7 +8,7 @@ from pydantic import Field, create_model
 
 from model.sampling.parameters import NUMBERS, SamplingDefaults, SamplingParams
 from server.docstrings import attribute_texts
-from server.http.body.field_types import BadWords, LogitBias, StopTokenIds
+from server.http.body.field_types import BadWords, LogitBias, StopTokenIds, optional
 from server.http.body.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE, logit_biases
 from server.http.body.request_options import RequestOptionFields
 
@@ -52,20 +52,16 @@ else:
 class CommonSamplingFields(_Numbers):
     """The fields; bodies of dialects inherit them. Null means the default."""
 
-    logit_bias: LogitBias | None = Field(
-        None,
-        description="Numbers to add to the logits of tokens, by token id, before penalties and "
-        "`temperature`. -100 and 100 in effect ban and force a token.",
+    logit_bias: LogitBias | None = optional(
+        "Numbers to add to the logits of tokens, by token id, before penalties and "
+        "`temperature`. -100 and 100 in effect ban and force a token."
     )
-    bad_words: BadWords | None = Field(
-        None,
-        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
-        "with and without a space before it, are not generated in sequence.",
+    bad_words: BadWords | None = optional(
+        f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
+        "with and without a space before it, are not generated in sequence."
     )
-    stop_token_ids: StopTokenIds | None = Field(None, description="Token ids that end the text.")
-    ignore_eos: bool | None = Field(
-        None, description="Continue after the model's end-of-sequence token."
-    )
+    stop_token_ids: StopTokenIds | None = optional("Token ids that end the text.")
+    ignore_eos: bool | None = optional("Continue after the model's end-of-sequence token.")
 
     def sampling_params(
         self,

@@ -11,14 +11,13 @@ import importlib.resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from fastapi import FastAPI
     from starlette.requests import Request
-    from starlette.responses import Response
 
 _OWN = Path(__file__).parent
 _PART_BYTES = 1 << 16

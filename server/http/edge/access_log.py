@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from server.errors import UnauthorizedError
 from server.http.edge.probes import PROBES
-from server.http.request_id import (
-    CLIENT_CLOSED,
-    CurrentRequest,
-    RequestFigures,
-    current_request,
-)
+from server.http.request_id import CLIENT_CLOSED, CurrentRequest, RequestFigures, current_request
 from server.log import quoted, written_together
 
 if TYPE_CHECKING:

@@ -6,19 +6,16 @@ import hashlib
 import hmac
 from typing import TYPE_CHECKING, Any
 
-from server.errors import UnauthorizedError, UnavailableError
+from server.errors import TesseraError, UnauthorizedError, UnavailableError
 from server.http.edge.probes import HEALTH_PATHS
 from server.http.request_id import current_request
-from server.http.responses import error_response
+from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from server.errors import TesseraError
-    from server.http.responses import ErrorBody
 
 OPEN_PATHS = HEALTH_PATHS | {"/"}
 """`GET` and `HEAD` of these paths need no key: health checks, and the page for browsers."""

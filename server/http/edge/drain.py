@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from server.errors import StoppingError
+from server.errors import StoppingError, TesseraError
 from server.http.edge.probes import PROBES
-from server.http.lifecycle import Stage
+from server.http.lifecycle import Lifecycle, Stage
 from server.http.request_id import current_request
-from server.http.responses import error_response
+from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from server.errors import TesseraError
-    from server.http.lifecycle import Lifecycle
-    from server.http.responses import ErrorBody
 
 _CLOSE = (b"connection", b"close")
 _SERVED_TO_THE_END = PROBES | {"/abort"}
@@ -35,10 +31,7 @@ class DrainMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        lifecycle: Lifecycle,
-        render: Callable[[str, TesseraError], ErrorBody],
+        self, app: ASGIApp, lifecycle: Lifecycle, render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
         self._lifecycle = lifecycle

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.errors import ForbiddenError
+from server.errors import ForbiddenError, TesseraError
 from server.http.edge.probes import HEALTH_PATHS
-from server.http.responses import error_response
+from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from server.errors import TesseraError
-    from server.http.responses import ErrorBody
 
 
 class AllowedHostsMiddleware:
@@ -34,10 +31,7 @@ class AllowedHostsMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Iterable[str],
-        render: Callable[[str, TesseraError], ErrorBody],
+        self, app: ASGIApp, hosts: Iterable[str], render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
         self._names = frozenset(host.lower().encode() for host in hosts)

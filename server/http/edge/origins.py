@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.errors import ForbiddenError
+from server.errors import ForbiddenError, TesseraError
 from server.http.edge.hosts import given_host
-from server.http.responses import error_response
+from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from server.errors import TesseraError
-    from server.http.responses import ErrorBody
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = (b"same-origin", b"none")  # none: the user's own action
@@ -38,10 +35,7 @@ class OriginMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        origins: Iterable[str],
-        render: Callable[[str, TesseraError], ErrorBody],
+        self, app: ASGIApp, origins: Iterable[str], render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
         self._origins = frozenset(origin.lower().encode() for origin in origins)

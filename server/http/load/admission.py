@@ -8,13 +8,12 @@ A place is taken only when the body is complete, so that clients that send slowl
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from server.errors import OverloadedError, ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Self
 
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
@@ -75,11 +74,6 @@ class Admission:
     def check_sequences(self, field: str, count: int, info: EngineInfo) -> None:
         """Check that a request asks for no more sequences than are ever admitted.
 
-        Args:
-            field: the request's field that determines the number.
-            count: sequences of the request.
-            info: reported by the running engine.
-
         Raises:
             ValidationError: it asks for more, so that a retry could not succeed.
         """
@@ -95,10 +89,6 @@ class Admission:
 
         The limit applies to the whole service. Front ends that admit at the same moment may exceed it by one request
         each.
-
-        Args:
-            sequences: number of sequences of the request.
-            info: reported by the running engine.
 
         Raises:
             OverloadedError: the request would exceed the limit.
@@ -153,11 +143,7 @@ class _Budget:
 
 
 class Buffer:
-    """Context manager with the bytes that one request holds of the budget; it gives them back at the end.
-
-    Args:
-        budget: shared by all requests.
-    """
+    """Context manager with the bytes that one request holds of the budget; it gives them back at the end."""
 
     __slots__ = ("_budget", "_held")
 

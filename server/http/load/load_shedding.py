@@ -46,10 +46,6 @@ class LoadShedding:
     are not considered.
 
     Used only on the event loop.
-
-    Args:
-        client: the engine's client.
-        config: limits of the queue.
     """
 
     def __init__(self, client: EngineHandle, config: HTTPConfig) -> None:
@@ -64,10 +60,7 @@ class LoadShedding:
         self._previous = _Lengths()
 
     def admit(
-        self,
-        lengths: Sequence[tuple[int, int]],
-        info: EngineInfo,
-        deadline: float | None = None,
+        self, lengths: Sequence[tuple[int, int]], info: EngineInfo, deadline: float | None = None
     ) -> None:
         """Count sequences as submitted, or refuse them. Call directly before they are submitted.
 
@@ -207,11 +200,7 @@ class _Lengths:
 
 def _waiting(stats: EngineStats) -> tuple[list[int], list[int], list[int]]:
     """Return the fields of `_Queue` of the engine's queue, by `length_class`."""
-    return (
-        stats.waiting_by_length,
-        stats.waiting_tokens_by_length,
-        stats.waiting_output_by_length,
-    )
+    return (stats.waiting_by_length, stats.waiting_tokens_by_length, stats.waiting_output_by_length)
 
 
 def _seconds_of_ends(ends: int, queue: _Queue, stats: EngineStats) -> float:

@@ -6,10 +6,7 @@ import bisect
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 
 def num_cells(bounds: Sequence[float]) -> int:

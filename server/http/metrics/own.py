@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from server.http.metrics import specs
-from server.http.metrics.rows import Row, read_rows
+from server.http.metrics.rows import Row, counter, gauge, histogram, read_rows, step_times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,18 +29,6 @@ def _number(spec: Spec, read: Callable[[Snapshot], float]) -> Row:
     return _row(spec, lambda snapshot: [((), float(read(snapshot)))])
 
 
-def _histogram(spec: Spec) -> Row:
-    return _row(spec, lambda snapshot: [((), snapshot.histogram(spec))])
-
-
-def _gauge(spec: Spec, field: str) -> Row:
-    return _number(spec, lambda snapshot: getattr(snapshot.stats, field))
-
-
-def _counter(spec: Spec, field: str) -> Row:
-    return _number(spec, lambda snapshot: getattr(snapshot.counters, field))
-
-
 def _by_reason(spec: Spec, field: str) -> Row:
     def read(snapshot: Snapshot) -> Samples:
         values = getattr(snapshot.totals, field) or [0] * len(_REASONS)
@@ -58,10 +46,6 @@ def _requests(snapshot: Snapshot) -> Samples:
 
 def _device_seconds(snapshot: Snapshot) -> Samples:
     return [((phase,), total) for phase, (_, total) in snapshot.step_times()]
-
-
-def _step_times(snapshot: Snapshot) -> Samples:
-    return [((phase,), buckets) for phase, buckets in snapshot.step_times()]
 
 
 def _states(snapshot: Snapshot) -> Samples:
@@ -116,11 +100,11 @@ def _counter_of_each(spec: Spec, field: str) -> Row:
 ROWS: Final = (
     _row(specs.REQUESTS, _requests),
     _number(specs.IN_FLIGHT, lambda snapshot: snapshot.in_flight),
-    *map(_histogram, specs.HISTOGRAMS),
-    *[_gauge(spec, field) for field, spec in specs.ENGINE_GAUGES.items()],
-    *[_counter(spec, field) for field, spec in specs.ENGINE_COUNTERS.items()],
+    *[histogram(spec.name, spec) for spec in specs.HISTOGRAMS],
+    *[gauge(spec.name, spec.help, field) for field, spec in specs.ENGINE_GAUGES.items()],
+    *[counter(spec.name, spec.help, field) for field, spec in specs.ENGINE_COUNTERS.items()],
     _row(specs.DEVICE_SECONDS, _device_seconds),
-    _row(specs.STEP_DURATION, _step_times),
+    _row(specs.STEP_DURATION, step_times),
     _by_reason(specs.SEQUENCES_ENDED, "num_ended"),
     _by_reason(specs.SEQUENCE_DEVICE_SECONDS, "device_seconds"),
     _by_reason(specs.SEQUENCE_BLOCK_SECONDS, "block_seconds"),

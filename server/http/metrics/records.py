@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from server.engine.core.request import FinishReason
 from server.errors import (
@@ -18,7 +18,6 @@ from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Self
 
     from server.http.metrics.registry import Metrics
     from server.http.metrics.usage import RequestUsage
@@ -32,12 +31,7 @@ _SUCCESSES = {
 
 
 class TokenClock:
-    """Measures the waits between the tokens of one sequence.
-
-    Args:
-        metrics: receives the measurements.
-        record: of the request.
-    """
+    """Measures the waits between the tokens of one sequence."""
 
     __slots__ = ("_last", "_metrics", "_record")
 
@@ -59,10 +53,6 @@ class RequestRecord:
     """Measures one request. As a context manager, it counts the request if an exception ends it.
 
     Only the first call of `finish` or `succeed` has an effect.
-
-    Args:
-        metrics: the service's metrics.
-        endpoint: the route's label.
 
     Attributes:
         started: when the request was received, `time.perf_counter` seconds.

@@ -112,9 +112,6 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """Render all metrics in Prometheus' text format, or in another format that the client prefers.
 
-        Args:
-            accept: the request's `Accept` header.
-
         Returns:
             The text and its content type.
         """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from typing import Any, TypeAlias
 
     from prometheus_client.metrics_core import Metric
 
@@ -35,6 +36,32 @@ class Row:
     help: str
     read: Callable[[Snapshot], Samples | None]
     labels: tuple[str, ...] = ()
+
+
+def gauge(name: str, help_: str, field: str) -> Row:
+    """Return the row of a gauge in `EngineStats`."""
+    return Row(
+        name, GaugeMetricFamily, help_, lambda read: [((), float(getattr(read.stats, field)))]
+    )
+
+
+def counter(name: str, help_: str, field: str) -> Row:
+    """Return the row of a counter in `EngineStats`, over all engine processes."""
+    return Row(
+        name, CounterMetricFamily, help_, lambda read: [((), float(getattr(read.counters, field)))]
+    )
+
+
+def histogram(name: str, spec: Spec, help_: str | None = None) -> Row:
+    """Return the row of one of the service's own histograms, by default with its own help."""
+    return Row(
+        name, HistogramMetricFamily, help_ or spec.help, lambda read: [((), read.histogram(spec))]
+    )
+
+
+def step_times(snapshot: Snapshot) -> Samples:
+    """Return the histograms of the durations of steps, by phase."""
+    return [((phase,), buckets) for phase, buckets in snapshot.step_times()]
 
 
 class Reading(NamedTuple):

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import array
 import mmap
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 _BYTES = 8
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from server.engine.core.accounting import STEP_SECONDS_BOUNDS
-from server.engine.core.messages import EngineStats, add_counters
+from server.engine.core.messages import EngineInfo, EngineStats, add_counters
 from server.http.metrics.histogram import cumulative
-from server.http.metrics.specs import HISTOGRAM_CELLS, IN_FLIGHT_CELL, Outcome
+from server.http.metrics.specs import HISTOGRAM_CELLS, IN_FLIGHT_CELL, Outcome, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from typing import Any, TypeAlias
 
-    from server.engine.core.messages import EngineInfo
     from server.engine.link.front_end.client import EngineHandle
     from server.engine.link.protocol import EngineReport
-    from server.http.metrics.specs import Spec
 
 Buckets: TypeAlias = tuple[list[tuple[str, float]], float]
 """Cumulative counts by upper bound, and the sum of all values."""
@@ -50,14 +47,6 @@ class KeptResults:
 
 class Snapshot:
     """The counters of all front ends and of the engine.
-
-    Args:
-        model_name: the served model's name.
-        version: the service's version.
-        totals: the shared counters, summed over the front ends.
-        pairs: endpoint and outcome of each of the first counters, which count answered requests.
-        client: the engine's client.
-        kept: of earlier snapshots.
 
     Attributes:
         requests: requests answered, by endpoint and outcome; only those that there were.

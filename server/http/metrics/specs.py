@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -16,9 +17,6 @@ from prometheus_client.core import (
 
 from server.engine.core.accounting import STEP_SECONDS_BOUNDS
 from server.http.metrics.histogram import num_cells
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Outcome(enum.Enum):

@@ -7,25 +7,15 @@ Source of names and labels: router/src of huggingface/text-generation-inference@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
-from prometheus_client.core import (
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    UnknownMetricFamily,
-)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, UnknownMetricFamily
 
 from server.http.metrics import specs
-from server.http.metrics.rows import Row, read_rows
-from server.http.metrics.snapshot import empty_histogram
+from server.http.metrics.rows import Reading, Row, Samples, gauge, histogram, read_rows, step_times
+from server.http.metrics.snapshot import Snapshot, empty_histogram
 from server.http.metrics.specs import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from server.http.metrics.rows import Reading, Samples
-    from server.http.metrics.snapshot import Snapshot
-    from server.http.metrics.specs import Spec
 
 _SUCCESSES = (Outcome.LENGTH, Outcome.EOS_TOKEN, Outcome.STOP_SEQUENCE)
 # `timeout` and `unavailable` are Tessera's own: TGI has no deadlines and does not listen before its model is ready.
@@ -39,21 +29,9 @@ _FAILURES = {
 }
 
 
-def _gauge(field: str) -> Callable[[Snapshot], Samples]:
-    return lambda snapshot: [((), float(getattr(snapshot.stats, field)))]
-
-
-def _histogram(spec: Spec) -> Callable[[Snapshot], Samples]:
-    return lambda snapshot: [((), snapshot.histogram(spec))]
-
-
 def _never(*values: str) -> Callable[[Snapshot], Samples]:
     labels: list[tuple[str, ...]] = [(value,) for value in values] or [()]
     return lambda _: [(one, empty_histogram()) for one in labels]
-
-
-def _step_times(snapshot: Snapshot) -> Samples:
-    return [((phase,), buckets) for phase, buckets in snapshot.step_times()]
 
 
 def _num_steps(snapshot: Snapshot) -> Samples:
@@ -65,7 +43,7 @@ def _max_total_tokens(snapshot: Snapshot) -> Samples:
     return [] if info is None else [((), float(info.num_blocks * info.block_size))]
 
 
-_COUNTER, _GAUGE, _HISTOGRAM = UnknownMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+_COUNTER, _HISTOGRAM = UnknownMetricFamily, HistogramMetricFamily
 _METHOD = ("method",)
 _NO_PART = "Always 0: Tessera's steps have no such part."
 # fmt: off
@@ -83,31 +61,28 @@ ROWS: Final = (
         lambda snapshot: [((err,), snapshot.answered(outcome)) for err, outcome in _FAILURES.items()],
         ("err",),
     ),
-    Row("tgi_queue_size", _GAUGE, "Sequences in the engine's queue.", _gauge("num_waiting")),
-    Row("tgi_batch_current_size", _GAUGE, "Sequences in the engine's batch.", _gauge("num_running")),
-    Row(
-        "tgi_batch_current_max_tokens", _GAUGE, "Tokens that the running sequences have if all reach their limits.",
-        _gauge("num_reserved_tokens"),
+    gauge("tgi_queue_size", "Sequences in the engine's queue.", "num_waiting"),
+    gauge("tgi_batch_current_size", "Sequences in the engine's batch.", "num_running"),
+    gauge(
+        "tgi_batch_current_max_tokens", "Tokens that the running sequences have if all reach their limits.",
+        "num_reserved_tokens",
     ),
-    Row("tgi_batch_max_total_tokens", _GAUGE, "Capacity of the KV cache in tokens.", _max_total_tokens),
-    Row("tgi_request_duration", _HISTOGRAM, specs.DURATION.help, _histogram(specs.DURATION)),
-    Row("tgi_request_validation_duration", _HISTOGRAM, specs.VALIDATION.help, _histogram(specs.VALIDATION)),
-    Row("tgi_request_queue_duration", _HISTOGRAM, specs.QUEUE.help, _histogram(specs.QUEUE)),
-    Row("tgi_request_inference_duration", _HISTOGRAM, specs.INFERENCE.help, _histogram(specs.INFERENCE)),
-    Row(
-        "tgi_request_mean_time_per_token_duration", _HISTOGRAM, specs.TIME_PER_TOKEN.help,
-        _histogram(specs.TIME_PER_TOKEN),
-    ),
-    Row("tgi_request_input_length", _HISTOGRAM, specs.PROMPT_LENGTH.help, _histogram(specs.PROMPT_LENGTH)),
-    Row("tgi_request_generated_tokens", _HISTOGRAM, specs.OUTPUT_LENGTH.help, _histogram(specs.OUTPUT_LENGTH)),
-    Row("tgi_request_max_new_tokens", _HISTOGRAM, specs.MAX_NEW_TOKENS.help, _histogram(specs.MAX_NEW_TOKENS)),
+    Row("tgi_batch_max_total_tokens", GaugeMetricFamily, "Capacity of the KV cache in tokens.", _max_total_tokens),
+    histogram("tgi_request_duration", specs.DURATION),
+    histogram("tgi_request_validation_duration", specs.VALIDATION),
+    histogram("tgi_request_queue_duration", specs.QUEUE),
+    histogram("tgi_request_inference_duration", specs.INFERENCE),
+    histogram("tgi_request_mean_time_per_token_duration", specs.TIME_PER_TOKEN),
+    histogram("tgi_request_input_length", specs.PROMPT_LENGTH),
+    histogram("tgi_request_generated_tokens", specs.OUTPUT_LENGTH),
+    histogram("tgi_request_max_new_tokens", specs.MAX_NEW_TOKENS),
     Row(
         "tgi_request_skipped_tokens", _HISTOGRAM, "Always 0: no step generates more than one token of a sequence.",
         _never(),
     ),
     Row("tgi_batch_inference_count", _COUNTER, "Steps of the engine, by phase.", _num_steps, _METHOD),
-    Row("tgi_batch_inference_duration", _HISTOGRAM, specs.STEP_DURATION.help, _step_times, _METHOD),
-    Row("tgi_batch_forward_duration", _HISTOGRAM, specs.STEP_DURATION.help, _step_times, _METHOD),
+    Row("tgi_batch_inference_duration", _HISTOGRAM, specs.STEP_DURATION.help, step_times, _METHOD),
+    Row("tgi_batch_forward_duration", _HISTOGRAM, specs.STEP_DURATION.help, step_times, _METHOD),
     Row("tgi_batch_decode_duration", _HISTOGRAM, _NO_PART, _never("prefill", "decode"), _METHOD),
     Row("tgi_batch_filter_duration", _HISTOGRAM, _NO_PART, _never("prefill", "decode"), _METHOD),
     Row("tgi_batch_concat_duration", _HISTOGRAM, _NO_PART, _never("decode"), _METHOD),

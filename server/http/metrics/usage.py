@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
-from server.http.responses import header
-
-if TYPE_CHECKING:
-    from server.http.responses import Headers
+from server.http.responses import Headers, header
 
 
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.errors import NotFoundError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastapi import FastAPI
 
 INDEX = "index.html"
 PREFIX = "/page/"
@@ -55,12 +50,7 @@ class Asset:
 
 
 def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
-    """Add the routes of the page's assets; they are not part of the OpenAPI document.
-
-    Args:
-        app: the application.
-        assets: by file name, as from `load_assets`.
-    """
+    """Add the routes of the page's assets; they are not part of the OpenAPI document."""
 
     @app.api_route(PREFIX + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def read_asset(request: Request) -> Response:

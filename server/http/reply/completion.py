@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from model.text.detokenizer import IncrementalDetokenizer
-from model.text.stop import StopChecker
-from server.engine.core.request import FinishReason
+from model.text.stop import StopChecker, StopMatch
+from server.engine.core.request import FinishReason, TokenEvent
 from server.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.sampling.parameters import SamplingParams
-    from model.text.stop import StopMatch
     from model.text.tokenizer import Tokenizer
-    from server.engine.core.request import TokenEvent
     from server.engine.link.front_end.request_stream import RequestStream
     from server.http.metrics.records import TokenClock
 
@@ -204,10 +202,6 @@ class Completion:
 
     async def finish(self, clock: TokenClock, *, keep_tokens: bool) -> None:
         """Read all events.
-
-        Args:
-            clock: measures the waits between tokens.
-            keep_tokens: whether to fill `tokens`.
 
         Raises:
             GenerationError: the engine reported an error.

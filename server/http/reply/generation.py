@@ -11,7 +11,7 @@ import msgspec
 from server.engine.core.request import GenerateRequest
 from server.http.body.request_options import RequestOptions
 from server.http.metrics.usage import RequestUsage
-from server.http.reply.completion import Completion
+from server.http.reply.completion import Completion, Prompt, StopStrings
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from model.sampling.parameters import SamplingParams
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
-    from server.http.reply.completion import Prompt, StopStrings
 
 GENERATION = "tessera.generation"
 """Key of a request's `Generation` in its ASGI scope, from its submission on."""

@@ -21,8 +21,8 @@ from server.errors import (
     TesseraError,
 )
 from server.http.body.eager import Begun
-from server.http.body.request_body import ClientDisconnectedError
-from server.http.metrics.records import outcome_of
+from server.http.body.request_body import ClientDisconnectedError, ClientWatch
+from server.http.metrics.records import RequestRecord, outcome_of
 from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
     from server.engine.core.request import TokenEvent
-    from server.http.body.request_body import ClientWatch
     from server.http.config import HTTPConfig
     from server.http.lifecycle import Lifecycle
-    from server.http.metrics.records import RequestRecord
     from server.http.reply.completion import Completion
     from server.http.reply.generation import Generation
     from server.http.responses import Headers
@@ -215,12 +213,7 @@ class EventStream:
         "ended",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        send: Send,
-        config: HTTPConfig,
-        writer: DirectWriter | None,
-    ) -> None:
+    def __init__(self, send: Send, config: HTTPConfig, writer: DirectWriter | None) -> None:
         self._send = send
         self._writer = writer
         self._config = config
@@ -299,10 +292,7 @@ class EventStream:
 
 @contextlib.asynccontextmanager
 async def open_event_stream(
-    send: Send,
-    config: HTTPConfig,
-    headers: Headers,
-    writer: DirectWriter | None = None,
+    send: Send, config: HTTPConfig, headers: Headers, writer: DirectWriter | None = None
 ) -> AsyncIterator[EventStream]:
     """Start a response of server-sent events.
 
@@ -317,11 +307,7 @@ async def open_event_stream(
     """
     try:
         await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [*STREAM_HEADERS, *headers],
-            }
+            {"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]}
         )
         stream = EventStream(send, config, writer)
         try:

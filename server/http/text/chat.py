@@ -22,11 +22,6 @@ def load_chat_template(
 ) -> ChatTemplate | None:
     """Load the configured chat template, or the checkpoint's.
 
-    Args:
-        folder: with the checkpoint's tokenizer.
-        tokenizer: the checkpoint's tokenizer.
-        config: of the service.
-
     Returns:
         None if there is no template, or the checkpoint's cannot be used, which is logged: everything except chat works.
 

@@ -75,10 +75,6 @@ class GrammarCompiler:
     """Owns the worker processes, which start when they are needed, and the cache of their results.
 
     Used only on the event loop.
-
-    Args:
-        folder: the checkpoint, with its tokenizer.
-        eos_token_ids: the model's end tokens.
     """
 
     def __init__(self, folder: str, eos_token_ids: tuple[int, ...]) -> None:
@@ -124,9 +120,8 @@ class GrammarCompiler:
         self._end()
 
     def _ask(self, config: WorkerConfig, line: bytes) -> Verdict:
-        worker = (
-            self._workers.get()
-        )  # the one that was used last, so that the others need not start
+        # The one that was used last, so that the others need not start.
+        worker = self._workers.get()
         try:
             return worker.ask(config, line)
         finally:
@@ -134,11 +129,7 @@ class GrammarCompiler:
 
 
 class _Worker:
-    """A worker process, started for the first constraint and again after it ended; used by one thread at a time.
-
-    Args:
-        processes: the running processes of all workers.
-    """
+    """A worker process, started for the first constraint and again after it ended; used by one thread at a time."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self._processes = processes

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
 

@@ -81,9 +81,7 @@ class Connections:
         self._counts: collections.Counter[str] = collections.Counter()
         self._next_report = 0.0
         shortest = min(
-            config.header_timeout,
-            config.keep_alive_timeout,
-            config.send_timeout_seconds,
+            config.header_timeout, config.keep_alive_timeout, config.send_timeout_seconds
         )
         self._interval = min(_SWEEP_SECONDS, shortest / 4)
 

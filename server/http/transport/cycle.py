@@ -72,12 +72,7 @@ class Cycle:
     )  # fmt: skip
 
     def __init__(
-        self,
-        connection: Connection,
-        scope: Scope,
-        *,
-        keep_alive: bool,
-        expects_continue: bool,
+        self, connection: Connection, scope: Scope, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
@@ -143,9 +138,8 @@ class Cycle:
         """Return the next part of the body, or wait until the client has disconnected or the response is complete."""
         if self._expects_continue:
             self._expects_continue = False
-            waits = (
-                self.more_body and not self._parts
-            )  # else the client has sent the body without asking
+            # Else the client has sent the body without asking.
+            waits = self.more_body and not self._parts
             if waits and not self.started:
                 self._connection.write(replies.CONTINUE)
         while not (self.disconnected or self.complete):
@@ -240,9 +234,6 @@ class DirectWriter:
     """Writes to the connection of one response, once the response has begun, without a coroutine.
 
     Applies HTTP's chunked transfer coding.
-
-    Args:
-        transport: of the connection.
 
     Attributes:
         is_open: whether a part of the body may be written now; set by the response's `Cycle`.

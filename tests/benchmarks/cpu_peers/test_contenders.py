@@ -7,8 +7,10 @@ import pytest
 from benchmarks.cpu_peers.build import InstructionSet, build_folder, flags_of
 from benchmarks.cpu_peers.contenders import ContenderError, Round, read_llama_bench
 from benchmarks.cpu_peers.other_load import busy_seconds, other_load
-from benchmarks.cpu_peers.streams import descendants, memory_mib, tokens_of
+from benchmarks.cpu_peers.streams import Llama, memory_mib
 from benchmarks.cpu_peers.work import Work
+from server.cli.bench.serve.apis import OpenAI
+from tests.reliability.processes import process_tree
 
 PROMPT = {"n_prompt": 512, "n_gen": 0, "avg_ts": 123.5, "samples_ts": [123.5]}
 DECODE = {"n_prompt": 0, "n_gen": 128, "n_depth": 32, "avg_ts": 45.25, "samples_ts": [45.25]}
@@ -29,15 +31,15 @@ def test_other_output_of_llama_bench_is_an_error(text):
 
 
 @pytest.mark.parametrize(
-    ("event", "count"),
+    ("api", "event", "count"),
     [
-        ({"tokens_predicted": 128, "stop": True}, 128),
-        ({"choices": [], "usage": {"completion_tokens": 64}}, 64),
-        ({"choices": [{"text": "a"}], "usage": None}, 0),
+        (Llama, {"tokens_predicted": 128, "stop": True}, 128),
+        (OpenAI, {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 64}}, 64),
+        (OpenAI, {"choices": [{"text": "a"}], "usage": None}, None),
     ],
 )
-def test_the_last_event_of_either_server_reports_its_tokens(event, count):
-    assert tokens_of(event) == count
+def test_the_last_event_of_either_server_reports_its_tokens(api, event, count):
+    assert api().read(json.dumps(event).encode()).output_tokens == count
 
 
 def test_the_work_is_passed_on_unchanged():
@@ -80,7 +82,7 @@ def test_the_memory_of_a_process_includes_its_grandchildren():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", nested], **pipes) as child:
         child.stdout.readline()
-        (grandchild,) = descendants(child.pid)
+        grandchild = process_tree(child.pid)[1].pid
         memory = memory_mib(child.pid)
         child.communicate(b"\n")
 

@@ -17,7 +17,7 @@ from kernels.attention.blackwell import exponentials
 from kernels.attention.blackwell.pipeline import ROWS as KERNEL_ROWS
 from kernels.attention.hopper.pipeline import heads_of_tile, rows_of_token
 from kernels.attention.hopper.prefill import exponents
-from kernels.testing.problems import PagedCase
+from tests.kernels.references.problems import PagedCase
 
 ROWS = KERNEL_ROWS.value
 BLOCK_N = 128

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.attention.problem import AttentionProblem, Phase
-from kernels.testing.problems import Layout, make_case, make_packed_case
+from tests.kernels.references.problems import Layout, make_case, make_packed_case
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")

@@ -12,7 +12,7 @@ from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
 from kernels.errors import ShapeError
-from kernels.testing.problems import make_case, make_packed_case
+from tests.kernels.references.problems import make_case, make_packed_case
 from tests.kernels.triton_interpreter import HAS_TRITON, interpreted
 
 B200 = CATALOGUE["b200"]

@@ -13,9 +13,9 @@ from kernels.attention import cascade
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import PagedBatch, Phase
 from kernels.errors import ShapeError
-from kernels.testing.problems import UNUSED_BLOCK, Layout, make_case
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.test_portable_interpreted import SMALL_GPU, check, problem, select
+from tests.kernels.references.problems import UNUSED_BLOCK, Layout, make_case
 
 pytestmark = triton_interpreter.interpreted
 

@@ -7,8 +7,8 @@ import torch
 
 import kernels
 from kernels.errors import ShapeError
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than, truth_dtype
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than, truth_dtype
 
 
 def reference_batch(q, k, v, window, dtype):

@@ -10,7 +10,6 @@ import torch
 import kernels
 from kernels.attention.problem import Phase
 from kernels.fp8 import FP8
-from kernels.testing.problems import Layout, make_case
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.test_portable_interpreted import (
     PHASES,
@@ -20,6 +19,7 @@ from tests.kernels.attention.test_portable_interpreted import (
     queries,
     select,
 )
+from tests.kernels.references.problems import Layout, make_case
 
 pytestmark = triton_interpreter.interpreted
 

@@ -13,8 +13,8 @@ from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.pytorch import rows as torch_rows
 from kernels.attention.registry import REGISTRY
 from kernels.fp8 import FP8
-from kernels.testing import reference
-from kernels.testing.problems import Layout, make_case
+from tests.kernels.references import reference
+from tests.kernels.references.problems import Layout, make_case
 
 ROWS = [pytest.param(row, id=row.name) for row in REGISTRY if row.cpu]
 PHASES = [pytest.param(phase, id=phase.value) for phase in Phase]

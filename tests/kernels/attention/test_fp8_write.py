@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.attention.pytorch.write_kv import write_kv as torch_write
-from kernels.testing import reference
 from tests.kernels import triton_interpreter
+from tests.kernels.references import reference
 
 SLOTS = torch.tensor([5, -1, 17, 0, 31], dtype=torch.int32)
 

@@ -10,8 +10,8 @@ import torch
 import kernels
 from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.errors import ShapeError
-from kernels.testing import reference
-from kernels.testing.problems import Layout, make_case
+from tests.kernels.references import reference
+from tests.kernels.references.problems import Layout, make_case
 
 
 def problem(phase=Phase.DECODE, dtype="float32"):

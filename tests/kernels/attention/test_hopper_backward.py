@@ -17,9 +17,9 @@ from kernels.attention.training.registry import (
     TrainingProblem,
     select_training,
 )
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels.attention.training.test_autograd import gradients, problem_of
 from tests.kernels.attention.training_cases import Case, dense
+from tests.kernels.references.problems import assert_no_worse_than
 from tests.kernels.triton_interpreter import interpreted
 from tests.marks import slow_except
 

@@ -11,7 +11,7 @@ import kernels
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
-from kernels.testing.problems import Layout, assert_no_worse_than, make_case
+from tests.kernels.references.problems import Layout, assert_no_worse_than, make_case
 from tests.kernels.triton_interpreter import interpreted
 
 KEYS_ON_M = "hopper_keys_on_m_decode"

@@ -15,8 +15,8 @@ from kernels.attention.registry import REGISTRY
 from kernels.attention.splits import split_sequences
 from kernels.fp8 import FP8
 from kernels.hadamard import hadamard_transform
-from kernels.testing import reference, reference_fp8
-from kernels.testing.problems import Layout, make_case
+from tests.kernels.references import reference, reference_fp8
+from tests.kernels.references.problems import Layout, make_case
 from tests.kernels.triton_interpreter import interpreted
 
 ROW, UNPACKED = (

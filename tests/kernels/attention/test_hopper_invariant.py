@@ -12,10 +12,10 @@ import kernels
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY
-from kernels.testing.problems import Layout, make_case
 from tests.gpu.attention_cases import attend
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.test_invariant_interpreted import step_beside
+from tests.kernels.references.problems import Layout, make_case
 from tests.marks import slow_except
 
 pytestmark = triton_interpreter.interpreted

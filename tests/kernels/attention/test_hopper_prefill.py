@@ -13,8 +13,8 @@ from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
 from kernels.errors import ShapeError
-from kernels.testing.problems import make_case, make_packed_case
 from tests.kernels import triton_interpreter
+from tests.kernels.references.problems import make_case, make_packed_case
 from tests.kernels.triton_interpreter import HAS_TRITON, interpreted
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")

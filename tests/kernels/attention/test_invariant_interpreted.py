@@ -11,10 +11,10 @@ import torch
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import Phase
 from kernels.attention.select import select
-from kernels.testing.problems import Layout, make_case
 from tests.gpu.attention_cases import attend
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.test_portable_interpreted import problem
+from tests.kernels.references.problems import Layout, make_case
 
 pytestmark = triton_interpreter.interpreted
 

@@ -10,7 +10,6 @@ import torch
 import kernels
 from kernels.attention.problem import PackedBatch, PagedBatch, Phase
 from kernels.errors import ShapeError
-from kernels.testing.problems import UNUSED_BLOCK, make_case, make_packed_case
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.test_portable_interpreted import (
     PHASES,
@@ -19,6 +18,7 @@ from tests.kernels.attention.test_portable_interpreted import (
     queries,
     select,
 )
+from tests.kernels.references.problems import UNUSED_BLOCK, make_case, make_packed_case
 
 pytestmark = triton_interpreter.interpreted
 

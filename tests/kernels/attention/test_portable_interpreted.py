@@ -13,8 +13,8 @@ from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
 from kernels.attention.select import Selection
-from kernels.testing.problems import Layout, make_case, make_packed_case
 from tests.kernels import triton_interpreter
+from tests.kernels.references.problems import Layout, make_case, make_packed_case
 
 pytestmark = triton_interpreter.interpreted
 

@@ -11,7 +11,7 @@ import torch
 import kernels
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
-from kernels.testing.problems import Layout, assert_no_worse_than, make_case
+from tests.kernels.references.problems import Layout, assert_no_worse_than, make_case
 
 DTYPES = ("float32", "bfloat16")
 ROWS = [pytest.param(row, id=row.name) for row in REGISTRY if row.cpu]

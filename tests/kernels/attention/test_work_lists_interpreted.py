@@ -14,9 +14,9 @@ from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch,
 from kernels.attention.registry import REGISTRY
 from kernels.attention.select import Selection
 from kernels.attention.splits import splits_wanted
-from kernels.testing import reference
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.reference_splits import plan_splits
+from tests.kernels.references import reference
 
 pytestmark = triton_interpreter.interpreted
 

@@ -8,9 +8,9 @@ from kernels.linear.cpu import PackedLinear, fits_half, unsupported
 from kernels.linear.problem import LinearProblem
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import PACKED
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from tests.kernels.linear.weights import linear_weights
+from tests.kernels.references.problems import assert_no_worse_than
 
 PROBLEM = LinearProblem(1, 40, 48)
 

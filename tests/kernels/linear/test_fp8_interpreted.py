@@ -12,14 +12,15 @@ from kernels.errors import ShapeError
 from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
-from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
+from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
 from kernels.linear.weights import Norm
 from kernels.norms.gpu import quantize_rows as fused
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from tests.kernels import float8_library, triton_interpreter
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.tuning_check import linear_launch_mistakes
 
 pytestmark = triton_interpreter.interpreted
 
@@ -41,7 +42,7 @@ def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, unpac
     problem = LinearProblem(rows, outputs, inputs, dtype, gated, FP8_ROWS)
     config = dataclasses.replace(LAUNCH, **launch) if kernel is VECTOR else None
     choice = LinearChoice(problem, kernel, config, "for the test", unpacks=unpacks)
-    assert launch_mistakes(choice) == []
+    assert linear_launch_mistakes(choice) == []
     return choice
 
 

@@ -15,11 +15,11 @@ from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.select import select_linear
 from kernels.linear.weights import LinearArguments
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from kernels.weight_format import FP8_ROWS
 from tests.kernels import triton_interpreter
 from tests.kernels.linear.weights import linear_weights
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 pytestmark = triton_interpreter.interpreted
 

@@ -18,9 +18,9 @@ from kernels.linear.matrix_tiles import (
 )
 from kernels.linear.problem import LinearProblem
 from kernels.linear.weights import LinearArguments
-from kernels.testing import reference
 from kernels.weight_format import FP8_ROWS
 from tests.kernels.linear.weights import linear_weights
+from tests.kernels.references import reference
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 if HAS_TRITON:

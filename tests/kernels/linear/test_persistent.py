@@ -25,8 +25,8 @@ from kernels.linear.persistent_tiles import (
 from kernels.linear.problem import LinearProblem
 from kernels.linear.projection import SWIGLU, Operations, Purpose, bind_projection
 from kernels.linear.select import select_linear
-from kernels.testing import reference
 from tests.kernels.linear.weights import linear_weights
+from tests.kernels.references import reference
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 if HAS_TRITON:

@@ -9,9 +9,10 @@ import pytest
 from kernels.arch import CATALOGUE, CPU
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import MATRIX
-from kernels.linear.select import LinearLaunch, launch_mistakes, select_linear
-from kernels.linear.tuned import find, linear_mistakes, linear_table, tuned_linear
+from kernels.linear.select import LinearLaunch, select_linear
+from kernels.linear.tuned import find, linear_table, tuned_linear
 from kernels.weight_format import FP8_ROWS
+from tests.kernels.tuning_check import linear_launch_mistakes, linear_mistakes
 
 H100 = CATALOGUE["h100"]
 SHAPES = [
@@ -37,7 +38,7 @@ def test_every_choice_fits_its_kernel(arch, rows):
     for outputs, inputs, gated in SHAPES:
         choice = select_linear(problem(rows, outputs, inputs, gated=gated), arch)
 
-        assert launch_mistakes(choice) == []
+        assert linear_launch_mistakes(choice) == []
         assert choice.why
 
 
@@ -144,7 +145,7 @@ def test_fp8_weights_use_the_fp8_product_where_it_is_supported(rows, arch, chang
 
     assert choice.spec.name == kernel
     assert why in "; ".join([choice.why, *(r for _, reasons in choice.refusals for r in reasons)])
-    assert launch_mistakes(choice) == []
+    assert linear_launch_mistakes(choice) == []
     assert asked.weight_bytes == asked.matrices * asked.outputs * asked.inputs
 
 

@@ -11,12 +11,13 @@ from kernels.arch import CATALOGUE
 from kernels.errors import ShapeError
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, VECTOR
-from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
+from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
 from kernels.linear.weights import Norm
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import triton_interpreter
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.tuning_check import linear_launch_mistakes
 
 pytestmark = triton_interpreter.interpreted
 
@@ -38,7 +39,7 @@ def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, **lau
     problem = LinearProblem(rows, outputs, inputs, dtype, gated)
     config = dataclasses.replace(LAUNCH, **launch) if kernel is VECTOR else None
     choice = LinearChoice(problem, kernel, config, "for the test")
-    assert launch_mistakes(choice) == []
+    assert linear_launch_mistakes(choice) == []
     return choice
 
 

@@ -26,10 +26,10 @@ from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.gpu.embed import embed
 from kernels.sampling.tile_best import TileBest
 from kernels.sampling.tokens import embed_tokens
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import triton_interpreter
 from tests.kernels.linear.layer import linear
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than
 
 pytestmark = triton_interpreter.interpreted
 

@@ -7,8 +7,8 @@ import torch
 
 import kernels
 from kernels.norms import pytorch
-from kernels.testing import reference
-from kernels.testing.problems import assert_no_worse_than, truth_dtype
+from tests.kernels.references import reference
+from tests.kernels.references.problems import assert_no_worse_than, truth_dtype
 
 DTYPES = [torch.float32, torch.bfloat16]
 

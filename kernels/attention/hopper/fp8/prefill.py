@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -30,43 +31,20 @@ from kernels.attention.hopper.fp8.tiles import (
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
-from kernels.attention.problem import PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.attention.splits import split_sequences
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_tiles", "num_scales"])
 def prefill(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    out,
-    lse,
-    q_factors,
-    scales,
-    tiles,
-    first_tiles,
-    counter,
-    num_tiles,
-    num_scales,
-    num_entries,
-    late_heads,
-    num_items,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    LSE: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out, lse, q_factors, scales, tiles, first_tiles, counter, num_tiles,
+    num_scales, num_entries, late_heads, num_items,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
     """Process all items; one program per SM. Shapes as in `kernels.prefill_attention`."""
     # Each tile of keys is contiguous. Window and softcap are unsupported.
     c = Constants(
@@ -162,18 +140,9 @@ class HopperFP8Prefill:
             TensorDescriptor(q, list(q.shape), list(q.stride()), *self._boxes["q"]),
             TensorDescriptor(k, list(k.shape), list(k.stride()), *self._boxes["k"]),
             TensorDescriptor(v, list(v.shape), list(v.stride()), *self._boxes["v"]),
-            TensorDescriptor(out, list(out.shape), out_strides, *self._boxes["o"]),
-            out,
-            out if lse is None else lse,
-            operands.factors,
-            operands.scales,
-            work.items.tiles,
-            tiles.first_tiles,
-            work.counter,
-            num_tiles,
-            self._problem.num_kv_heads * num_tiles,
-            work.items.num_entries,
-            work.items.late_heads,
-            work.num_items,
+            TensorDescriptor(out, list(out.shape), out_strides, *self._boxes["o"]), out,
+            out if lse is None else lse, operands.factors, operands.scales, work.items.tiles,
+            tiles.first_tiles, work.counter, num_tiles, self._problem.num_kv_heads * num_tiles,
+            work.items.num_entries, work.items.late_heads, work.num_items,
             **self._constants,
-        )
+        )  # fmt: skip

@@ -13,19 +13,9 @@ from kernels.attention.portable.tile_list import TILE_FIELDS
 
 @gluon.jit
 def produce(
-    pipe,
-    q_desc,
-    k_desc,
-    v_desc,
-    tiles,
-    first_tiles,
-    num_tiles,
-    counter,
-    num_entries,
-    late_heads,
-    num_items,
+    pipe, q_desc, k_desc, v_desc, tiles, first_tiles, num_tiles, counter, num_entries, late_heads, num_items,
     c,
-):
+):  # fmt: skip
     """Fetch items and issue their copies until none is left.
 
     `first_tiles` and `num_tiles` as in `fp8_tiles`, other arguments as in `producer`.

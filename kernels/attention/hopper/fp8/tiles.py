@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.attention.hopper.fp8.cached_rows import find_slots, load_cached
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kernels.attention.problem import PagedBatch
 
 LARGEST = tl.constexpr(448.0)
@@ -193,14 +192,9 @@ def plan_key_tiles(batch: PagedBatch, size: int) -> KeyTiles:
     tiles = torch.empty((most, _TILE_FIELDS.value), dtype=torch.int32, device=device)
     first_tiles = torch.empty(batch.num_seqs, dtype=torch.int32, device=device)
     list_key_tiles[(most,)](
-        tiles,
-        first_tiles,
-        batch.seq_lens,
-        batch.num_seqs,
-        BLOCK_N=size,
-        BLOCK_B=max(16, triton.next_power_of_2(batch.num_seqs)),
-        num_warps=1,
-    )
+        tiles, first_tiles, batch.seq_lens, batch.num_seqs,
+        BLOCK_N=size, BLOCK_B=max(16, triton.next_power_of_2(batch.num_seqs)), num_warps=1,
+    )  # fmt: skip
     return KeyTiles(tiles, first_tiles, size)
 
 

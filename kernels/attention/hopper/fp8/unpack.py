@@ -11,16 +11,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.attention.hopper.fp8.cached_rows import convert_rows
 from kernels.attention.hopper.prefill import HopperPrefill, attends_nothing
-from kernels.attention.problem import PackedBatch, PagedBatch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
 from kernels.attention.splits import split_sequences
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.problem import AttentionProblem
     from kernels.attention.select import Selection
 
 

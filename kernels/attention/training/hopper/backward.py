@@ -14,9 +14,10 @@ Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -32,12 +33,13 @@ from kernels.attention.training.hopper.backward_tiles import (
 )
 from kernels.attention.training.hopper.forward import HopperTraining, aligned
 from kernels.attention.training.portable.launch import PORTABLE
-from kernels.attention.training.registry import A_MILLISECOND
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+from kernels.attention.training.registry import (
+    A_MILLISECOND,
+    Grads,
+    Saved,
+    TrainingBatch,
+    TrainingProblem,
+)
 
 BLOCK_M: Final = 64
 """Queries of a tile: as many as fit in registers beside the gradients of 128 keys and values."""
@@ -76,11 +78,7 @@ class OnePassTraining(HopperTraining):
         return super().forward(q, k, v, batch, problem)
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         (dout, dlse), (q, k, v, out, lse) = grads, saved

@@ -6,20 +6,16 @@ import functools
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
-from kernels.arch import detect
+from kernels.arch import GPUArch, detect
 from kernels.attention.functional import plan_attention, prefill_attention
-from kernels.attention.problem import PackedBatch
-from kernels.attention.select import select
+from kernels.attention.problem import AttentionProblem, PackedBatch
+from kernels.attention.select import Selection, select
 from kernels.attention.training.portable.launch import PORTABLE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionProblem
-    from kernels.attention.select import Selection
-    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+    from kernels.attention.training.registry import Grads, Saved, TrainingBatch, TrainingProblem
 
 _ALIGNMENT = 16
 """Bytes, of addresses and strides."""
@@ -51,11 +47,7 @@ class HopperTraining:
         return out, lse
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         return PORTABLE.backward(grads, saved, batch, problem)

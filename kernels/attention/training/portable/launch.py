@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
+from torch import Tensor
 
-from kernels.arch import HOPPER, detect
+from kernels.arch import HOPPER, GPUArch, detect
 from kernels.attention.training.philox import drop_below
 from kernels.attention.training.portable.backward import backward_keys, backward_queries, delta
 from kernels.attention.training.portable.forward import forward
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kernels.arch import GPUArch
-    from kernels.attention.training.registry import TrainingBatch, TrainingProblem
+    from kernels.attention.training.registry import Grads, Saved, TrainingBatch, TrainingProblem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,11 +105,7 @@ class PortableTraining:
         return out, lse
 
     def backward(
-        self,
-        grads: tuple[Tensor, Tensor],
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        batch: TrainingBatch,
-        problem: TrainingProblem,
+        self, grads: Grads, saved: Saved, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `TrainingKernel.backward`."""
         (dout, dlse), (q, k, v, out, lse) = grads, saved

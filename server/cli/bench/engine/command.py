@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kernels import FP8, KernelError, detect
+from kernels import FP8, GPUArch, KernelError, detect
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.table import kept
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kernels import GPUArch
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.core.messages import EngineConfig
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from server.cli.bench.engine.workloads import STREAM_TOKENS
+from server.cli.bench.engine.workloads import STREAM_TOKENS, Plan, Workload
 from server.cli.bench.result import number
-from server.engine.runner.explain.model_work import Rows
+from server.engine.runner.explain.model_work import ModelWork, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
     from server.cli.bench.engine.run import EngineRun, Trace
-    from server.cli.bench.engine.workloads import Plan, Workload
-    from server.engine.runner.explain.model_work import ModelWork
 
 Row: TypeAlias = dict[str, Any]
 
@@ -30,15 +28,7 @@ _STREAMED_EACH, _FEWEST_STREAMED = 4, 16
 
 
 class EngineMeasures:
-    """Measures one engine.
-
-    Args:
-        engine: the engine to measure.
-        work: counts the work of its model.
-        plan: sizes of the workloads.
-        generator: source of random prompts and lengths.
-        say: called with a message for each skipped workload.
-    """
+    """Measures one engine."""
 
     def __init__(
         self,

@@ -76,14 +76,7 @@ def shape_folder(model: str) -> Path | None:
 
 
 def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -> EngineConfig:
-    """Return the configuration with the plan's values for settings that the operator did not set.
-
-    Args:
-        config: from the settings.
-        plan: the measurements.
-        given: names of the settings that the operator set.
-        max_context: limit of tokens by the model.
-    """
+    """Return the configuration with the plan's values for settings that the operator did not set."""
     budget = config.max_num_batched_tokens
     wanted: dict[str, Any] = {
         "max_num_seqs": plan.most_sequences,

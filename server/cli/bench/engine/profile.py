@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from server.cli.bench.engine.device_trace import (
+    Interval,
     KernelTotal,
     busy_microseconds,
     idle_gaps,
@@ -26,19 +27,15 @@ from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.stopwatch import Stopwatch, Timed
 from server.engine.core import engine
 from server.engine.core.schedule import scheduler
-from server.engine.runner.explain.model_work import Rows
+from server.engine.runner.explain.model_work import ModelWork, Rows, Work
 from server.engine.runner.step import model_runner, step_input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from numpy.random import Generator
 
-    from server.cli.bench.engine.device_trace import Interval
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
-    from server.engine.runner.explain.model_work import ModelWork, Work
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64
@@ -154,14 +151,7 @@ class _Window:
 
 
 class Profiler:
-    """Profiles the steps of workloads.
-
-    Args:
-        engine: the engine to profile.
-        work: counts the work of its model.
-        plan: lengths of prompts.
-        generator: source of random prompts.
-    """
+    """Profiles the steps of workloads."""
 
     def __init__(
         self, engine: EngineRun, work: ModelWork, plan: Plan, generator: Generator
@@ -243,13 +233,7 @@ def time_host(
     steps: int,
     functions: Sequence[Timed],
 ) -> tuple[float, dict[str, float]]:
-    """Return the microseconds of a step and of each of its phases.
-
-    Args:
-        run: see `_Case`.
-        steps: number of steps.
-        functions: functions to time, by phase.
-    """
+    """Return the microseconds of a step and of each of its phases."""
     watch = Stopwatch()
     marks: list[tuple[float, dict[str, float]]] = []
 
@@ -281,12 +265,7 @@ def _trace(case: _Case) -> GPUProfile:
 
 
 def summarize(intervals: Sequence[Interval], steps: int) -> GPUProfile:
-    """Return the average profile of a step.
-
-    Args:
-        intervals: kernels and copies of all steps.
-        steps: number of steps.
-    """
+    """Return the average profile of a step."""
     short = [gap for gap in idle_gaps(intervals) if gap <= _SHORT_GAP_US]
     return GPUProfile(
         busy_us=busy_microseconds(intervals) / steps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,8 +26,6 @@ from server.engine.link.engine_process.rank_processes import RankProcesses
 from server.engine.runner.start.startup import start_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from numpy.random import Generator
 
 

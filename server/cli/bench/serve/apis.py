@@ -154,7 +154,7 @@ class OpenAI:
     def __init__(self) -> None:
         self._decode = msgspec.json.Decoder(_OpenAIEvent).decode
 
-    def body(self, prompt: str, max_tokens: int, options: Options) -> bytes:
+    def body(self, prompt: str | list[int], max_tokens: int, options: Options) -> bytes:
         """Render a request for a stream."""
         body: dict[str, Any] = {
             "model": options.model,

@@ -71,12 +71,7 @@ class Run:
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Measure, print and write the result; exits with status 1 if nothing was measured.
-
-    Args:
-        options: the parsed flags.
-        arguments: after `tessera bench serve`, for the result.
-    """
+    """Measure, print and write the result; exits with status 1 if nothing was measured."""
     try:
         facts, rows, runs = measure(options)
     except (BenchError, PromptError, ModelError, RequestError) as error:

@@ -7,7 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -18,7 +18,6 @@ from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
     from multiprocessing.connection import Connection
 
 _OK = 200
@@ -164,16 +163,8 @@ class _Answer:
     """Parses the pieces of one response on arrival."""
 
     __slots__ = (
-        "_api",
-        "_error",
-        "_last",
-        "_reader",
-        "_text",
-        "output_tokens",
-        "prompt_tokens",
-        "reads",
-        "times",
-    )
+        "_api", "_error", "_last", "_reader", "_text", "output_tokens", "prompt_tokens", "reads", "times",
+    )  # fmt: skip
 
     def __init__(self, api: API) -> None:
         self.times: list[float] = []
@@ -220,12 +211,7 @@ class _Answer:
 
 
 async def run_share(share: Share, when_warm: WhenWarm) -> Outcome:
-    """Warm up, wait for the begin of the run, and send the jobs.
-
-    Args:
-        share: to send.
-        when_warm: called after the warm-up.
-    """
+    """Warm up, wait for the begin of the run, and send the jobs."""
     target = Target.from_url(share.url, tuple(share.headers))
     generator = LoadGenerator(target, APIS[share.api](), share.timeout)
     try:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PERCENTILES = (50, 90, 95, 99)
 

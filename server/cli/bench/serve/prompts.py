@@ -55,12 +55,7 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts with a tokenizer. Call `learn` first.
-
-    Args:
-        tokenize: returns the tokens of a text.
-        generator: source of randomness.
-    """
+    """Makes prompts with a tokenizer. Call `learn` first."""
 
     def __init__(self, tokenize: Tokenize, generator: Generator) -> None:
         self._tokenize = tokenize

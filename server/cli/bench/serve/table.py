@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from server.cli.bench.serve.metrics import PERCENTILES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from server.cli.bench.serve.metrics import Distribution, Summary
+from server.cli.bench.serve.metrics import PERCENTILES, Distribution, Summary
 
 _BUSY_LIMIT = 0.8
 _LAG_LIMIT_MS = 20.0
 
 
 def render(summary: Summary, load: str, busy: Sequence[float]) -> str:
-    """Format a run as a short table.
-
-    Args:
-        summary: of the run.
-        load: description of the load.
-        busy: share of a core that each client process used.
-    """
+    """Format a run as a short table."""
     lines = [
         f"{load}: {summary.completed} requests in {summary.seconds:.2f} s, {summary.failed} failed",
         f"  output tok/s {summary.output_tokens_per_second:10.1f}    "

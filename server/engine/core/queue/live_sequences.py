@@ -10,7 +10,7 @@ from server.engine.core.queue.expected_output import OutputMeans, expected_outpu
 from server.engine.core.queue.waiting_queue import WaitingQueue
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import DuplicateRequestError
-from server.engine.core.sequence import SequenceStatus
+from server.engine.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from server.engine.core.accounting import Accounting
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.memory.block_manager import BlockManager
-    from server.engine.core.sequence import Sequence
     from server.engine.core.step import SchedulerOutput
 
 RUNNING: Final = SequenceStatus.RUNNING
@@ -35,11 +34,6 @@ class LiveSequences:
     Invariants (`check_invariants`): the running list is in order, and of sequences with one priority, running ones were
     admitted before those that wait after a preemption. Exactly the running sequences own blocks. Every running sequence
     has a token left to compute, unless its last one is in flight.
-
-    Args:
-        config: limits of the running list.
-        block_manager: has the blocks of the running sequences.
-        accounting: has their accounts.
 
     Attributes:
         waiting: the queue.

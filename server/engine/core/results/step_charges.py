@@ -6,20 +6,15 @@ from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from server.engine.core.sequence import SequenceStatus
+from server.engine.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from server.engine.core.accounting import Accounting
-    from server.engine.core.sequence import Sequence
     from server.engine.core.step import SchedulerOutput
 
 
 class StepCharges:
-    """Tracks which sequences enter and leave the batch around the started steps. Part of the scheduler.
-
-    Args:
-        accounting: receives the charges.
-    """
+    """Tracks which sequences enter and leave the batch around the started steps. Part of the scheduler."""
 
     def __init__(self, accounting: Accounting) -> None:
         self._accounting = accounting

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
 
-from server.engine.core.request import FinishReason, TokenEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from server.engine.core.request import SequenceUsage
+from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
 
 
 class StepEvents:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.engine.core.queue.live_sequences import RUNNING
+from server.engine.core.queue.live_sequences import RUNNING, LiveSequences
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.results.step_events import StepEvents
 from server.engine.core.results.token_events import append_forced, append_sampled, leading
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from server.engine.core.accounting import Accounting
     from server.engine.core.memory.block_manager import BlockManager
-    from server.engine.core.queue.live_sequences import LiveSequences
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import (
         DecodeRows,
@@ -31,11 +30,6 @@ class StepResults:
 
     Part of the scheduler. Most decode rows only append their token, or also fill a block; `Sequence.check_at` says
     which. They take a shorter way than the other rows.
-
-    Args:
-        live: the sequences.
-        block_manager: caches full blocks.
-        accounting: is charged for rows of sequences that have ended.
 
     Attributes:
         num_generated_tokens: tokens entered.

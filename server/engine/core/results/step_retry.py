@@ -55,10 +55,7 @@ class RetriedStep:
 
 
 def retry_step(
-    runner: StepRunner,
-    step: int,
-    rows: list[ScheduledSequence],
-    progress: Progress | None = None,
+    runner: StepRunner, step: int, rows: list[ScheduledSequence], progress: Progress | None = None
 ) -> RetriedStep:
     """Compute a step again, in parts where necessary. The device works.
 

@@ -33,9 +33,7 @@ def leading(
 
 
 def append_sampled(
-    sequence: Sequence,
-    sampled: TypingSequence[SampledResult],
-    events: StepEvents,
+    sequence: Sequence, sampled: TypingSequence[SampledResult], events: StepEvents
 ) -> FinishReason | None:
     """Append the sampled tokens of a row, up to the first that ends the sequence or after which others are forced.
 

@@ -33,12 +33,6 @@ class Admission:
     that may still grow; otherwise the new sequence would soon be preempted and its work lost. A sequence that has no
     token yet and could not get one before its deadline, at the lowest price of a token so far, ends instead.
 
-    Args:
-        live: the sequences.
-        block_manager: tells how much of a prompt is in the prefix cache.
-        accounting: has the time and the lowest price of a token.
-        charges: notes the sequences that are admitted.
-
     Attributes:
         first_scheduled: sequences that were admitted for the first time since `begin`.
         is_short_of_places: whether the head of the queue was not admitted since `begin`.

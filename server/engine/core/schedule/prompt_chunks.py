@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _rank = attrgetter("sequence.rank")
 

@@ -53,10 +53,9 @@ class Scheduler:
     among the longer chunks and new sequences (`prompt_chunks.divide`): half of it to the sequence
     that was admitted first, half to the shortest. So short prompts do not wait for long ones.
 
-    Order: `WaitingQueue` says which sequence is admitted next, `Admission` whether there is a place for
-    it. The running list is in order of priority, then of first admission. Priorities are strict: a
-    sequence waits as long as sequences with lower numbers keep coming and fill the limits. A waiting
-    sequence never preempts a running one.
+    Order: `WaitingQueue` says which sequence is admitted next, `Admission` whether there is a place for it. The running
+    list is in order of priority, then of first admission. Priorities are strict: a sequence waits as long as sequences
+    with lower numbers keep coming and fill the limits. A waiting sequence never preempts a running one.
 
     Preemption: if no block is free for the next token of a running sequence, the last running
     sequence loses all its blocks and returns to the queue, before all new sequences of its priority,
@@ -173,10 +172,6 @@ class Scheduler:
         """End a sequence in any state and free its blocks.
 
         May be called between `schedule` and `commit`; the results of that step for the sequence are then ignored.
-
-        Args:
-            request_id: of the sequence.
-            reason: its `finish_reason`.
 
         Returns:
             The sequence, or None if no unfinished sequence has this id.
@@ -325,9 +320,6 @@ class Scheduler:
 
         The steps before it must have ended. Computing a step again writes the same keys and values to the same slots.
 
-        Args:
-            output: the earliest started step that has not ended.
-
         Yields:
             The rows of the sequences that still own their blocks. The others have ended or were preempted meanwhile.
         """
@@ -370,11 +362,6 @@ class Scheduler:
 
     def fail(self, output: SchedulerOutput, error: str, device_seconds: float = 0.0) -> StepEvents:
         """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
-
-        Args:
-            output: see `commit`.
-            error: message for the clients.
-            device_seconds: see `commit`.
 
         Returns:
             See `commit`.

@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import msgspec
 
@@ -42,10 +42,6 @@ from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
 from server.engine.runner.start.gpu_driver import open_gpu
 from server.engine.runner.start.startup_progress import log_phase
 from server.log import configure_logging
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 log = logging.getLogger("tessera.engine")
 

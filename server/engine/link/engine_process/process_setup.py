@@ -10,13 +10,11 @@ import resource
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ConfigT = TypeVar("ConfigT")
 
@@ -97,9 +95,6 @@ def dump_stacks_on_signal() -> None:
 
 def read_config(kind: type[ConfigT]) -> ConfigT | None:
     """Read the first line of standard input, which may be longer than a pipe's buffer, as JSON.
-
-    Args:
-        kind: type of the configuration.
 
     Returns:
         None if the input ends before the line does: the parent has gone.

@@ -206,9 +206,7 @@ class EngineSupervisor:
         self._silence.seconds = self._idleness.seconds = 0.0
         return msgspec.json.encode(
             EngineLaunch(
-                address=self._connection.address,
-                config=self.config,
-                hang_seconds=self.hang_seconds,
+                address=self._connection.address, config=self.config, hang_seconds=self.hang_seconds
             )
         )
 

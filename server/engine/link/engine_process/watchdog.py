@@ -100,13 +100,7 @@ def dump_stacks() -> None:
 
 
 class EngineWatch:
-    """Compares the duration of the engine's current activity with its limit, and sends heartbeats to the parent.
-
-    Args:
-        address: of the connection to the parent.
-        progress: of the engine's loop.
-        hang_seconds: see `Progress.allowed_seconds`.
-    """
+    """Compares the duration of the engine's current activity with its limit, and sends heartbeats to the parent."""
 
     def __init__(self, address: str, progress: Progress, hang_seconds: float) -> None:
         self.period = tick_seconds(hang_seconds)

@@ -9,12 +9,13 @@ import asyncio
 import itertools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from server.engine.core.messages import AbortRequests, StepMessage
-from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.engine_group import EngineGroup
 from server.engine.link.front_end.request_stream import RequestStream
@@ -38,12 +39,6 @@ from server.engine.link.protocol import (
 from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import Connection
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from server.engine.core.request import GenerateRequest
-
-
 log = logging.getLogger("tessera.client")
 
 
@@ -56,9 +51,6 @@ class EngineHandle(EngineReports):
 
     Attributes:
         restart_queue: requests that wait for an engine to start again; its `seconds` may be set.
-
-    Args:
-        first_id: first request id.
     """
 
     def __init__(self, first_id: int = 1) -> None:
@@ -80,11 +72,7 @@ class EngineHandle(EngineReports):
         if not self.takes_requests:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
         stream = RequestStream(
-            request.request_id,
-            self.abort,
-            self.stop_request,
-            request.external_id,
-            request.client,
+            request.request_id, self.abort, self.stop_request, request.external_id, request.client
         )
         stream.request = request
         if self.state is EngineState.READY:

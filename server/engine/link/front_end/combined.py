@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
-from server.engine.core.messages import EngineStats, add_counters
-from server.engine.link.protocol import EngineState
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from server.engine.core.messages import EngineInfo
-    from server.engine.link.protocol import EngineReport
+from server.engine.core.messages import EngineInfo, EngineStats, add_counters
+from server.engine.link.protocol import EngineReport, EngineState
 
 _SUMS: Final = (
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_reserved_tokens",
     "num_prefill_tokens",
 )  # fmt: skip
 _RATES: Final = ("prompt_rate", "output_rate")
-_LIST_SUMS: Final = (
-    "waiting_by_length",
-    "waiting_tokens_by_length",
-    "waiting_output_by_length",
-)
+_LIST_SUMS: Final = ("waiting_by_length", "waiting_tokens_by_length", "waiting_output_by_length")
 
 
 def combine_states(reports: Sequence[EngineReport]) -> tuple[EngineState, str]:

@@ -14,7 +14,7 @@ from server.engine.link.child_process import ChildStartError
 from server.engine.link.engine_process.supervisor import EngineSupervisor
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.routing import Router
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineState, RequestPrompt
 from server.engine.link.silence import tick_seconds
 from server.engine.link.socket_folder import SocketFolder
 from server.engine.link.sockets import Connection
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from server.engine.core.messages import EngineConfig, StepMessage
-    from server.engine.link.protocol import RequestPrompt
 
 log = logging.getLogger("tessera.client")
 

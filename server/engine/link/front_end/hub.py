@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.messages import AbortRequests, StepMessage
+from server.engine.core.messages import AbortRequests, EngineConfig, StepMessage
 from server.engine.core.progress import start_seconds
 from server.engine.core.request import FinishReason
 from server.engine.link.front_end.engine_group import EngineGroup
@@ -40,15 +40,12 @@ from server.engine.link.protocol import (
     RequestsLost,
 )
 from server.engine.link.silence import SilenceTimer, tick_seconds
-from server.engine.link.sockets import MAX_REQUEST_BYTES
+from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
 from server.engine.link.spawn import ENGINE_COMMAND
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from server.engine.core.messages import EngineConfig
-    from server.engine.link.sockets import Connection
 
 # Request ids of one connection. The connection of a restarted front end has ids of its own.
 _IDS_PER_CONNECTION = 1 << 40

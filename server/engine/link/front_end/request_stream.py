@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from server.engine.core.request import GenerateRequest
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 
 
 class RequestStream:
@@ -43,27 +38,10 @@ class RequestStream:
     """
 
     __slots__ = (
-        "_abort",
-        "_accepted",
-        "_finished",
-        "_first_events",
-        "_stop",
-        "_stopped",
-        "_take",
-        "_waiter",
-        "client",
-        "delivered",
-        "engine",
-        "events",
-        "external_id",
-        "num_cached_tokens",
-        "prompt_logprobs",
-        "prompt_top_tokens",
-        "queue_seconds",
-        "request",
-        "request_id",
-        "usage",
-    )
+        "_abort", "_accepted", "_finished", "_first_events", "_stop", "_stopped", "_take", "_waiter",
+        "client", "delivered", "engine", "events", "external_id", "num_cached_tokens", "prompt_logprobs",
+        "prompt_top_tokens", "queue_seconds", "request", "request_id", "usage",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -146,11 +124,7 @@ class RequestStream:
         self._accepted = asyncio.get_running_loop().create_future()
 
     def release(self, *, accepted: bool) -> None:
-        """End the wait of `accepted` if there is one; only for the engine's side.
-
-        Args:
-            accepted: what it returns.
-        """
+        """End the wait of `accepted` if there is one; only for the engine's side."""
         if self._accepted is not None and not self._accepted.done():
             self._accepted.set_result(accepted)
 

@@ -9,10 +9,8 @@ Source of the rule: the cache-aware policy of sgl-router, with other bounds (doc
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from typing import Final
 
 MIN_MATCH: Final = 0.3
 """Share of the prompt's tokens that an engine must hold for the prompt to follow its prefix."""
@@ -121,11 +119,7 @@ class Router:
         return len(self._indexes[engine])
 
     def choose(
-        self,
-        token_ids: Sequence[int],
-        part: Hashable,
-        loads: Sequence[int],
-        ready: Collection[int],
+        self, token_ids: Sequence[int], part: Hashable, loads: Sequence[int], ready: Collection[int]
     ) -> int:
         """Choose the engine of a request, which the caller sends to it.
 

@@ -11,14 +11,9 @@ from msgspec import UNSET, UnsetType
 from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
-from server.http.dialects.openai.frames import ChunkRenderer, event_frame
+from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
-from server.http.dialects.openai.options import (
-    Logprobs,
-    OutputLimit,
-    check,
-    submit,
-)
+from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
     ChatChoice,
     ChatChunk,
@@ -27,11 +22,13 @@ from server.http.dialects.openai.replies import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
+    Usage,
 )
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import ChatBody
 from server.http.dialects.openai.tools import (
     CallRenderer,
+    ToolUse,
     messages_for_template,
     read_tools,
     whole_message,
@@ -44,10 +41,6 @@ if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
-    from server.http.dialects.openai.frames import TokenTexts
-    from server.http.dialects.openai.options import Options
-    from server.http.dialects.openai.replies import Usage
-    from server.http.dialects.openai.tools import ToolUse
     from server.http.reply.completion import Completion, Token
     from server.http.reply.generation import Generation, Timings
     from server.http.reply.streaming import StreamRenderer
@@ -204,10 +197,7 @@ class _ChatFormat(ReplyFormat):
         """Render the event with the role."""
         del completion
         choice = ChatChunkChoice(
-            index=index,
-            delta=self._first_delta,
-            logprobs=None,
-            finish_reason=None,
+            index=index, delta=self._first_delta, logprobs=None, finish_reason=None
         )
         return event_frame(self._chunk([choice], self.event_usage(), UNSET, begins=True))
 

@@ -11,20 +11,16 @@ from msgspec import UNSET, UnsetType
 from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
-from server.http.dialects.openai.frames import ChunkRenderer, event_frame
+from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
 from server.http.dialects.openai.logprobs import (
     completion_logprobs,
     generated,
     of_prompt,
     text_length,
 )
-from server.http.dialects.openai.options import (
-    Logprobs,
-    OutputLimit,
-    check,
-    submit,
-)
+from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.prompts import (
+    PromptInput,
     count_prompts,
     encode_gap,
     encode_prompts,
@@ -32,11 +28,7 @@ from server.http.dialects.openai.prompts import (
     read_prompts,
     require_family,
 )
-from server.http.dialects.openai.replies import (
-    CompletionChoice,
-    CompletionReply,
-    usage_of,
-)
+from server.http.dialects.openai.replies import CompletionChoice, CompletionReply, Usage, usage_of
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import CompletionBody
 
@@ -46,10 +38,6 @@ if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
-    from server.http.dialects.openai.frames import TokenTexts
-    from server.http.dialects.openai.options import Options
-    from server.http.dialects.openai.prompts import PromptInput
-    from server.http.dialects.openai.replies import Usage
     from server.http.reply.completion import Completion, Token
     from server.http.reply.generation import Generation, Timings
     from server.http.responses import Headers
@@ -60,12 +48,6 @@ _encode = msgspec.json.Encoder().encode
 
 class CompletionAnswer:
     """One request to /v1/completions; implements `server.http.exchange.Answer`.
-
-    Args:
-        context: the application's context.
-        info: reported by the running engine.
-        body: the decoded JSON.
-        texts: cached texts, for streams.
 
     Raises:
         ValidationError: the body is not valid.

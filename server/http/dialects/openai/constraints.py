@@ -12,11 +12,7 @@ from server.http.body.validation import describe
 from server.http.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
-    from server.http.dialects.openai.schema import (
-        ResponseFormat,
-        StructuredOutputs,
-        TextFields,
-    )
+    from server.http.dialects.openai.schema import ResponseFormat, StructuredOutputs, TextFields
 
 _Kind: TypeAlias = Literal[
     "json_schema", "json_object", "regex", "choice", "lark", "structural_tag"

@@ -49,11 +49,6 @@ def parse_body(
 ) -> tuple[BodyT, tuple[str, ...]]:
     """Check a decoded JSON body and convert it.
 
-    Args:
-        model: type of the body.
-        body: the decoded JSON.
-        config: has `strict_fields`.
-
     Returns:
         The body, and a warning for each field that has no effect.
 

@@ -60,23 +60,12 @@ class ChunkFormat(Protocol):
 
 
 class ChunkRenderer:
-    """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`.
-
-    Args:
-        generation: the request's completions.
-        chunks: builds the events.
-        tokenizer: the model's tokenizer.
-        texts: cached texts, shared by all streams of an application.
-    """
+    """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`."""
 
     __slots__ = ("_chunks", "_heads", "_indices", "_plain", "_tail", "_texts", "_tokenizer")
 
     def __init__(
-        self,
-        generation: Generation,
-        chunks: ChunkFormat,
-        tokenizer: Tokenizer,
-        texts: TokenTexts,
+        self, generation: Generation, chunks: ChunkFormat, tokenizer: Tokenizer, texts: TokenTexts
     ) -> None:
         self._chunks = chunks
         self._tokenizer = tokenizer

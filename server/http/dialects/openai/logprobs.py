@@ -25,12 +25,7 @@ class ScoredToken(NamedTuple):
 
 
 class TokenNames:
-    """Names tokens in log-probabilities.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        as_ids: whether a name is `token_id:` and the id, instead of the token's text.
-    """
+    """Names tokens in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer

@@ -19,12 +19,12 @@ from server.http.body.limits import (
     with_output_limit,
 )
 from server.http.body.validation import describe
-from server.http.context import check_vocabulary
+from server.http.context import AppContext, check_vocabulary
 from server.http.dialects.openai.constraints import find_constraint
 from server.http.dialects.openai.fields import served_names
 from server.http.reply.completion import Prompt, StopStrings
 from server.http.reply.generation import Generation
-from server.http.text.structured_output import compile_grammar
+from server.http.text.structured_output import StructuredOutput, compile_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
     from server.http.body.request_options import RequestOptions
     from server.http.config import HTTPConfig
-    from server.http.context import AppContext
     from server.http.dialects.openai.schema import SamplingFields, TextFields
-    from server.http.text.structured_output import StructuredOutput
 
 _UINT64_MASK = 2**64 - 1
 
@@ -177,13 +175,6 @@ async def submit(
 ) -> Generation:
     """Submit the prompts of a request to the engine.
 
-    Args:
-        context: the application's context.
-        info: limits of the engine.
-        options: the request's options.
-        prompts: tokens of each prompt, at least one.
-        limit: the limit of generated tokens.
-
     Raises:
         ValidationError: a prompt is too long or has unknown tokens, or the constraint cannot be compiled.
         UnavailableError: the engine is not ready.
@@ -243,12 +234,7 @@ def _limited(
 
 
 def _sampling_params(
-    body: SamplingFields,
-    logprobs: Logprobs,
-    *,
-    ranked: bool,
-    config: HTTPConfig,
-    info: EngineInfo,
+    body: SamplingFields, logprobs: Logprobs, *, ranked: bool, config: HTTPConfig, info: EngineInfo
 ) -> SamplingParams:
     return body.sampling_params(
         config,

@@ -114,10 +114,7 @@ async def encode_prompts(
 
 def find_family(tokenizer: Tokenizer) -> FillInTheMiddle | None:
     """Return the first family whose tokens a tokenizer has; None if it has none's."""
-    return next(
-        (family for family in FAMILIES if all(_ids(tokenizer, _marks(family)))),
-        None,
-    )
+    return next((family for family in FAMILIES if all(_ids(tokenizer, _marks(family)))), None)
 
 
 def require_family(tokenizer: Tokenizer) -> FillInTheMiddle:

@@ -339,12 +339,7 @@ class OpenAIErrorReply(msgspec.Struct, frozen=True):
 
 
 def usage_of(generation: Generation, *, unreported: int = 0) -> Usage:
-    """Return the usage of a request so far.
-
-    Args:
-        generation: the request's completions.
-        unreported: generated tokens that the request did not ask for.
-    """
+    """Return the usage of a request so far."""
     generated = sum([c.num_tokens for c in generation.completions]) - unreported
     return Usage(
         prompt_tokens=generation.prompt_tokens,

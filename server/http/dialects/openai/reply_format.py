@@ -10,12 +10,11 @@ from msgspec import UNSET, UnsetType
 
 from server.engine.core.request import FinishReason
 from server.http.dialects.openai.logprobs import TokenNames
-from server.http.dialects.openai.replies import usage_of
+from server.http.dialects.openai.replies import Usage, usage_of
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.http.dialects.openai.options import Options
-    from server.http.dialects.openai.replies import Usage
     from server.http.reply.completion import Completion
     from server.http.reply.generation import Generation
 
@@ -29,13 +28,6 @@ _FINISH_REASONS = {
 
 class ReplyFormat:
     """Facts of one request that its reply, or each of its events, reports.
-
-    Args:
-        generation: the request's completions.
-        options: the request's options.
-        tokenizer: the model's tokenizer.
-        id_prefix: begins the reply's id.
-        warnings: fields without effect.
 
     Attributes:
         id: the reply's id.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError, UnknownModelError
@@ -13,7 +13,7 @@ from server.http.dialects.openai import replies
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
 from server.http.dialects.openai.errors import render_error, status_of
-from server.http.dialects.openai.frames import END_MARK
+from server.http.dialects.openai.frames import END_MARK, TokenTexts
 from server.http.dialects.openai.models import find_model, list_models
 from server.http.dialects.openai.responses_api.answer import ResponseAnswer
 from server.http.dialects.openai.schema import ChatBody, CompletionBody, ResponseBody
@@ -23,11 +23,9 @@ from server.http.openapi import describe_error, describe_route, describe_service
 from server.http.responses import json_response
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from pydantic import BaseModel
 
     from server.http.context import AppContext
-    from server.http.dialects.openai.frames import TokenTexts
 
 
 def _install(app: FastAPI, context: AppContext) -> None:

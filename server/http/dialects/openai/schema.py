@@ -15,6 +15,7 @@ from server.http.body.field_types import (
     ObjectOrText,
     OnlyFalse,
     StructuralTag,
+    optional,
 )
 from server.http.body.sampling_fields import SMALLEST, CommonSamplingFields, number
 
@@ -74,13 +75,11 @@ class StreamOptions(BaseModel):
 
     model_config = _BODY
 
-    include_usage: bool | None = Field(
-        None, description="Send the usage in an event of its own before the end of the stream."
+    include_usage: bool | None = optional(
+        "Send the usage in an event of its own before the end of the stream."
     )
-    continuous_usage_stats: bool | None = Field(
-        None, description="Report the usage so far in every event."
-    )
-    include_obfuscation: OnlyFalse | None = Field(None, description="Not supported: null or false.")
+    continuous_usage_stats: bool | None = optional("Report the usage so far in every event.")
+    include_obfuscation: OnlyFalse | None = optional("Not supported: null or false.")
 
 
 class StructuredOutputs(BaseModel):
@@ -91,11 +90,11 @@ class StructuredOutputs(BaseModel):
     json_schema: ObjectOrText | None = Field(
         None, alias="json", description="A JSON schema, as an object or as a string."
     )
-    regex: str | None = Field(None, description="A regular expression that the text matches.")
-    choice: Choice | None = Field(None, description="Strings; the text is one of them.")
-    grammar: str | None = Field(None, description="A Lark grammar.")
-    json_object: bool | None = Field(None, description="True: the text is any JSON object.")
-    structural_tag: StructuralTag | None = Field(None, description="A structural tag.")
+    regex: str | None = optional("A regular expression that the text matches.")
+    choice: Choice | None = optional("Strings; the text is one of them.")
+    grammar: str | None = optional("A Lark grammar.")
+    json_object: bool | None = optional("True: the text is any JSON object.")
+    structural_tag: StructuralTag | None = optional("A structural tag.")
 
 
 class Structure(BaseModel):
@@ -116,19 +115,19 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema", "json", "regex", "structural_tag"] = Field(
         description="`text` is free. `json`, `json_object` with `value`, and `regex` are TGI's."
     )
-    json_schema: dict[str, Any] | None = Field(
-        None, description="With `json_schema`: an object with the schema in its field `schema`."
+    json_schema: dict[str, Any] | None = optional(
+        "With `json_schema`: an object with the schema in its field `schema`."
     )
-    value: ObjectOrText | None = Field(
-        None, description="With `json`, `json_object` or `regex`: the schema or the expression."
+    value: ObjectOrText | None = optional(
+        "With `json`, `json_object` or `regex`: the schema or the expression."
     )
-    structures: Annotated[list[Structure], Field(min_length=1)] | None = Field(
-        None, description="With `structural_tag`."
+    structures: Annotated[list[Structure], Field(min_length=1)] | None = optional(
+        "With `structural_tag`."
     )
     triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = (
-        Field(None, description="With `structural_tag`.")
+        optional("With `structural_tag`.")
     )
-    format: dict[str, Any] | None = Field(None, description="With `structural_tag`.")
+    format: dict[str, Any] | None = optional("With `structural_tag`.")
 
 
 class SamplingFields(CommonSamplingFields):
@@ -136,64 +135,49 @@ class SamplingFields(CommonSamplingFields):
 
     model_config = _BODY
 
-    model: str | None = Field(
-        None, description="A name of the served model. May be left out; `tgi` is accepted."
-    )
+    model: str | None = optional("A name of the served model. May be left out; `tgi` is accepted.")
     temperature: Annotated[
         float | None, number("temperature", f"{SMALLEST}. Default: 1", le=MAX_TEMPERATURE)
     ] = None
     top_k: Annotated[int | None, number("top_k", "; 0 and -1 mean all", ge=-1, le=INT32_MAX)] = None
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
-        None,
-        description="Makes sampling repeatable. Each further completion of a prompt has the next higher seed.",
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = optional(
+        "Makes sampling repeatable. Each further completion of a prompt has the next higher seed."
     )
-    stop: StopStringList | None = Field(
-        None, description="Strings that end the text; they are cut off."
+    stop: StopStringList | None = optional("Strings that end the text; they are cut off.")
+    include_stop_str_in_output: bool | None = optional(
+        "Keep the stop string or stop token at the end of the text."
     )
-    include_stop_str_in_output: bool | None = Field(
-        None, description="Keep the stop string or stop token at the end of the text."
+    min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = optional(
+        "Minimum number of tokens to generate before an end-of-sequence token, stop token or "
+        "stop string ends the text."
     )
-    min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
-        None,
-        description="Minimum number of tokens to generate before an end-of-sequence token, stop token or "
-        "stop string ends the text.",
+    skip_special_tokens: bool | None = optional(
+        "Whether special tokens add no text. Default: true."
     )
-    skip_special_tokens: bool | None = Field(
-        None, description="Whether special tokens add no text. Default: true."
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = optional(
+        "Keep only this number of the prompt's last tokens; -1 keeps as many as fit."
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None,
-        description="Keep only this number of the prompt's last tokens; -1 keeps as many as fit.",
-    )
-    stream: bool | None = Field(None, description="Answer with server-sent events.")
+    stream: bool | None = optional("Answer with server-sent events.")
 
 
 class TextFields(SamplingFields):
     """The fields that completions and chat have in common."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = Field(
-        None, description="Number of completions of each prompt."
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = optional(
+        "Number of completions of each prompt."
     )
-    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    response_format: ResponseFormat | None = Field(None, description="The format of the text.")
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="A constraint on the text."
+    stream_options: StreamOptions | None = optional("Only with `stream`.")
+    response_format: ResponseFormat | None = optional("The format of the text.")
+    structured_outputs: StructuredOutputs | None = optional("A constraint on the text.")
+    guided_json: ObjectOrText | None = optional("Older name of `structured_outputs.json`.")
+    guided_regex: str | None = optional("Older name of `structured_outputs.regex`.")
+    guided_choice: Choice | None = optional("Older name of `structured_outputs.choice`.")
+    guided_grammar: str | None = optional("Older name of `structured_outputs.grammar`.")
+    return_token_ids: bool | None = optional(
+        "Report the ids of the prompt's and the generated tokens."
     )
-    guided_json: ObjectOrText | None = Field(
-        None, description="Older name of `structured_outputs.json`."
-    )
-    guided_regex: str | None = Field(None, description="Older name of `structured_outputs.regex`.")
-    guided_choice: Choice | None = Field(
-        None, description="Older name of `structured_outputs.choice`."
-    )
-    guided_grammar: str | None = Field(
-        None, description="Older name of `structured_outputs.grammar`."
-    )
-    return_token_ids: bool | None = Field(
-        None, description="Report the ids of the prompt's and the generated tokens."
-    )
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="In log-probabilities, write tokens as `token_id:` and their id."
+    return_tokens_as_token_ids: bool | None = optional(
+        "In log-probabilities, write tokens as `token_id:` and their id."
     )
 
 
@@ -204,27 +188,22 @@ class CompletionBody(TextFields):
         description="One or several prompts, as text or as token ids. Token ids get no BOS token.",
         examples=["def fibonacci(n):"],
     )
-    suffix: str | None = Field(
-        None,
-        description="Text after the completion: fill in the middle, if the model has tokens for it.",
+    suffix: str | None = optional(
+        "Text after the completion: fill in the middle, if the model has tokens for it."
     )
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Whether a text gets the tokens that the tokenizer adds, such as BOS. Default: true.",
+    add_special_tokens: bool | None = optional(
+        "Whether a text gets the tokens that the tokenizer adds, such as BOS. Default: true."
     )
-    max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
-        None,
-        description="Maximum number of tokens to generate. Default: 16. 0 only with `echo`.",
+    max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = optional(
+        "Maximum number of tokens to generate. Default: 16. 0 only with `echo`."
     )
-    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = Field(
-        None,
-        description="Completions to generate for each prompt, of which the `n` with the highest mean "
-        "log-probability are returned. Default: `n`.",
+    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = optional(
+        "Completions to generate for each prompt, of which the `n` with the highest mean "
+        "log-probability are returned. Default: `n`."
     )
-    echo: bool | None = Field(None, description="Put the prompt before the text.")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None,
-        description="Report log-probabilities, and this number of most likely tokens at each position.",
+    echo: bool | None = optional("Put the prompt before the text.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = optional(
+        "Report log-probabilities, and this number of most likely tokens at each position."
     )
 
 
@@ -233,16 +212,11 @@ class ToolFields(BaseModel):
 
     model_config = _BODY
 
-    tools: list[dict[str, Any]] | None = Field(
-        None, description="Functions that the model may call."
+    tools: list[dict[str, Any]] | None = optional("Functions that the model may call.")
+    tool_choice: ObjectOrText | None = optional(
+        "Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`."
     )
-    tool_choice: ObjectOrText | None = Field(
-        None,
-        description="Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether one reply may call several tools."
-    )
+    parallel_tool_calls: bool | None = optional("Whether one reply may call several tools.")
 
 
 class ChatBody(TextFields, ToolFields):
@@ -251,35 +225,30 @@ class ChatBody(TextFields, ToolFields):
     messages: MessageList = Field(
         description="The conversation.", examples=[[{"role": "user", "content": "Hello"}]]
     )
-    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
-        None, description="Maximum number of tokens to generate. Default: fills the context."
+    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
+        "Maximum number of tokens to generate. Default: fills the context."
     )
-    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
-        None, description="Older name of `max_completion_tokens`."
+    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
+        "Older name of `max_completion_tokens`."
     )
-    logprobs: bool | None = Field(None, description="Report log-probabilities.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None,
-        description="Number of most likely tokens to report at each position; requires `logprobs`.",
+    logprobs: bool | None = optional("Report log-probabilities.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = optional(
+        "Number of most likely tokens to report at each position; requires `logprobs`."
     )
-    add_generation_prompt: bool | None = Field(
-        None, description="End with the beginning of the assistant's message. Default: true."
+    add_generation_prompt: bool | None = optional(
+        "End with the beginning of the assistant's message. Default: true."
     )
-    continue_final_message: bool | None = Field(
-        None, description="Continue the last message; excludes `add_generation_prompt`."
+    continue_final_message: bool | None = optional(
+        "Continue the last message; excludes `add_generation_prompt`."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Further variables for the chat template."
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Further variables for the chat template."
     )
-    chat_template: None = Field(
-        None, description="Not supported: null. The model's own template is used."
-    )
-    functions: None = Field(None, description="Not supported: null. Use `tools`.")
-    function_call: None = Field(None, description="Not supported: null. Use `tool_choice`.")
-    modalities: list[Literal["text"]] | None = Field(
-        None, description="Kinds of output: text only."
-    )
-    audio: None = Field(None, description="Not supported: null.")
+    chat_template: None = optional("Not supported: null. The model's own template is used.")
+    functions: None = optional("Not supported: null. Use `tools`.")
+    function_call: None = optional("Not supported: null. Use `tool_choice`.")
+    modalities: list[Literal["text"]] | None = optional("Kinds of output: text only.")
+    audio: None = optional("Not supported: null.")
 
 
 class TokenizePromptBody(BaseModel):
@@ -287,14 +256,12 @@ class TokenizePromptBody(BaseModel):
 
     model_config = _BODY
 
-    model: str | None = Field(None, description="A name of the served model.")
+    model: str | None = optional("A name of the served model.")
     prompt: str = Field(description="The text.")
-    add_special_tokens: bool | None = Field(
-        None, description="Whether the text gets the tokens that the tokenizer adds. Default: true."
+    add_special_tokens: bool | None = optional(
+        "Whether the text gets the tokens that the tokenizer adds. Default: true."
     )
-    return_token_strs: bool | None = Field(
-        None, description="Report the names of the tokens in the vocabulary."
-    )
+    return_token_strs: bool | None = optional("Report the names of the tokens in the vocabulary.")
 
 
 class TokenizeMessagesBody(BaseModel):
@@ -302,20 +269,18 @@ class TokenizeMessagesBody(BaseModel):
 
     model_config = _BODY
 
-    model: str | None = Field(None, description="A name of the served model.")
+    model: str | None = optional("A name of the served model.")
     messages: MessageList = Field(description="The conversation.")
-    add_generation_prompt: bool | None = Field(
-        None, description="End with the beginning of the assistant's message. Default: true."
+    add_generation_prompt: bool | None = optional(
+        "End with the beginning of the assistant's message. Default: true."
     )
-    continue_final_message: bool | None = Field(
-        None, description="Leave the last message open; excludes `add_generation_prompt`."
+    continue_final_message: bool | None = optional(
+        "Leave the last message open; excludes `add_generation_prompt`."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Further variables for the chat template."
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Further variables for the chat template."
     )
-    return_token_strs: bool | None = Field(
-        None, description="Report the names of the tokens in the vocabulary."
-    )
+    return_token_strs: bool | None = optional("Report the names of the tokens in the vocabulary.")
 
 
 class DetokenizeBody(BaseModel):
@@ -323,7 +288,7 @@ class DetokenizeBody(BaseModel):
 
     model_config = _BODY
 
-    model: str | None = Field(None, description="A name of the served model.")
+    model: str | None = optional("A name of the served model.")
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(
         description="Token ids."
     )
@@ -335,9 +300,9 @@ class TextFormat(BaseModel):
     model_config = _BODY
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is free.")
-    name: str | None = Field(None, description="Name of the schema.")
-    description: str | None = Field(None, description="What the schema is for.")
-    strict: bool | None = Field(None, description="The text always obeys the schema.")
+    name: str | None = optional("Name of the schema.")
+    description: str | None = optional("What the schema is for.")
+    strict: bool | None = optional("The text always obeys the schema.")
     json_schema: dict[str, Any] | None = Field(
         None, alias="schema", description="With `json_schema`: the schema."
     )
@@ -348,8 +313,8 @@ class TextSettings(BaseModel):
 
     model_config = _BODY
 
-    format: TextFormat | None = Field(None, description="The format of the text.")
-    verbosity: str | None = Field(None, description="Has no effect.")
+    format: TextFormat | None = optional("The format of the text.")
+    verbosity: str | None = optional("Has no effect.")
 
 
 _TEXT = {"type": "string"}
@@ -407,21 +372,21 @@ class ResponseBody(SamplingFields, ToolFields):
         description="A text, or a list of messages, calls of tools and their results.",
         examples=["Hello"],
     )
-    instructions: str | None = Field(None, description="A system message before the input.")
-    max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
-        None, description="Maximum number of tokens to generate. Default: fills the context."
+    instructions: str | None = optional("A system message before the input.")
+    max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
+        "Maximum number of tokens to generate. Default: fills the context."
     )
-    text: TextSettings | None = Field(None, description="How the text is formatted.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Number of most likely tokens to report at each position."
+    text: TextSettings | None = optional("How the text is formatted.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = optional(
+        "Number of most likely tokens to report at each position."
     )
-    include: list[Literal["message.output_text.logprobs"]] | None = Field(
-        None, description="What else to report: log-probabilities."
+    include: list[Literal["message.output_text.logprobs"]] | None = optional(
+        "What else to report: log-probabilities."
     )
-    metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
-    store: OnlyFalse | None = Field(None, description="Not supported: null or false.")
-    background: OnlyFalse | None = Field(None, description="Not supported: null or false.")
-    truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")
-    previous_response_id: None = Field(None, description="Not supported: null.")
-    conversation: None = Field(None, description="Not supported: null.")
-    prompt: None = Field(None, description="Not supported: null. Use `input`.")
+    metadata: dict[str, str] | None = optional("Returned with the response.")
+    store: OnlyFalse | None = optional("Not supported: null or false.")
+    background: OnlyFalse | None = optional("Not supported: null or false.")
+    truncation: Literal["disabled"] | None = optional("`disabled` only.")
+    previous_response_id: None = optional("Not supported: null.")
+    conversation: None = optional("Not supported: null.")
+    prompt: None = optional("Not supported: null. Use `input`.")

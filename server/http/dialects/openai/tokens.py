@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from typing import TYPE_CHECKING
 
 from model.text.detokenizer import IncrementalDetokenizer
 from server.errors import UnknownModelError
-from server.http.context import check_vocabulary
+from server.http.context import AppContext, check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
-from server.http.dialects.openai.replies import (
-    DetokenizeReply,
-    OpenAIErrorReply,
-    TokenizeReply,
-)
+from server.http.dialects.openai.replies import DetokenizeReply, OpenAIErrorReply, TokenizeReply
 from server.http.dialects.openai.schema import (
     DetokenizeBody,
     TokenizeMessagesBody,
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from model.text.tokenizer import Tokenizer
-    from server.http.context import AppContext
 
 # Tokens that are decoded at a time; takes less than a millisecond.
 _DECODED = 500
@@ -101,38 +97,24 @@ def _texts(token_ids: array[int], tokenizer: Tokenizer) -> Iterator[str]:
     yield detokenizer.flush()
 
 
-TOKEN_FORMS = (
-    TokenForm(
-        endpoint="tokenize",
-        keys=("messages",),
-        body=TokenizeMessagesBody,
-        reply=TokenizeReply,
-        error_reply=OpenAIErrorReply,
-        answer=_tokenize_messages,
-        render_error=render_error,
-        status_of=status_of,
-        errors=(UnknownModelError,),
-    ),
-    TokenForm(
-        endpoint="tokenize",
-        keys=("prompt",),
-        body=TokenizePromptBody,
-        reply=TokenizeReply,
-        error_reply=OpenAIErrorReply,
-        answer=_tokenize_prompt,
-        render_error=render_error,
-        status_of=status_of,
-        errors=(UnknownModelError,),
-    ),
-    TokenForm(
-        endpoint="detokenize",
-        keys=("tokens",),
-        body=DetokenizeBody,
-        reply=DetokenizeReply,
-        error_reply=OpenAIErrorReply,
-        answer=_detokenize,
-        render_error=render_error,
-        status_of=status_of,
-        errors=(UnknownModelError,),
-    ),
+_form = functools.partial(
+    TokenForm,
+    error_reply=OpenAIErrorReply,
+    render_error=render_error,
+    status_of=status_of,
+    errors=(UnknownModelError,),
 )
+TOKEN_FORMS = (
+    _form(
+        endpoint="tokenize", keys=("messages",), body=TokenizeMessagesBody, reply=TokenizeReply,
+        answer=_tokenize_messages,
+    ),
+    _form(
+        endpoint="tokenize", keys=("prompt",), body=TokenizePromptBody, reply=TokenizeReply,
+        answer=_tokenize_prompt,
+    ),
+    _form(
+        endpoint="detokenize", keys=("tokens",), body=DetokenizeBody, reply=DetokenizeReply,
+        answer=_detokenize,
+    ),
+)  # fmt: skip

@@ -12,9 +12,9 @@ from msgspec import UNSET
 
 from model.errors import GrammarError
 from model.text.tools.conversation import as_plain_messages
-from model.text.tools.definitions import make_tool
+from model.text.tools.definitions import Tool, make_tool
 from model.text.tools.grammar import calls_grammar
-from model.text.tools.parser import CallParser
+from model.text.tools.parser import CallDelta, CallParser, MessageDelta
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
 from server.http.dialects.openai.constraints import find_constraint
@@ -24,9 +24,7 @@ from server.http.text.structured_output import StructuredOutput, compile_grammar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from model.text.tools.definitions import Tool
     from model.text.tools.formats import ToolFormat
-    from model.text.tools.parser import CallDelta, MessageDelta
     from server.http.context import AppContext
     from server.http.dialects.openai.schema import ChatBody
 
@@ -163,11 +161,7 @@ def messages_for_template(
 
 
 class CallRenderer:
-    """Renders the calls of one message.
-
-    Args:
-        tools: that the message may call.
-    """
+    """Renders the calls of one message."""
 
     def __init__(self, tools: ToolUse) -> None:
         self._tools = tools

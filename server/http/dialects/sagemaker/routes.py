@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.errors import TesseraError, UnknownModelError, ValidationError
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
-from server.http.dialects.openai.frames import END_MARK
+from server.http.dialects.openai.frames import END_MARK, TokenTexts
 from server.http.dialects.openai.replies import (
     ChatChunk,
     ChatReply,
@@ -26,9 +26,9 @@ from server.http.dialects.tgi.generate import read_request
 from server.http.dialects.tgi.replies import ErrorReply, GenerateReply, StreamEvent
 from server.http.dialects.tgi.routes import TGI
 from server.http.dialects.tgi.schema import GenerateBody
-from server.http.exchange import Dialect, Exchange
+from server.http.exchange import Answer, Dialect, Exchange
 from server.http.openapi import describe_error, describe_route
-from server.http.responses import error_response
+from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
     from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
-    from server.http.dialects.openai.frames import TokenTexts
     from server.http.dialects.tgi.frames import TokenHeads
-    from server.http.exchange import Answer
-    from server.http.responses import ErrorBody
 
     Reader: TypeAlias = Callable[[object, EngineInfo], Answer]
 

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.text.chat_template import RenderedChat
-from server.http.body.field_types import MessageList
+from server.http.body.field_types import MessageList, optional
 from server.http.body.validation import parse
 from server.http.dialects.tgi.replies import PromptSpan
 from server.http.text.messages import read_messages
@@ -35,39 +35,34 @@ class ChatTokenizeBody(BaseModel):
         description="The conversation: objects with `role` and `content`, as in the OpenAI API.",
         examples=[[{"role": "user", "content": "Add two numbers."}]],
     )
-    tools: list[dict[str, Any]] | None = Field(
-        None, description="Definitions of tools, as in the OpenAI API."
+    tools: list[dict[str, Any]] | None = optional("Definitions of tools, as in the OpenAI API.")
+    tool_choice: str | dict[str, Any] | None = optional("`none` leaves `tools` out of the prompt.")
+    guideline: str | None = optional("The variable `guideline` of the template.")
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Further variables for the template; not in TGI."
     )
-    tool_choice: str | dict[str, Any] | None = Field(
-        None, description="`none` leaves `tools` out of the prompt."
+    add_generation_prompt: bool | None = optional(
+        "Whether to end with the beginning of the assistant's message; default: true. Not in TGI."
     )
-    guideline: str | None = Field(None, description="The variable `guideline` of the template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Further variables for the template; not in TGI."
+    continue_final_message: bool | None = optional(
+        "Whether to leave the last message open; not in TGI."
     )
-    add_generation_prompt: bool | None = Field(
-        None,
-        description="Whether to end with the beginning of the assistant's message; default: true. Not in TGI.",
-    )
-    continue_final_message: bool | None = Field(
-        None, description="Whether to leave the last message open; not in TGI."
-    )
-    tool_prompt: None = Field(None, description="Not supported: null.")
-    model: Any = Field(None, description=_NO_EFFECT)
-    frequency_penalty: Any = Field(None, description=_NO_EFFECT)
-    logit_bias: Any = Field(None, description=_NO_EFFECT)
-    logprobs: Any = Field(None, description=_NO_EFFECT)
-    max_tokens: Any = Field(None, description=_NO_EFFECT)
-    n: Any = Field(None, description=_NO_EFFECT)
-    presence_penalty: Any = Field(None, description=_NO_EFFECT)
-    response_format: Any = Field(None, description=_NO_EFFECT)
-    seed: Any = Field(None, description=_NO_EFFECT)
-    stop: Any = Field(None, description=_NO_EFFECT)
-    stream: Any = Field(None, description=_NO_EFFECT)
-    stream_options: Any = Field(None, description=_NO_EFFECT)
-    temperature: Any = Field(None, description=_NO_EFFECT)
-    top_logprobs: Any = Field(None, description=_NO_EFFECT)
-    top_p: Any = Field(None, description=_NO_EFFECT)
+    tool_prompt: None = optional("Not supported: null.")
+    model: Any = optional(_NO_EFFECT)
+    frequency_penalty: Any = optional(_NO_EFFECT)
+    logit_bias: Any = optional(_NO_EFFECT)
+    logprobs: Any = optional(_NO_EFFECT)
+    max_tokens: Any = optional(_NO_EFFECT)
+    n: Any = optional(_NO_EFFECT)
+    presence_penalty: Any = optional(_NO_EFFECT)
+    response_format: Any = optional(_NO_EFFECT)
+    seed: Any = optional(_NO_EFFECT)
+    stop: Any = optional(_NO_EFFECT)
+    stream: Any = optional(_NO_EFFECT)
+    stream_options: Any = optional(_NO_EFFECT)
+    temperature: Any = optional(_NO_EFFECT)
+    top_logprobs: Any = optional(_NO_EFFECT)
+    top_p: Any = optional(_NO_EFFECT)
 
 
 class ChatTokenizeReply(msgspec.Struct, frozen=True):
@@ -79,10 +74,6 @@ class ChatTokenizeReply(msgspec.Struct, frozen=True):
 
 async def tokenize_chat(context: AppContext, value: object) -> TokenReply:
     """Read a request's conversation, render it and tokenize it.
-
-    Args:
-        context: the application's context.
-        value: the decoded JSON of the request.
 
     Raises:
         ValidationError: the body is not valid, or the chat template rejects the conversation.

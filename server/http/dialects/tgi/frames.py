@@ -40,14 +40,7 @@ _FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b%b
 
 
 class TokenRenderer:
-    """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`.
-
-    Args:
-        generation: the request's completions.
-        options: the request's options.
-        tokenizer: the model's tokenizer.
-        heads: cached beginnings of frames, shared by all streams of an application.
-    """
+    """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`."""
 
     __slots__ = ("_generation", "_heads", "_last", "_options", "_tokenizer", "_wants_top_tokens")
 

@@ -8,34 +8,28 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.http.body.limits import longest_prompt
-from server.http.context import check_vocabulary
-from server.http.dialects.tgi.frames import TokenRenderer
+from server.http.context import AppContext, check_vocabulary
+from server.http.dialects.tgi.frames import TokenHeads, TokenRenderer
 from server.http.dialects.tgi.legacy import read_body
-from server.http.dialects.tgi.limits import check, is_stream, with_prompt_length
+from server.http.dialects.tgi.limits import GenerateOptions, check, is_stream, with_prompt_length
 from server.http.dialects.tgi.replies import (
     FINISH_REASONS,
     BestOfSequence,
     Details,
     GenerateReply,
     PromptToken,
+    Token,
     json_logprob,
     render_token,
     render_top_tokens,
 )
-from server.http.reply.completion import Prompt, StopStrings
-from server.http.reply.generation import Generation
-from server.http.responses import header
+from server.http.reply.completion import Completion, Prompt, StopStrings
+from server.http.reply.generation import Generation, Timings
+from server.http.responses import Headers, header
 from server.http.text.structured_output import compile_grammar
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
-    from server.http.context import AppContext
-    from server.http.dialects.tgi.frames import TokenHeads
-    from server.http.dialects.tgi.limits import GenerateOptions
-    from server.http.dialects.tgi.replies import Token
-    from server.http.reply.completion import Completion
-    from server.http.reply.generation import Timings
-    from server.http.responses import Headers
 
 _encode = msgspec.json.Encoder().encode
 
@@ -80,14 +74,6 @@ def read_request(
 
 class GenerateAnswer:
     """One request on a generate route; implements `server.http.exchange.Answer`.
-
-    Args:
-        context: the application's context.
-        info: reported by the running engine.
-        options: the request's options.
-        heads: cached beginnings of frames, for streams.
-        streaming: whether the answer is a stream.
-        as_list: whether a JSON answer is an array of one reply.
 
     Raises:
         ValidationError: `best_of` asks for more sequences than are ever admitted.

@@ -232,12 +232,7 @@ def _check_best_of(
 
 
 def _sampling_params(
-    p: GenerateParameters,
-    *,
-    seed: int | None,
-    logprobs: bool,
-    config: HTTPConfig,
-    info: EngineInfo,
+    p: GenerateParameters, *, seed: int | None, logprobs: bool, config: HTTPConfig, info: EngineInfo
 ) -> SamplingParams:
     greedy = {} if seed is not None else {"temperature": 0.0}
     return p.sampling_params(

@@ -5,7 +5,7 @@ Fields are in the order of the JSON. msgspec encodes the records, and the OpenAP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,8 +15,6 @@ from server.engine.core.request import FinishReason
 from server.http.metrics.usage import RequestUsage
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     from model.text.tokenizer import Tokenizer
     from server.http.reply import completion
 

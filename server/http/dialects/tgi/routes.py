@@ -26,7 +26,7 @@ from server.http.dialects.tgi.replies import (
 from server.http.dialects.tgi.schema import GenerateBody
 from server.http.exchange import Dialect, Exchange
 from server.http.openapi import describe_error, describe_route, describe_service_route
-from server.http.responses import json_response
+from server.http.responses import ErrorBody, json_response
 from server.http.token_replies import TokenReply
 from server.http.token_routes import TokenExchange, TokenForm, describe_forms
 from server.version import version
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
     from server.http.dialects.tgi.frames import TokenHeads
-    from server.http.responses import ErrorBody
 
 # The release of TGI whose API this is. Clients parse it: llama-index reads `max_input_tokens` only from 2.1.0 on.
 _TGI_VERSION = "3.3.6"

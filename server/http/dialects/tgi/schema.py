@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.sampling.parameters import FILTERS
-from server.http.body.field_types import ObjectOrText
+from server.http.body.field_types import ObjectOrText, optional
 from server.http.body.sampling_fields import SMALLEST, CommonSamplingFields, number
 
 UINT32_MAX = 2**32 - 1
@@ -71,65 +71,49 @@ class GenerateParameters(CommonSamplingFields):
 
     model_config = _STRICT
 
-    best_of: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="Number of sequences to generate; the one with the highest mean log-probability is "
-        "returned. Requires sampling, excludes `seed`, is not available for streams.",
+    best_of: Annotated[int, Field(ge=1)] | None = optional(
+        "Number of sequences to generate; the one with the highest mean log-probability is "
+        "returned. Requires sampling, excludes `seed`, is not available for streams."
     )
     temperature: Annotated[float | None, number("temperature", SMALLEST)] = None
     top_k: Annotated[int | None, number("top_k", ge=1, le=INT32_MAX)] = None
-    do_sample: bool | None = Field(
-        None,
-        description="Sample instead of taking the most likely token. Implied by `temperature` "
+    do_sample: bool | None = optional(
+        "Sample instead of taking the most likely token. Implied by `temperature` "
         f"other than 1 and 0, and by `top_k`, {_FILTERED}. Default: "
-        "false; true if `parameters` is omitted.",
+        "false; true if `parameters` is omitted."
     )
-    max_new_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
-        None,
-        description="Maximum number of tokens to generate. Default: until the model's context is full.",
+    max_new_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
+        "Maximum number of tokens to generate. Default: until the model's context is full."
     )
-    max_length: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
-        None,
-        description="Maximum number of tokens of prompt and output together; `max_new_tokens` overrides it.",
+    max_length: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
+        "Maximum number of tokens of prompt and output together; `max_new_tokens` overrides it."
     )
-    min_new_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
-        None,
-        description="Minimum number of tokens to generate before an end-of-sequence token, stop token or "
-        "stop string ends the text.",
+    min_new_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = optional(
+        "Minimum number of tokens to generate before an end-of-sequence token, stop token or "
+        "stop string ends the text."
     )
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = (
-        Field(
-            None,
-            description="Strings that end the text; the matched one stays at its end.",
-        )
+        optional("Strings that end the text; the matched one stays at its end.")
     )
-    truncate: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Keep only this number of the prompt's last tokens."
+    truncate: Annotated[int, Field(ge=1)] | None = optional(
+        "Keep only this number of the prompt's last tokens."
     )
-    return_full_text: bool | None = Field(
-        None, description="Put the prompt before the generated text."
+    return_full_text: bool | None = optional("Put the prompt before the generated text.")
+    details: bool | None = optional("Return tokens, log-probabilities, seed and finish reason.")
+    decoder_input_details: bool | None = optional(
+        "Return the prompt's tokens and log-probabilities too; not for streams."
     )
-    details: bool | None = Field(
-        None, description="Return tokens, log-probabilities, seed and finish reason."
+    seed: Annotated[int, Field(ge=0, le=UINT64_MAX)] | None = optional(
+        "Makes sampling repeatable. Default: a random seed, reported in `details`."
     )
-    decoder_input_details: bool | None = Field(
-        None,
-        description="Return the prompt's tokens and log-probabilities too; not for streams.",
+    top_n_tokens: Annotated[int, Field(ge=0)] | None = optional(
+        "Number of most likely tokens to return at each position, in `details`."
     )
-    seed: Annotated[int, Field(ge=0, le=UINT64_MAX)] | None = Field(
-        None,
-        description="Makes sampling repeatable. Default: a random seed, reported in `details`.",
+    watermark: bool | None = optional("Accepted without effect; true causes a warning.")
+    grammar: Annotated[Grammar, Field(discriminator="type")] | None = optional(
+        "What the generated text must follow."
     )
-    top_n_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Number of most likely tokens to return at each position, in `details`."
-    )
-    watermark: bool | None = Field(
-        None, description="Accepted without effect; true causes a warning."
-    )
-    grammar: Annotated[Grammar, Field(discriminator="type")] | None = Field(
-        None, description="What the generated text must follow."
-    )
-    adapter_id: None = Field(None, description="Not supported: null.")
+    adapter_id: None = optional("Not supported: null.")
 
 
 class GenerateBody(BaseModel):
@@ -140,11 +124,9 @@ class GenerateBody(BaseModel):
     inputs: Annotated[str, Field(min_length=1)] = Field(
         description="The prompt.", examples=["def fibonacci(n):"]
     )
-    parameters: GenerateParameters | None = Field(
-        None, description="Omitted or null means sampling at temperature 1."
+    parameters: GenerateParameters | None = optional(
+        "Omitted or null means sampling at temperature 1."
     )
-    stream: bool | None = Field(
-        None,
-        description="On `/`: answer with server-sent events. On the other routes it must agree with "
-        "the route.",
+    stream: bool | None = optional(
+        "On `/`: answer with server-sent events. On the other routes it must agree with the route."
     )

@@ -16,8 +16,8 @@ from kernels.attention.training.registry import (
     select_training,
 )
 from kernels.errors import NoKernelError, ShapeError
-from kernels.testing.problems import assert_no_worse_than, truth_dtype
 from tests.kernels.attention.training_cases import CASES, TILES, Case, dense, starts
+from tests.kernels.references.problems import assert_no_worse_than, truth_dtype
 from tests.kernels.triton_interpreter import interpreted
 
 NAMED = [pytest.param(case, id=str(case)) for case in CASES]

@@ -29,12 +29,6 @@ _encode = msgspec.json.Encoder().encode
 class ResponseAnswer(ChatAnswer):
     """One request to /v1/responses; implements `server.http.exchange.Answer`.
 
-    Args:
-        context: the application's context.
-        info: reported by the running engine.
-        body: the decoded JSON.
-        texts: cached texts, for streams.
-
     Raises:
         ValidationError: the body is not valid.
         UnknownModelError: it names a model that is not served.

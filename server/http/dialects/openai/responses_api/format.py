@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 class ResponseFormat:
     """Builds the records of one response.
 
-    Args:
-        generation: the request's completion.
-        options: the request's options.
-        body: the request.
-        tokenizer: the model's tokenizer.
-
     Attributes:
         message_id: id of the output message.
         reports_logprobs: whether log-probabilities are reported.

@@ -47,11 +47,7 @@ def read_input(request: ResponseBody) -> list[dict[str, Any]]:
 
 
 class _Reader:
-    """Appends items to a conversation.
-
-    Args:
-        messages: of the conversation, extended in place.
-    """
+    """Appends items to a conversation."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self._messages = messages

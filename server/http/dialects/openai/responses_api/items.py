@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from server.http.dialects.openai.replies import FunctionCall, OutputMessage
-from server.http.dialects.openai.responses_api.format import new_message_id
+from server.http.dialects.openai.replies import FunctionCall, OutputItem, OutputMessage
+from server.http.dialects.openai.responses_api.format import ResponseFormat, new_message_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.text.tools.parser import CallDelta
-    from server.http.dialects.openai.replies import OutputItem
-    from server.http.dialects.openai.responses_api.format import ResponseFormat
     from server.http.dialects.openai.tools import ToolUse
     from server.http.reply.completion import Token
 
@@ -29,10 +27,6 @@ class OutputItems:
 
     A response without text and calls has an empty message. Text after the calls, which no grammar allows but special
     tokens can add, is another message.
-
-    Args:
-        tools: that may be called.
-        reply: builds the records.
 
     Attributes:
         finished: the items that are complete; all of them after the last piece.
@@ -122,9 +116,8 @@ class OutputItems:
         self._events.append(("response.output_item.added", {"output_index": index, "item": item}))
 
     def _end(self) -> None:
-        if (
-            not self._parser.num_calls
-        ):  # a token without text, such as the last one, is of the text too
+        # A token without text, such as the last one, is of the text too.
+        if not self._parser.num_calls:
             tokens = [token for _, token in self._waiting]
             self._add_text("", tokens)
             if self._item is None:

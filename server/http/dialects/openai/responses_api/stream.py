@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from server.http.dialects.openai.errors import error_reply
-from server.http.dialects.openai.replies import OutputMessage, ResponseEvent
+from server.http.dialects.openai.replies import OutputItem, OutputMessage, ResponseEvent
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from server.engine.core.request import TokenEvent
     from server.errors import TesseraError
     from server.http.dialects.openai.frames import TokenTexts
-    from server.http.dialects.openai.replies import OutputItem
     from server.http.dialects.openai.responses_api.format import ResponseFormat
     from server.http.dialects.openai.responses_api.items import OutputItems
     from server.http.reply.completion import Completion, Token
@@ -24,12 +23,7 @@ _DELTA = b"response.output_text.delta"
 
 
 class _Events:
-    """What the renderers of both kinds of streams have in common.
-
-    Args:
-        reply: builds the records.
-        warnings: fields without effect.
-    """
+    """What the renderers of both kinds of streams have in common."""
 
     def __init__(self, reply: ResponseFormat, warnings: tuple[str, ...]) -> None:
         self._reply = reply
@@ -58,13 +52,7 @@ class _Events:
 
 
 class ToolEvents(_Events):
-    """Renders a stream that may call tools; implements `server.http.reply.streaming.StreamRenderer`.
-
-    Args:
-        reply: builds the records.
-        warnings: fields without effect.
-        items: divides the text.
-    """
+    """Renders a stream that may call tools; implements `server.http.reply.streaming.StreamRenderer`."""
 
     def __init__(
         self, reply: ResponseFormat, warnings: tuple[str, ...], items: OutputItems
@@ -87,14 +75,7 @@ class ToolEvents(_Events):
 
 
 class TextEvents(_Events):
-    """Renders a stream without tools, one message; implements `server.http.reply.streaming.StreamRenderer`.
-
-    Args:
-        reply: builds the records.
-        warnings: fields without effect.
-        texts: cached texts, shared by all streams of an application.
-        tokenizer: the model's tokenizer.
-    """
+    """Renders a stream without tools, one message; implements `server.http.reply.streaming.StreamRenderer`."""
 
     def __init__(
         self,

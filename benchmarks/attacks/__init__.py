@@ -1,1 +1,0 @@
-"""Attacks on a running service: hostile and excessive requests, and whether the service keeps serving."""

@@ -1,1 +1,0 @@
-"""Parts of the reliability benchmarks: `benchmarks.chaos`, `benchmarks.soak` and `benchmarks.fuzz`."""

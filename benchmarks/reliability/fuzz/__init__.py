@@ -1,1 +1,0 @@
-"""The targets of `benchmarks.fuzz` and the processes that run them."""
