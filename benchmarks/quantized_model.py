@@ -90,12 +90,13 @@ class QuantizedLM(DecoderLM):
 def _bind_layer(layer: DecoderLayer, bound: BoundLayer, scheme: Scheme, eps: float) -> BoundLayer:
     qkv, output, gate_up, down = (it.numbers for it in layer.matrices.values())
     assert isinstance(bound.mixer, BoundAttention)
+    norms = [Norm(it, eps) for it in layer.pre_norms]
     mixer = bound.mixer._replace(
-        qkv=_project(qkv, scheme, layer.qkv_bias, Norm(layer.input_norm, eps)),
+        qkv=_project(qkv, scheme, layer.qkv_bias, norms[0]),
         output=_project(output, scheme, layer.output_bias),
     )
     mlp = BoundDense(
-        _project(gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), SWIGLU),
+        _project(gate_up, scheme, layer.gate_up_bias, norms[1], SWIGLU),
         _project(down, scheme, layer.down_bias),
     )
     return BoundLayer(mixer, mlp)

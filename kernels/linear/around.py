@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
 
 
-def normalize(norm: Norm | LayerNorm, x: Tensor) -> Tensor:
-    """Normalize x, [..., C]; differentiable."""
+def normalize(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:
+    """Normalize x, [..., C], unless there is no norm; differentiable."""
+    if norm is None:
+        return x
     if isinstance(norm, Norm):
         return pytorch.rms_norm(x, norm.weight, norm.eps)
     return pytorch.layer_norm(x, norm.weight, norm.bias, norm.eps)
@@ -32,7 +34,7 @@ def activate(activation: Activation | None, x: Tensor) -> Tensor:
 
 
 def add_and_normalize(
-    norm: Norm | LayerNorm,
+    norm: Norm | LayerNorm | None,
     hidden: Tensor,
     parts: Tensor | None,
     ranks: Communicator | None = None,
@@ -42,7 +44,7 @@ def add_and_normalize(
     """Add partial sums to the residual stream in place and normalize it; ranks exchange them first if they are large.
 
     Args:
-        norm: the norm.
+        norm: the norm; None for the residual stream itself.
         hidden: [T, C], contiguous in C; written if there are partial sums.
         parts: [S, T, C] contiguous, float32 or, with `ranks`, the dtype of `hidden`; None for none.
         ranks: have partial sums too, all of which are added; None if these are all.
@@ -57,6 +59,8 @@ def add_and_normalize(
             if result is not None:
                 return result
         parts = ranks.summands(joined(parts, hidden.dtype))
+    if norm is None:
+        return hidden if parts is None else hidden.add_(pytorch.sum_in_order(parts))
     if isinstance(norm, Norm):
         return add_rms_norm(hidden, *norm, parts=parts, pdl=pdl)
     return add_layer_norm(hidden, *norm, parts=parts, pdl=pdl)

@@ -104,7 +104,7 @@ class Projection(ResidualWriter, Protocol):
     """A linear layer bound to its weights; see `bind_projection`."""
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
-        """Project the normalized residual stream.
+        """Project the residual stream, normalized if there is a norm.
 
         Args:
             residual: of T tokens.
@@ -240,7 +240,6 @@ class FixedProjection:
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `Projection.from_residual`."""
         norm, activation = self._operations[:2]
-        assert norm is not None
         return activate(activation, self._multiply(normalize(norm, residual.hidden))), residual
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
@@ -285,7 +284,6 @@ class _RowProjection:
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         hidden, norm, absorbed = residual.hidden, self._norm, None
         choice, product = self._choose(len(hidden))
-        assert norm is not None
         if residual.partials is None and choice.spec.absorbs_norm and isinstance(norm, Norm):
             absorbed = norm
         else:

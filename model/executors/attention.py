@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -14,7 +14,7 @@ from kernels.selection import load
 from model.executors.attention_plans import attention_problems, same_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _LITTLE_BYTES: Final = 16 << 20
 """Weights are prefetched into the L2 cache before attention only if a layer reads at most this many bytes of keys and
 values; more would evict the weights before they are used."""
+BoundNorm: TypeAlias = "Callable[[Tensor], Tensor]"
 _FEW_ROWS: Final = 64
 """Weights are prefetched only in steps of at most this many tokens; larger steps are not bound by reading weights."""
 
@@ -41,6 +42,7 @@ class BoundAttention(NamedTuple):
         spec: what it computes, of this rank's heads.
         qkv: includes the layer's first norm; reads the residual stream.
         head_norms: per-head norms of queries and of keys; None if the family has none.
+        joint_norms: norms of all query heads and of all key heads of a token; None if the family has none.
         output: adds to the residual stream, after a norm if the family has one there.
         next_weights: the matrices that are read after attention, in that order.
         problem: index of its problem in `AttentionPlanner.mixers`.
@@ -50,6 +52,7 @@ class BoundAttention(NamedTuple):
     spec: Attention
     qkv: Projection
     head_norms: tuple[Norm, Norm] | None
+    joint_norms: tuple[BoundNorm, BoundNorm] | None
     output: ResidualWriter
     next_weights: tuple[Tensor, Tensor]
     problem: int
@@ -59,15 +62,20 @@ class BoundAttention(NamedTuple):
     def bind(cls, spec: Attention, binder: Binder) -> BoundAttention:
         """Bind a layer's attention."""
         layer, network = binder.layer, binder.model.network
-        head_norms = None
+        head_norms = joint_norms = None
         if spec.qk_norm is not None:
             assert layer.q_norm is not None
             assert layer.k_norm is not None
-            head_norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
+            norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
+            if spec.joint_qk_norm:
+                joint_norms = binder.norm(norms[0]), binder.norm(norms[1])
+            else:
+                head_norms = norms
         return cls(
             spec,
             binder.reading("qkv"),
             head_norms,
+            joint_norms,
             binder.adding("output"),
             (layer.output.numbers, layer.gate_up.numbers),
             attention_problems(network).index(same_problem(spec)),
@@ -77,6 +85,12 @@ class BoundAttention(NamedTuple):
     def forward(self, index: int, residual: Residual, attend: Attend) -> Residual:
         """See `BoundMixer.forward`."""
         qkv, residual = self.qkv.from_residual(residual)
+        if self.joint_norms is not None:
+            sizes = [
+                it * self.spec.head_dim for it in (self.spec.num_heads, self.spec.num_kv_heads)
+            ]
+            q, k, v = qkv.split_with_sizes([*sizes, sizes[1]], -1)
+            qkv = torch.cat((self.joint_norms[0](q), self.joint_norms[1](k), v), -1)
         return self.output.to_residual(attend(index, self, qkv), residual)
 
 

@@ -45,7 +45,9 @@ class AttentionMetadata:
 
 def same_problem(mixer: Attention) -> Attention:
     """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
-    return dataclasses.replace(mixer, rotary=Rotary(), qk_norm=None, bias=False, output_bias=False)
+    return dataclasses.replace(
+        mixer, rotary=Rotary(), qk_norm=None, joint_qk_norm=False, bias=False, output_bias=False
+    )
 
 
 def attention_planner(model: DecoderParameters) -> AttentionPlanner:

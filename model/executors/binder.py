@@ -13,13 +13,18 @@ from kernels.linear.projection import (
     Operations,
     Projection,
     Purpose,
+    Residual,
     ResidualWriter,
+    bind_norm,
     bind_projection,
 )
+from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
 from model.network.spec import Dense
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
@@ -54,6 +59,12 @@ class Binder:
             purpose=self._purpose,
         )
 
+    def norm(self, norm: Norm) -> Callable[[Tensor], Tensor]:
+        """Bind a norm of vectors, which no product includes."""
+        problem = VectorProblem(self.model.dtype_name, self._purpose is Purpose.TRAINING)
+        bound = bind_norm(norm, problem, self.model.arch)
+        return lambda x: bound(Residual(x))
+
     def adding(self, name: str) -> ResidualWriter:
         """Bind a product that adds to the residual stream."""
         product, communicator = self.reading(name), self.model.communicator
@@ -74,7 +85,8 @@ def projections(
 
     def reading(norm: str, activation: Activation | None = None) -> Operations:
         weight, bias = getattr(layer, norm), getattr(layer, f"{norm}_bias")
-        return Operations(make_norm(weight, bias, layer.spec.norm.eps), activation)
+        made = None if weight is None else make_norm(weight, bias, layer.spec.norm.eps)
+        return Operations(made, activation)
 
     def adding(name: str) -> tuple[LinearWeights, Operations]:
         if communicator is None:

@@ -98,8 +98,8 @@ class CPULibrary:
                 pack(layer, "output"),
                 pack(layer, "gate_up", gated=True),
                 pack(layer, "down"),
-                _float32(layer.input_norm),
-                _float32(layer.mlp_norm),
+                _float32(layer.pre_norms[0]),
+                _float32(layer.pre_norms[1]),
                 None if layer.q_norm is None else _float32(layer.q_norm),
                 None if layer.k_norm is None else _float32(layer.k_norm),
             )

@@ -15,6 +15,7 @@ from model.families import (
     granite,
     llama,
     mistral,
+    olmo2,
     opt,
     phi3,
     qwen2,
@@ -43,6 +44,7 @@ _FILES: Final = (
     phi3,
     smollm3,
     stablelm,
+    olmo2,
 )
 FAMILIES: Final[Mapping[str, Family]] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
 """Supported families by architecture."""

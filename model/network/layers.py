@@ -114,25 +114,26 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         new = NewParameters(layer, hidden, dtype, device, weight_format)
-        layer_norms = layer.norm.kind == "layer"
+        layer_norms = layer.norm.kind == "layer" and layer.pre_norms
         self.spec = layer
-        self.input_norm = new.norm(hidden)
+        self.input_norm = new.norm(hidden) if layer.pre_norms else None
         self.input_norm_bias = new.vector(hidden) if layer_norms else None
         PARAMETERS[type(layer.mixer)](self, layer.mixer, new)
         self.output_norm = new.norm(hidden) if layer.post_norms else None
-        self.mlp_norm = new.norm(hidden)
+        self.mlp_norm = new.norm(hidden) if layer.pre_norms else None
         self.mlp_norm_bias = new.vector(hidden) if layer_norms else None
         PARAMETERS[type(layer.mlp)](self, layer.mlp, new)
         self.down_norm = new.norm(hidden) if layer.post_norms else None
 
     def add_attention(self, mixer: Attention, new: NewParameters) -> None:
         """Add the parameters of attention."""
-        heads = mixer.num_heads * mixer.head_dim
-        stacked = heads + 2 * mixer.num_kv_heads * mixer.head_dim
+        heads, key_heads = (it * mixer.head_dim for it in (mixer.num_heads, mixer.num_kv_heads))
+        stacked = heads + 2 * key_heads
+        normalized = (heads, key_heads) if mixer.joint_qk_norm else (mixer.head_dim,) * 2
         self.qkv = new.matrix("qkv", stacked, new.hidden)
         self.qkv_bias = new.vector(stacked) if mixer.bias else None
-        self.q_norm = new.norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
-        self.k_norm = new.norm(mixer.head_dim, mixer.qk_norm) if mixer.qk_norm else None
+        self.q_norm = new.norm(normalized[0], mixer.qk_norm) if mixer.qk_norm else None
+        self.k_norm = new.norm(normalized[1], mixer.qk_norm) if mixer.qk_norm else None
         self.output = new.matrix("output", new.hidden, heads)
         self.output_bias = new.vector(new.hidden) if mixer.output_bias else None
 
@@ -148,6 +149,13 @@ class DecoderLayer(nn.Module):
     def matrices(self) -> dict[str, Weight]:
         """The matrices by their names."""
         return {name: it.weight for name, it in self.named_children() if isinstance(it, Matrix)}
+
+    @property
+    def pre_norms(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The norms before mixer and MLP, of a layer that has them."""
+        assert self.input_norm is not None
+        assert self.mlp_norm is not None
+        return self.input_norm, self.mlp_norm
 
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""

@@ -91,6 +91,7 @@ class Attention:
         window: tokens that a token attends to, itself included; None for all before it.
         rotary: of queries and keys; None for no rotation.
         qk_norm: of each head of queries and keys before the rotation; None for none.
+        joint_qk_norm: whether it is one norm of all query heads, and one of all key heads, instead.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
         bias: whether the q, k and v projections have one.
         output_bias: whether the output projection has one.
@@ -103,6 +104,9 @@ class Attention:
     window: int | None = field(default=None, metadata={_TEXT: "sliding window"})
     rotary: Rotary | None = field(default=Rotary(), metadata={_TEXT: "rotary embedding"})
     qk_norm: Norm | None = field(default=None, metadata={_TEXT: "norms of queries and keys"})
+    joint_qk_norm: bool = field(
+        default=False, metadata={_TEXT: "norms of all queries and of all keys of a token"}
+    )
     softcap: float | None = field(default=None, metadata={_TEXT: "softcap of attention scores"})
     bias: bool = field(default=False, metadata={_TEXT: "bias of the q, k and v projections"})
     output_bias: bool = field(default=False, metadata={_TEXT: "bias of the output projection"})
@@ -110,7 +114,8 @@ class Attention:
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = 2 * self.head_dim if self.qk_norm else 0
+        normalized = queries + keys if self.joint_qk_norm else 2 * self.head_dim
+        norms = normalized if self.qk_norm else 0
         biases = self.bias * (queries + 2 * keys) + self.output_bias * hidden
         return hidden * (2 * queries + 2 * keys) + norms + biases
 
@@ -148,22 +153,26 @@ MLP: TypeAlias = Dense
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its mixer and then its MLP read the normalized residual stream and add their results to it.
+    """A layer: its mixer and then its MLP read the residual stream and add their results to it.
 
     Attributes:
-        norm: of the stream before the mixer, and another one before the MLP.
+        norm: of the stream before the mixer, another one before the MLP, and those of their results.
         post_norms: whether the results of mixer and MLP are normalized, without bias, before they are added.
+        pre_norms: whether the stream is normalized before mixer and MLP.
     """
 
     mixer: Mixer
     mlp: MLP
     norm: Norm = Norm()
     post_norms: bool = field(default=False, metadata={_TEXT: "norms after attention and MLP"})
+    pre_norms: bool = field(
+        default=True, metadata={_TEXT: "attention and MLP without norms before them"}
+    )
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer of a stream of `hidden` elements."""
-        norms = 2 * _norm_size(self.norm, hidden) + 2 * hidden * self.post_norms
-        return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + norms
+        norms = _norm_size(self.norm, hidden) * self.pre_norms + hidden * self.post_norms
+        return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + 2 * norms
 
 
 @dataclass(frozen=True)

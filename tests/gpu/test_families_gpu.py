@@ -60,6 +60,7 @@ MODELS = {
     },
     "gemma2": GEMMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 2.0},
     "gemma3_text": GEMMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3},
+    "olmo2": SIZES | {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 256, "head_dim": 64},
     "gpt2": SIZES
     | {
         "architectures": ["GPT2LMHeadModel"],

@@ -21,6 +21,7 @@ def model_config(
     norm_eps=1e-6,
     norms_add_one=False,
     post_norms=False,
+    pre_norms=True,
     activation="silu",
     gated_mlp=True,
     rope=Rotary(),  # noqa: B008 - immutable
@@ -34,6 +35,7 @@ def model_config(
     attention_output_bias=False,
     mlp_bias=False,
     qk_norm=False,
+    joint_qk_norm=False,
     tie_word_embeddings=False,
     sliding_window=None,
     layer_types=(),
@@ -58,7 +60,8 @@ def model_config(
         (query_pre_attn_scalar or dim) ** -0.5,
         None,
         rope,
-        norm if qk_norm else None,
+        norm if qk_norm or joint_qk_norm else None,
+        joint_qk_norm,
         attention_softcap,
         attention_bias,
         attention_output_bias,
@@ -69,7 +72,7 @@ def model_config(
         window = sliding_window if kind == "sliding_attention" else None
         rotary = rope if window is None else local_rope or rope
         attention = dataclasses.replace(mixer, window=window, rotary=rotary)
-        layers.append(Layer(attention, mlp, norm, post_norms))
+        layers.append(Layer(attention, mlp, norm, post_norms, pre_norms))
     network = Network(
         vocab_size,
         hidden_size,

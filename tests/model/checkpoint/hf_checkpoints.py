@@ -287,6 +287,10 @@ CASES = {
             layer_types=_KINDS,
         ),
     ),
+    "olmo2": Case("Olmo2", in_half=True),
+    "olmo2 head_dim tied biases": Case(
+        "Olmo2", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}
+    ),
     "stablelm": Case("StableLm", in_half=True),
     "stablelm biases tied": Case(
         "StableLm",

@@ -48,6 +48,7 @@ GEMMA = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 STABLELM = LLAMA | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 STARCODER2 = LLAMA | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
@@ -144,6 +145,7 @@ def test_absent_keys_have_the_defaults_of_transformers():
     assert mixer(ModelConfig.from_dict(QWEN2)).bias
     assert not mixer(ModelConfig.from_dict(QWEN2)).output_bias
     assert ModelConfig.from_dict(GPT2).network.norm == Norm(1e-5, "layer")
+    assert ModelConfig.from_dict(OLMO2).network.norm == Norm(1e-5)
 
 
 def test_absent_keys_of_gemma_have_the_defaults_of_transformers():
@@ -371,6 +373,43 @@ def test_the_files_of_stablelm_are_read(changes, dims, parameters):
     assert config.network.num_parameters == parameters
 
 
+@pytest.mark.parametrize(
+    ("hidden", "inner", "layers", "heads", "parameters"),
+    [(2048, 8192, 16, 16, 1_484_916_736), (4096, 11008, 32, 32, 7_298_617_344)],
+    ids=["OLMo-2-0425-1B", "OLMo-2-1124-7B"],
+)
+def test_the_files_of_olmo2_are_read(hidden, inner, layers, heads, parameters):
+    config = ModelConfig.from_dict(
+        OLMO2
+        | {
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": None,
+            "eos_token_id": 100257,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "pad_token_id": 100277,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 500000,
+            "tie_word_embeddings": False,
+            "vocab_size": 100352,
+        }
+    )
+
+    (layer,) = set(config.network.layers)
+    assert (layer.pre_norms, layer.post_norms, layer.mixer.joint_qk_norm) == (False, True, True)
+    assert layer.norm == layer.mixer.qk_norm == config.network.norm == Norm(1e-6)
+    assert config.network.rotaries == ((Rotary(theta=500_000.0), 128),)
+    assert (config.max_context, config.eos_token_ids) == (4096, (100257,))
+    assert config.network.num_parameters == parameters
+
+
 def test_the_file_of_gemma_2b_is_read():
     config = ModelConfig.from_dict(
         GEMMA
@@ -432,6 +471,8 @@ def test_the_context_of_learned_positions_is_the_length_of_their_table():
         (PHI3, {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map.AutoModelForCausalLM = None"),
         (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True"),
+        (OLMO2, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (OLMO2, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (SMOLLM3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -732,7 +773,7 @@ ROPE = st.fixed_dictionaries(
 
 BASES = [
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, MULTIMODAL, GPT2, OPT, GRANITE, STARCODER2, PHI3, SMOLLM3,
-    STABLELM,
+    STABLELM, OLMO2,
 ]  # fmt: skip
 FURTHER_KEYS = (
     "attn_logit_softcapping",

@@ -47,6 +47,7 @@ GEMMA = {
     "query_pre_attn_scalar": 20,
     "logit_softcap": 2.0,
 }
+UNNORMED = "layers without norms"
 FAMILIES = {
     "llama": {"num_layers": 2},
     "llama tied": {"tie_word_embeddings": True},
@@ -89,6 +90,14 @@ FAMILIES = {
         "attention_bias": True,
         "rope": Rotary(dims=8),
     },
+    "olmo2": {
+        "architecture": "Olmo2ForCausalLM",
+        "joint_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "num_layers": 2,
+    },
+    UNNORMED: {"pre_norms": False, "num_layers": 2},
     "phi3": {
         "architecture": "Phi3ForCausalLM",
         "sliding_window": 3,
@@ -230,7 +239,9 @@ class Product:
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3", "olmo2"]
+)
 def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, monkeypatch):
     """With a bias and a gate or the residual stream, the library computes a projection."""
     changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
@@ -291,7 +302,7 @@ class OneRank(AbsentRanks):
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("one_launch", [True, False])
-@pytest.mark.parametrize("family", ["llama", "llama biases", "opt", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "llama biases", "opt", "gemma3", "olmo2", UNNORMED])
 def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
     """Layer norms, biases and norms of the sum follow it in launches of their own."""
     expected = drive(build(**FAMILIES[family]), (1, 3))
@@ -303,7 +314,7 @@ def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
 
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert bool(rank.launches) == (one_launch and family == "llama")
+    assert bool(rank.launches) == (one_launch and family in ("llama", UNNORMED))
 
 
 @triton_interpreter.interpreted
@@ -341,7 +352,7 @@ def test_a_float8_cache_receives_the_keys_and_values_of_separate_operations(on_a
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize(
-    "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3"]
+    "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3", "olmo2"]
 )
 @pytest.mark.parametrize("form", [FP8_ROWS, NOT_READ], ids=lambda form: form.name)
 def test_quantized_weights_match_the_logits_of_separate_operations(family, form, on_a_gpu):

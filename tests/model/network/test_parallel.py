@@ -118,6 +118,10 @@ def test_each_rank_holds_its_part_of_the_matrices(tmp_path):
     [
         ({}, 3, "3 is no divisor of its 2 key-value heads"),
         ({"num_key_value_heads": 4, "intermediate_size": 94}, 4, "94 columns of the MLP"),
+        (
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 4},
+            2, "its norms of queries and keys are of all heads",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_divided_is_named(tmp_path, changes, size, words):

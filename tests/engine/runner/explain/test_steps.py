@@ -103,7 +103,9 @@ def test_the_kernels_of_a_step_are_those_that_a_model_binds(shape, monkeypatch):
             bound = made.executors.layers.kernels(deterministic=deterministic)
             for step in plan.steps:
                 if step.executor != "layers":
-                    assert not single_launch.unsupported(made.executors.problem(arch), step.decode_rows)
+                    assert not single_launch.unsupported(
+                        made.executors.problem(arch), step.decode_rows
+                    )
                     continue
                 tokens = step.decode_rows + step.prompt_tokens
                 chosen = {

@@ -1,0 +1,97 @@
+"""Executors name what they do not compute of a network, whoever added it."""
+
+import dataclasses
+
+import pytest
+
+from model.executors import cpu_library, single_launch
+from model.network import spec
+from model.network.spec import Attention, Dense, Layer, Network, Norm, Positions, Rotary
+
+OTHERS = {
+    Network: {
+        "embedding_factor": 2.0,
+        "positions": Positions(8),
+        "logit_softcap": 3.0,
+        "tied": True,
+    },
+    Layer: {"post_norms": True, "pre_norms": False},
+    Norm: {"eps": 1e-5, "kind": "layer", "float32": True},
+    Attention: {
+        "window": 3,
+        "rotary": None,
+        "qk_norm": Norm(1e-5),
+        "joint_qk_norm": True,
+        "softcap": 2.0,
+        "bias": True,
+        "output_bias": True,
+    },
+    Dense: {"activation": "relu", "gated": False, "bias": True},
+}
+"""A value of each field that has a default, other than that; a norm that is always there is read by its own fields."""
+FIELDS = [(part, name) for part, fields in OTHERS.items() for name in fields]
+EVERY_PART = {part: {} for part in (*OTHERS, Rotary, Positions)}
+EXECUTORS = {
+    "a launch": (single_launch.READS, single_launch.VARYING),
+    "a launch of several": (single_launch.READS_OF_ROWS, single_launch.VARYING_OF_ROWS),
+    "C library": (cpu_library.READS, cpu_library.VARYING),
+}
+
+
+def network(part=None, name=None):
+    """Return a network of two layers, with another value of one field."""
+
+    def made(kind, *arguments):
+        return kind(*arguments, **({name: OTHERS[part][name]} if kind is part else {}))
+
+    layer = made(Layer, made(Attention, 2, 1, 16, 0.25), made(Dense, 32))
+    if part is Norm:
+        layer = dataclasses.replace(layer, norm=made(Norm))
+    return made(Network, 8, 32, (layer, layer))
+
+
+def test_each_field_with_a_default_has_another_value_here():
+    for part, fields in OTHERS.items():
+        defaults = {it.name: it.default for it in dataclasses.fields(part)}
+        assert {
+            name
+            for name, default in defaults.items()
+            if default is not dataclasses.MISSING and default != Norm()
+        } == set(fields)
+
+
+@pytest.mark.parametrize(("part", "name"), FIELDS)
+def test_an_executor_that_does_not_list_a_field_refuses_another_value_and_names_it(part, name):
+    reasons = spec.unsupported(network(part, name), EVERY_PART, ())
+
+    assert len(reasons) == 1
+    assert reasons[0].startswith("no ")
+    assert spec.unsupported(network(), EVERY_PART, ()) == ()
+
+
+@pytest.mark.parametrize(("part", "name"), FIELDS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_executor_refuses_exactly_what_it_does_not_list(executor, part, name):
+    reads, varying = EXECUTORS[executor]
+    values = reads[part].get(name, ())
+
+    refused = spec.unsupported(network(part, name), reads, varying)
+
+    assert bool(refused) != (values is spec.ALL or OTHERS[part][name] in values)
+
+
+def test_a_part_that_an_executor_does_not_list_is_refused_by_its_type():
+    reads = dict.fromkeys((Network, Layer, Norm, Dense, Rotary), spec.ALL)
+
+    assert spec.unsupported(network(), reads, ()) == ("no Attention",)
+
+
+def test_fields_that_differ_among_layers_are_refused_unless_they_may():
+    whole = network()
+    first, second = whole.layers
+    windowed = dataclasses.replace(second, mixer=dataclasses.replace(second.mixer, window=3))
+    reads = EVERY_PART | {Attention: {"window": spec.ALL}}
+    mixed = dataclasses.replace(whole, layers=(first, windowed))
+
+    assert spec.unsupported(mixed, reads, ()) == ("no sliding window of its own for some layers",)
+    assert spec.unsupported(mixed, reads, [(Attention, "window")]) == ()
