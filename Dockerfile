@@ -199,7 +199,7 @@ ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
       org.opencontainers.image.description="A text-generation server for small decoder models, for NVIDIA GPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.revision="$REVISION"
 
 
@@ -220,7 +220,7 @@ ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
       org.opencontainers.image.description="A text-generation server for small decoder models, as replicas on Ray Serve" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.revision="$REVISION"
 
 
@@ -241,7 +241,7 @@ ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
       org.opencontainers.image.description="A text-generation server for small decoder models, as replicas on Ray Serve" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.revision="$REVISION"
 
 
@@ -253,5 +253,5 @@ ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
       org.opencontainers.image.description="A text-generation server for small decoder models, for CPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.revision="$REVISION"

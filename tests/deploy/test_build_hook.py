@@ -19,6 +19,7 @@ import kernels.attention.training.huggingface
 from deploy.build_hook import PACKAGES, place_packages, renamed
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"kernels", "kernels.arch", "kernels.attention", "server.cli.main"}
 
 
@@ -166,6 +167,9 @@ print(build_wheel("."))
         files = wheel.namelist()
         entry = next(it for it in files if it.endswith("entry_points.txt"))
         assert "tessera = tessera.server.cli.main:main" in wheel.read(entry).decode()
-    assert {it.partition("/")[0] for it in files} == {"tessera", "tessera-0.1.0.dist-info"}
+    assert {it.partition("/")[0] for it in files} == {
+        "tessera",
+        f"tessera-{PROJECT['version']}.dist-info",
+    }
     assert "tessera/model/bundled/tokenizer.json" in files
     assert not [it for it in files if "/native/" in it]

@@ -9,6 +9,7 @@ from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineReport, EngineState
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.specs import SPECS
+from server.version import version
 from tests.http.fakes import event, put, say
 
 pytestmark = pytest.mark.anyio
@@ -168,7 +169,7 @@ async def test_the_engines_state_is_reported(engine, scrape):
     assert samples["tessera_engine_restarts_total",] == 2
     assert samples["tessera_engine_state", ("state", "restarting")] == 1
     assert samples["tessera_engine_state", ("state", "ready")] == 0
-    assert samples["tessera_build_info", ("model_id", "fake/model"), ("version", "0.1.0")] == 1
+    assert samples["tessera_build_info", ("model_id", "fake/model"), ("version", version())] == 1
 
 
 async def test_counters_include_engines_that_have_ended(engine, scrape):
