@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WHEEL_PACKAGE = "tessera"
 PACKAGES = ("kernels", "model", "server")
-_NOT_IN_WHEEL = ("__pycache__", "native")
+_NOT_IN_WHEEL = ("/__pycache__/", "/native/", "/model/training/")  # the recipe of the bundled model
 COMPILER = "ziglang==0.15.2"
 _FLAGS = (
     "-std=c11", "-O3", "-g0", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-sanitize=all",
@@ -147,7 +147,8 @@ def _is_ours(module: str) -> bool:
 
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not any(part in _NOT_IN_WHEEL for part in path.parts):
+        name = f"/{path.relative_to(folder.parent).as_posix()}"
+        if path.is_file() and not any(part in name for part in _NOT_IN_WHEEL):
             yield path
 
 
