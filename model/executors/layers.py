@@ -375,6 +375,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     return (
         *(("weights are in the layout of the C library",) if packed else ()),
         *dict.fromkeys(f"no {name}" for name in missing),
+        *(f"no {name} of sequences" for name in bucket.extra_columns),
         *(f"no deterministic {name}" for name in others if bucket.deterministic),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1),
     )
