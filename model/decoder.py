@@ -42,7 +42,7 @@ class DecoderLM(DecoderParameters):
 
     Attributes:
         config: of the whole model.
-        executors: compute its steps.
+        executors: compute its steps. After `optimize` for the C library they have no `layers`.
     """
 
     def __init__(
@@ -79,23 +79,25 @@ class DecoderLM(DecoderParameters):
         """
         if self.is_packed:
             return
-        self.executors.for_serving = True
+        executors = self.executors
+        executors.begin_serving()
         if quantization in LIBRARY_FORMATS:
             assert quantization is not None
-            self.executors.cpu_library = CPULibrary(self, quantization, threads)
+            del executors.layers  # it holds the matrices, which are dropped one by one
+            executors.cpu_library = CPULibrary(self, quantization, threads)
             self.weight_format, self.lm_head = quantization, None
-            self.executors.layers.bound.layers.clear()
             # Without rows: it still says that activations are float32 on a CPU.
             rows = torch.empty(0, self.network.hidden)
             self.embed_tokens = nn.Parameter(rows, requires_grad=False)
             return
-        self.executors.layers = layers = Layers(self, Purpose.SERVING)
+        executors.layers = layers = Layers(self, Purpose.SERVING)
         whole = self.weight_bytes
         for layer, bound in zip(self.decoder_layers, layers.bound.layers, strict=True):
             for name, product in bound.projections.items():
                 if product.copies_weights:
                     layer.drop_matrix(name)
-                    self.lm_head = None  # has full numbers, too
+                    # Full numbers are copied, and those of the head are full in every format.
+                    self.lm_head = None
         self._packed_bytes = whole - self.weight_bytes
 
     def reserve_positions(self, num_positions: int) -> None:

@@ -143,14 +143,14 @@ class ModelConfig:
                 (layer.mlp.inner, "columns of the MLP"),
             )
         )
-        joint = any(layer.mixer.joint_qk_norm for layer in self.network.layers)
+        joint = any(mixer.joint_qk_norm for mixer in self.network.attentions)
         return (
             *(
                 f"{size} is no divisor of its {count} {what}"
                 for count, what in divided
                 if count % size
             ),
-            *(("its norms of queries and keys are of all heads",) * (joint and size > 1)),
+            *(("its norms of queries and keys are of all heads",) * joint),
         )
 
     def to_dict(self) -> dict[str, Any]:

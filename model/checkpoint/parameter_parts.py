@@ -21,6 +21,7 @@ from model.families.tensors import HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer, stacked_rows
 from model.network.matrix import Matrix
 from model.network.parallel import shard
+from model.network.spec import Attention
 
 if TYPE_CHECKING:
     from model.decoder import DecoderLM
@@ -218,7 +219,11 @@ def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
-    orders = dict.fromkeys(_ROTATED, head_order(layer.spec.mixer, tensors))
+    mixer, head_dim = layer.spec.mixer, None
+    orders: dict[str, tuple[int, ...] | None] = {}
+    if isinstance(mixer, Attention):
+        orders = dict.fromkeys(_ROTATED, head_order(mixer, tensors))
+        head_dim = mixer.head_dim if tensors.grouped_qkv else None
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
@@ -226,7 +231,7 @@ def _layer_parts(
         base, suffix = _module(parameter)
         counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
         modules = dict(zip(_STACKED.get(base, (base,))[-len(counts) :], counts, strict=True))
-        grouped_by = layer.spec.mixer.head_dim if tensors.grouped_qkv and base == "qkv" else None
+        grouped_by = head_dim if base == "qkv" else None
         start = 0
         for name, same in itertools.groupby(modules, tensors.layer_modules.__getitem__):
             rows = tuple(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from model.device.kv_cache import KVCache
     from model.executors.attention_plans import AttentionMetadata
     from model.executors.binder import Binder
+    from model.network.layers import DecoderLayer
     from model.network.rope import RotaryEmbedding
     from model.network.spec import Attention
 
@@ -77,7 +78,7 @@ class BoundAttention(NamedTuple):
             head_norms,
             joint_norms,
             binder.adding("output"),
-            (layer.output.numbers, layer.gate_up.numbers),
+            _after(layer, "qkv"),
             attention_problems(network).index(same_problem(spec)),
             network.rotaries.index((spec.rotary, spec.head_dim)),
         )
@@ -92,6 +93,13 @@ class BoundAttention(NamedTuple):
             q, k, v = qkv.split_with_sizes([*sizes, sizes[1]], -1)
             qkv = torch.cat((self.joint_norms[0](q), self.joint_norms[1](k), v), -1)
         return self.output.to_residual(attend(index, self, qkv), residual)
+
+
+def _after(layer: DecoderLayer, name: str) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the two matrices that are read after one; the last one twice if there are no more."""
+    matrices = layer.matrices
+    names = [*matrices][[*matrices].index(name) + 1 :]
+    return matrices[names[0]].numbers, matrices[names[min(1, len(names) - 1)]].numbers
 
 
 class Attend(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kernels.linear.projection import (
     Activation,
@@ -20,7 +20,7 @@ from kernels.linear.projection import (
 )
 from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
-from model.network.spec import Dense
+from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,9 @@ class Binder:
         layer: its parameters. In-place changes to them take effect; replacing them does not.
         model: of the layer.
         purpose: what the layer is for; matrices may be copied unless it is training.
+
+    Attributes:
+        bound: the products so far, by the names of their matrices.
     """
 
     def __init__(self, layer: DecoderLayer, model: DecoderParameters, purpose: Purpose) -> None:
@@ -46,9 +49,14 @@ class Binder:
         self._purpose = purpose
         self._weights = sum(math.prod(matrix.shape) for matrix in layer.matrices.values())
         self._projections = projections(layer, model.communicator)
+        self.bound: dict[str, ResidualWriter] = {}
 
     def reading(self, name: str) -> Projection:
         """Bind a product that reads the residual stream."""
+        self.bound[name] = product = self._bind(name)
+        return product
+
+    def _bind(self, name: str) -> Projection:
         weights, operations = self._projections[name]
         return bind_projection(
             weights,
@@ -67,18 +75,50 @@ class Binder:
 
     def adding(self, name: str) -> ResidualWriter:
         """Bind a product that adds to the residual stream."""
-        product, communicator = self.reading(name), self.model.communicator
-        if communicator is None:
-            return product
-        bias = getattr(self.layer, f"{name}_bias")
-        return ReducedProjection(product, bias, _post_norm(self.layer, name), communicator)
+        product, communicator = self._bind(name), self.model.communicator
+        self.bound[name] = writer = (
+            product
+            if communicator is None
+            else ReducedProjection(
+                product,
+                getattr(self.layer, f"{name}_bias"),
+                _post_norm(self.layer, name),
+                communicator,
+            )
+        )
+        return writer
+
+
+class Product(NamedTuple):
+    """A product of a layer.
+
+    Attributes:
+        name: of its matrix.
+        norm: name of the norm of the residual stream that it reads; None for a product that adds to the stream.
+        activation: of its results; None for none.
+    """
+
+    name: str
+    norm: str | None = None
+    activation: Activation | None = None
+
+
+def _of_dense(mlp: Dense) -> tuple[Product, ...]:
+    activation = Activation(mlp.activation, gated=mlp.gated)
+    return Product("gate_up", "mlp_norm", activation), Product("down")
+
+
+PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
+    Attention: lambda _mixer: (Product("qkv", "input_norm"), Product("output")),
+    Dense: _of_dense,
+}
+"""The products of a mixer or an MLP, in the order in which they are computed."""
 
 
 def projections(
     layer: DecoderLayer, communicator: Communicator | None = None
 ) -> dict[str, tuple[LinearWeights, Operations]]:
     """Return the parameters of each product of a rank's layer and the operations around it, in their order."""
-    mlp = layer.spec.mlp
 
     def weights(name: str) -> LinearWeights:
         return LinearWeights(layer.matrices[name], getattr(layer, f"{name}_bias"))
@@ -94,16 +134,12 @@ def projections(
         # The bias and the norm are those of the sum over all ranks.
         return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
 
-    found: dict[str, tuple[LinearWeights, Operations]] = {}
-    if hasattr(layer, "qkv"):
-        found["qkv"] = weights("qkv"), reading("input_norm")
-    if hasattr(layer, "output"):
-        found["output"] = adding("output")
-    if isinstance(mlp, Dense):
-        activation = Activation(mlp.activation, gated=mlp.gated)
-        found["gate_up"] = weights("gate_up"), reading("mlp_norm", activation)
-        found["down"] = adding("down")
-    return found
+    parts = layer.spec.mixer, layer.spec.mlp
+    return {
+        it.name: (weights(it.name), reading(it.norm, it.activation)) if it.norm else adding(it.name)
+        for part in parts
+        for it in PRODUCTS[type(part)](part)
+    }
 
 
 def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
@@ -112,5 +148,5 @@ def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNo
 
 
 def _post_norm(layer: DecoderLayer, name: str) -> Norm | None:
-    weight = getattr(layer, f"{name}_norm")
+    weight = getattr(layer, f"{name}_norm", None)
     return None if weight is None else Norm(weight, layer.spec.norm.eps)

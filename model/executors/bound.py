@@ -38,7 +38,7 @@ class BoundExecutors:
 
     Attributes:
         model: see above.
-        layers: see above; bound again for serving.
+        layers: see above; bound again for serving. Deleted where the C library has packed the matrices.
         cpu_library: has the packed matrices; None where they are not packed for the C library.
         for_serving: whether the parameters are bound to kernels for serving; until then the layers compute every step.
     """
@@ -50,6 +50,12 @@ class BoundExecutors:
         self._refusals: tuple[str, ...] = ()
         self._found: WeakKeyDictionary[KVCache, dict[Bucket, Executor]] = WeakKeyDictionary()
         self._kept: WeakKeyDictionary[KVCache, dict[Hashable, Any]] = WeakKeyDictionary()
+
+    def begin_serving(self) -> None:
+        """Forget what is bound for training."""
+        self.for_serving = True
+        self._found.clear()
+        self._kept.clear()
 
     def find(self, bucket: Bucket, kv_cache: KVCache) -> Executor:
         """Return the executor of a bucket's steps over a cache: the first of the table that supports them."""

@@ -72,9 +72,6 @@ class CPULibrary:
         model: `unsupported` must be empty for its network. Its matrices are dropped one layer after the other.
         quantization: of all matrices, embedding and head included: one of `LIBRARY_FORMATS`.
         threads: that compute a step.
-
-    Attributes:
-        num_bytes: of the quantized matrices.
     """
 
     def __init__(self, model: DecoderParameters, quantization: WeightFormat, threads: int) -> None:
@@ -111,7 +108,6 @@ class CPULibrary:
         self._rope = RotaryEmbedding(*network.rotaries[0])
         self._max_context = model.max_context
         self._positions_reserved = False
-        self.num_bytes = self._decoder.num_bytes
 
     def reserve_positions(self, num_positions: int) -> None:
         """Allocate the rotary tables; see `DecoderLM.reserve_positions`."""

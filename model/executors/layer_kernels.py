@@ -81,8 +81,12 @@ def layer_kernels(
         return select_linear(dataclasses.replace(problem, rows=rows), arch, tuned_linear)
 
     kinds: Counter[tuple[tuple[str, LinearChoice], ...]] = Counter()
-    for layer, count in Counter(network.layers).items():
-        parameters = DecoderLayer(layer, network.hidden, dtype, _META, model.weight_format)
+    stored = (
+        (it.spec, tuple((name, matrix.format) for name, matrix in it.matrices.items()))
+        for it in model.decoder_layers
+    )
+    for (layer, formats), count in Counter(stored).items():
+        parameters = DecoderLayer(layer, network.hidden, dtype, _META, dict(formats))
         products = projections(parameters, model.communicator)
         size = sum(math.prod(weights.weight.shape) for weights, _ in products.values())
         choices = ((name, choose(*it, bucket.tokens, size)) for name, it in products.items())

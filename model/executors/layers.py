@@ -6,7 +6,7 @@ What a layer computes follows from its parts: the tables `MIXERS` and `MLPS` hav
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from torch.nn import functional
@@ -36,6 +36,7 @@ from model.executors.head import Head, SoftcappedHead
 from model.executors.parallel import GatheredHead
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
+from model.network import spec
 from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
@@ -78,17 +79,17 @@ RunLayers: TypeAlias = "Callable[[Sequence[BoundLayer], Residual, Contexts], Res
 
 
 class BoundLayer(NamedTuple):
-    """The two halves of a layer."""
+    """The two halves of a layer.
+
+    Attributes:
+        mixer: the first half.
+        mlp: the second half.
+        projections: their products, by the names of the matrices.
+    """
 
     mixer: BoundMixer
     mlp: BoundMLP
-
-    @property
-    def projections(self) -> dict[str, ResidualWriter]:
-        """The products of the layer, by the names of their matrices."""
-        parts = (self.mixer, self.mlp)
-        names = ("qkv", "output", "gate_up", "down")
-        return {name: getattr(it, name) for it in parts for name in names if hasattr(it, name)}
+    projections: dict[str, ResidualWriter]
 
 
 def layer_forward(
@@ -176,17 +177,44 @@ class MixerSpec(NamedTuple):
         bind: binds the mixer of a layer.
         begin: returns the context of a step over a state, once for all layers.
         begin_dense: the same for whole sequences without a state, [B, L, C] at positions [L]; differentiable.
+        reads: the entry of its type in `READS`.
     """
 
     bind: Callable[[Any, Binder], BoundMixer]
     begin: Callable[[DecoderParameters, PagedStep], Any]
     begin_dense: Callable[[DecoderParameters, Tensor, Tensor], Any]
+    reads: Mapping[str, Collection[Any] | None]
 
 
+class MLPSpec(NamedTuple):
+    """The implementation of a kind of MLP; attributes as of a `MixerSpec`."""
+
+    bind: Callable[[Any, Binder], BoundMLP]
+    reads: Mapping[str, Collection[Any] | None]
+
+
+_MIXER_FIELDS = ("window", "rotary", "qk_norm", "joint_qk_norm", "softcap", "bias", "output_bias")
 MIXERS: Final[dict[type, MixerSpec]] = {
-    Attention: MixerSpec(BoundAttention.bind, _begin_attention, _begin_dense_attention)
+    Attention: MixerSpec(
+        BoundAttention.bind,
+        _begin_attention,
+        _begin_dense_attention,
+        dict.fromkeys(_MIXER_FIELDS, spec.ALL),
+    )
 }
-MLPS: Final[dict[type, Callable[[Any, Binder], BoundMLP]]] = {Dense: BoundDense.bind}
+MLPS: Final[dict[type, MLPSpec]] = {
+    Dense: MLPSpec(BoundDense.bind, dict.fromkeys(("activation", "gated", "bias"), spec.ALL))
+}
+READS: Final[spec.Reads] = {
+    spec.Network: dict.fromkeys(
+        ("embedding_factor", "positions", "logit_softcap", "tied"), spec.ALL
+    ),
+    spec.Positions: {"offset": spec.ALL},
+    spec.Layer: dict.fromkeys(("post_norms", "pre_norms"), spec.ALL),
+    spec.Norm: dict.fromkeys(("eps", "kind", "float32"), spec.ALL),
+    spec.Rotary: spec.ALL,
+}
+"""What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
 
 
 class BoundNetwork(NamedTuple):
@@ -213,7 +241,8 @@ class BoundNetwork(NamedTuple):
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
-        counts = [it.row_counts for it in self.layers[0].projections.values()]
+        products = (it for layer in self.layers for it in layer.projections.values())
+        counts = {it.row_counts for it in products}
         return tuple(sorted({rows for it in (*counts, self.head.row_counts) for rows in it}))
 
 
@@ -235,11 +264,12 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         bound_head = SoftcappedHead(bound_head, network.logit_softcap)
     layers, kinds = [], {}
     for parameters in model.decoder_layers:
-        spec, binder = parameters.spec, Binder(parameters, model, purpose)
-        row = MIXERS[type(spec.mixer)]
-        mixer = row.bind(spec.mixer, binder)
+        layer, binder = parameters.spec, Binder(parameters, model, purpose)
+        row = MIXERS[type(layer.mixer)]
+        mixer = row.bind(layer.mixer, binder)
         kinds[type(mixer)] = row
-        layers.append(BoundLayer(mixer, MLPS[type(spec.mlp)](spec.mlp, binder)))
+        mlp = MLPS[type(layer.mlp)].bind(layer.mlp, binder)
+        layers.append(BoundLayer(mixer, mlp, binder.bound))
     return BoundNetwork(
         layers=layers,
         kinds=kinds,
@@ -363,18 +393,14 @@ class Layers:
 
 
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
-    network = problem.network
-    others = network.other_mixers
-    missing = (
-        type(part).__name__
-        for layer in network.layers
-        for part, table in ((layer.mixer, MIXERS), (layer.mlp, MLPS))
-        if type(part) not in table
-    )
+    network, others = problem.network, problem.network.other_mixers
+    tables = {part: row.reads for table in (MIXERS, MLPS) for part, row in table.items()}
     packed = problem.weight_format in LIBRARY_FORMATS
+    on_cpu = bucket.deterministic and problem.arch.is_cpu
     return (
         *(("weights are in the layout of the C library",) if packed else ()),
-        *dict.fromkeys(f"no {name}" for name in missing),
+        *(("no deterministic steps on a CPU",) if on_cpu else ()),
+        *spec.unread(network, {**READS, **tables}),
         *(f"no {name} of sequences" for name in bucket.extra_columns),
         *(f"no deterministic {name}" for name in others if bucket.deterministic),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1),

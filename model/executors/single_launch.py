@@ -17,6 +17,7 @@ from kernels.step.single_launch import (
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
+from model.executors.columns import Want
 from model.executors.executor import ExecutorSpec
 from model.executors.step import StepOutput
 from model.network import spec
@@ -86,7 +87,9 @@ class SingleLaunch:
         if tokens is None or logprobs is None:
             tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device)
             logprobs = torch.empty_like(tokens, dtype=torch.float32)
-        sampled_rows = arrays.sampled_rows
+        sampled_rows = (
+            arrays.sampled_rows
+        )  # of a step of one row [0], which its launch does not read
         if sampled is None:
             sampled = torch.empty_like(tokens)
             sampled_rows = torch.arange(rows, device=embedding.device) if rows > 1 else tokens
@@ -195,6 +198,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
             f"steps of {', '.join(map(str, counts))} sequences with a token each only",
         ),
         (bucket.shared_blocks > 0, "a shared prefix is read once"),
+        (bucket.want is not Want.TOKENS, "tokens of a prompt are scored"),
         *((True, f"no {name} of sequences") for name in bucket.extra_columns),
     )
     return of_bucket or unsupported(problem, bucket.rows)

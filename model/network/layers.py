@@ -29,10 +29,10 @@ def norm_dtype(norm: NormSpec, dtype: torch.dtype) -> torch.dtype:
 def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
     mixer, mlp = layer.mixer, layer.mlp
-    if parameter.startswith("qkv"):
+    if isinstance(mixer, Attention) and parameter.startswith("qkv"):
         key_rows = mixer.num_kv_heads * mixer.head_dim
         return [mixer.num_heads * mixer.head_dim, key_rows, key_rows]
-    if parameter.startswith("gate_up") and mlp.gated:
+    if isinstance(mlp, Dense) and parameter.startswith("gate_up") and mlp.gated:
         return [mlp.inner, mlp.inner]
     return None
 

@@ -155,7 +155,8 @@ class DecoderParameters(nn.Module):
     @property
     def head(self) -> Tensor:
         """The rows of the output head that this rank has, [V, C] in a model that is whole."""
-        if self.lm_head is not None:
+        if not self.network.tied:
+            assert self.lm_head is not None, "the head is packed"
             return self.lm_head
         if self.communicator is None:
             return self.embed_tokens

@@ -275,9 +275,13 @@ def unsupported(network: Network, reads: Reads, varying: Varying) -> tuple[str, 
     Returns:
         Reasons such as "no softcap of logits", each once.
     """
-    return tuple(
-        dict.fromkeys((*_unread(network, reads), *_differing(network.layers, frozenset(varying))))
-    )
+    differing = _differing(network.layers, frozenset(varying))
+    return tuple(dict.fromkeys((*unread(network, reads), *differing)))
+
+
+def unread(network: Network, reads: Reads) -> tuple[str, ...]:
+    """List what an executor whose layers may differ in everything cannot compute; arguments as for `unsupported`."""
+    return tuple(dict.fromkeys(_unread(network, reads)))
 
 
 def _unread(part: Any, reads: Reads) -> Iterator[str]:  # noqa: ANN401 - any part of a network

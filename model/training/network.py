@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kernels.linear.projection import Purpose, Residual
 from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
+from model.errors import UnsupportedModelError
 from model.executors.attention import BoundAttention
 from model.executors.layers import (
     BoundLayer,
@@ -22,9 +23,20 @@ from model.executors.layers import (
     layer_forward,
     run_layers,
 )
+from model.network import spec
+from model.network.spec import ALL, Attention, Dense, Layer, Network, Norm, Rotary, unsupported
 from model.training.prepare import CONTEXT_LENGTH
 from model.training.streams import PackedTokens
 
+_READS: Final[spec.Reads] = {
+    Network: {"tied": ALL},
+    Layer: {"post_norms": ALL},
+    Norm: {"eps": ALL, "kind": ALL},
+    Attention: dict.fromkeys(("rotary", "qk_norm", "joint_qk_norm", "bias", "output_bias"), ALL),
+    Rotary: ALL,
+    Dense: ALL,
+}
+"""What packed documents are computed for; all layers must be alike."""
 PackedAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Causal attention within each document: q [T, H, D], k and v [T, K, D], cu_seqlens [B + 1] to [T, H, D]."""
 
@@ -64,9 +76,18 @@ class TrainedLM(DecoderLM):
 
     Attributes:
         attend: computes attention over packed documents; `attend_packed` unless it is replaced.
+
+    Raises:
+        UnsupportedModelError: packed documents cannot be computed for the network.
     """
 
     def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
+        network = config.network
+        missing = unsupported(network, _READS, ())
+        if any(it.scale != it.head_dim**-0.5 for it in network.attentions):
+            missing += ("no factor on scores but head_dim ** -0.5",)
+        if missing:
+            raise UnsupportedModelError(f"training: {'; '.join(missing)}")
         super().__init__(config, torch.float32, device)
         self.executors.layers = Layers(self, Purpose.TRAINING, self._run_layers)
         self.dropout = dropout

@@ -7,12 +7,14 @@ import json
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
+from model.executors import binder
 from model.executors import layers as executor
+from model.executors.binder import Product
 from model.executors.layers import MixerSpec
 from model.families import llama, table
 from model.families.family import Family
+from model.families.tensors import LLAMA
 from model.network import layers as parameters
 from model.network.state import Fixed
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
@@ -40,7 +42,7 @@ class Toy:
 def add_parameters(layer, mixer, new):
     layer.input = new.matrix("input", mixer.channels, new.hidden)
     layer.output = new.matrix("output", new.hidden, mixer.channels)
-    layer.output_bias = None
+    layer.input_bias = layer.output_bias = None
 
 
 def recurrence(u, h, last):
@@ -61,20 +63,15 @@ def recurrence(u, h, last):
 class BoundToy(NamedTuple):
     """See `BoundMixer`."""
 
-    layer: Any
+    input: Any
     output: Any
 
     @classmethod
     def bind(cls, _mixer, binder):
-        return cls(binder.layer, binder.adding("output"))
+        return cls(binder.reading("input"), binder.adding("output"))
 
     def forward(self, index, residual, states):
-        assert residual.partials is None
-        layer = self.layer
-        x = functional.rms_norm(
-            residual.hidden, layer.input_norm.shape, layer.input_norm, layer.spec.norm.eps
-        )
-        u = x @ layer.input.weight.numbers.T
+        u, residual = self.input.from_residual(residual)
         return self.output.to_residual(torch.tanh(states(index, u)), residual)
 
 
@@ -127,9 +124,13 @@ def network(keys):
 
 def register(monkeypatch):
     """Add the mixer and a family with it to the tables."""
-    family = Family("ToyForCausalLM", "toy", network)
+    modules = LLAMA.layer_modules | {"input": "mixer.input", "output": "mixer.output"}
+    tensors = dataclasses.replace(LLAMA, layer_modules=modules)
+    family = Family("ToyForCausalLM", "toy", network, tensors=tensors)
     monkeypatch.setitem(table.FAMILIES, family.architecture, family)
-    monkeypatch.setitem(executor.MIXERS, Toy, MixerSpec(BoundToy.bind, PagedToy, dense))
+    monkeypatch.setitem(executor.MIXERS, Toy, MixerSpec(BoundToy.bind, PagedToy, dense, {}))
+    products = (Product("input", "input_norm"), Product("output"))
+    monkeypatch.setitem(binder.PRODUCTS, Toy, lambda _mixer: products)
     monkeypatch.setitem(parameters.PARAMETERS, Toy, add_parameters)
 
 

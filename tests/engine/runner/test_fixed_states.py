@@ -12,7 +12,7 @@ from kernels import detect
 from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model
+from model.checkpoint.weights import load_model, save_checkpoint
 from model.executors import cpu_library, layers, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
@@ -338,7 +338,7 @@ def test_executors_that_do_not_read_the_part_refuse_it_by_name(folder):
 def test_steps_that_a_state_does_not_allow_are_refused_by_name(folder, changes, reason):
     bucket = Bucket(**({"rows": 1, "columns": 1, "num_logits": 1} | changes))
 
-    assert layers.LAYERS.unsupported(problem(folder, detect("cpu")), bucket) == (reason,)
+    assert layers.LAYERS.unsupported(problem(folder, CATALOGUE["h100"]), bucket) == (reason,)
 
 
 def test_a_layer_without_a_row_of_the_table_is_refused_by_name(folder, monkeypatch):
@@ -354,3 +354,17 @@ def test_several_ranks_are_refused_by_name(folder, start):
 
     with pytest.raises(StartupError, match="no tensor parallelism of Toy"):
         start(tensor_parallel=2)
+
+
+def test_a_checkpoint_of_it_is_saved_and_loaded(folder, tmp_path):
+    config = ModelConfig.from_folder(folder)
+    model = load_model(folder, config, torch.float32, "cpu", "dummy", pack=False)
+    save_checkpoint(model, tmp_path)
+    loaded = load_model(
+        tmp_path, ModelConfig.from_folder(tmp_path), torch.float32, "cpu", pack=False
+    )
+
+    expected = model.state_dict()
+    assert "layers.0.input.numbers" in expected
+    assert expected.keys() == loaded.state_dict().keys()
+    assert all(torch.equal(it, expected[name]) for name, it in loaded.state_dict().items())

@@ -3,8 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 
-from model.executors import cpu_library, single_launch
+from kernels.arch import CATALOGUE
+from kernels.weight_format import unquantized
+from model.executors import cpu_library, layers, single_launch
+from model.executors.columns import Bucket
+from model.executors.executor import ModelProblem
 from model.network import spec
 from model.network.spec import Attention, Dense, Layer, Network, Norm, Positions, Rotary
 
@@ -35,6 +40,14 @@ EXECUTORS = {
     "a launch": (single_launch.READS, single_launch.VARYING),
     "a launch of several": (single_launch.READS_OF_ROWS, single_launch.VARYING_OF_ROWS),
     "C library": (cpu_library.READS, cpu_library.VARYING),
+    "layers": (
+        {
+            **layers.READS,
+            Attention: layers.MIXERS[Attention].reads,
+            Dense: layers.MLPS[Dense].reads,
+        },
+        (),
+    ),
 }
 
 
@@ -95,3 +108,18 @@ def test_fields_that_differ_among_layers_are_refused_unless_they_may():
 
     assert spec.unsupported(mixed, reads, ()) == ("no sliding window of its own for some layers",)
     assert spec.unsupported(mixed, reads, [(Attention, "window")]) == ()
+
+
+def test_the_layers_refuse_a_field_that_their_tables_do_not_list(monkeypatch):
+    reads = dict(layers.MIXERS[Attention].reads)
+    del reads["softcap"]
+    row = layers.MIXERS[Attention]._replace(reads=reads)
+    problem = ModelProblem(
+        network(Attention, "softcap"), "float32", unquantized(torch.float32), CATALOGUE["cpu"]
+    )
+    bucket = Bucket(rows=1, columns=1, num_logits=1)
+    assert layers.LAYERS.unsupported(problem, bucket) == ()
+
+    monkeypatch.setitem(layers.MIXERS, Attention, row)
+
+    assert layers.LAYERS.unsupported(problem, bucket) == ("no softcap of attention scores",)

@@ -340,26 +340,30 @@ class BlockManager:
         elif self._references[twin]:
             return self._link_of[twin]
         else:
-            link = self._evict(twin)
+            del self._idle[twin]
+            link = self._remove(twin)  # which keeps its snapshot
+            self._empty.release(twin)
         self._cached[key] = block
         self._key_of[block] = key
         self._link_of[block] = link
         return link
 
-    def _forget(self, block: int) -> int:
+    def _remove(self, block: int) -> int:
         """Remove a block from the prefix cache; return the link it had."""
         del self._cached[self._key_of.pop(block)]
-        link = self._link_of.pop(block)
+        return self._link_of.pop(block)
+
+    def _forget(self, block: int) -> None:
+        """Remove a block and its content's snapshot from the prefix cache."""
+        link = self._remove(block)
         if self.slots is not None:
             self.slots.forget(link)
-        return link
 
-    def _evict(self, block: int) -> int:
-        """Make an idle block empty; return the link it had."""
+    def _evict(self, block: int) -> None:
+        """Make an idle block empty."""
         del self._idle[block]
-        link = self._forget(block)
+        self._forget(block)
         self._empty.release(block)
-        return link
 
     def _extend(self, table: list[int], count: int) -> None:
         """Append `count` free blocks to a block table."""

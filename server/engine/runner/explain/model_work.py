@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels import Phase
-from kernels.weight_format import unquantized
+from kernels.weight_format import FP8_ROWS, unquantized
 from model.executors.attention_plans import same_problem
 from model.network.parallel import head_rows
 
@@ -129,8 +129,9 @@ class ModelWork:
     ) -> None:
         network, dtype = model.network, model.embed_tokens.dtype
         self._arch = arch
-        form = model.weight_format
-        self._dtype = (form if form.float else unquantized(dtype)).dtype
+        # Numbers of other formats are dequantized before they are multiplied.
+        form = FP8_ROWS if model.weight_format == FP8_ROWS else unquantized(dtype)
+        self._dtype = form.dtype
         self._head = head_rows(network.vocab, model.num_ranks) * network.hidden
         layers = sum(layer.num_parameters(network.hidden) for layer in network.layers)
         norms = [it for it in (model.norm, model.norm_bias) if it is not None]

@@ -120,6 +120,15 @@ def test_a_snapshot_leaves_with_its_block():
     assert serve(it, 3, PROMPT)[0].num_cached_tokens == 0
 
 
+def test_a_snapshot_stays_with_its_content_when_another_block_replaces_the_first():
+    it = scheduler()
+    serve(it, 1, PROMPT)
+    # A prompt of exactly these blocks computes the last one anew; its snapshot is before that.
+    serve(it, 2, PROMPT[:16])
+
+    assert serve(it, 3, PROMPT)[0].num_cached_tokens == 16
+
+
 def test_the_snapshot_that_was_used_longest_ago_leaves_first():
     it = scheduler(num_slots=3, max_num_seqs=1)
     prompts = [[100 * n + i for i in range(9)] for n in range(3)]

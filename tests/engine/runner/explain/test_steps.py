@@ -174,10 +174,11 @@ def test_a_row_with_several_tokens_has_a_decode_kernel_that_supports_them():
 
 
 def test_layers_of_different_sizes_have_products_of_their_own():
-    made = build("bundled", "bfloat16")
-    first, *others = made.network.layers
+    config = build("bundled", "bfloat16").config
+    first, *others = config.network.layers
     wide = dataclasses.replace(first, mlp=dataclasses.replace(first.mlp, inner=2 * first.mlp.inner))
-    made.network = dataclasses.replace(made.network, layers=(wide, *others))
+    network = dataclasses.replace(config.network, layers=(wide, *others))
+    made = DecoderLM(dataclasses.replace(config, network=network), torch.bfloat16, "meta")
 
     bucket = Bucket(rows=64, columns=64, num_logits=64)
     found = dict(layer_kernels(made, bucket, CATALOGUE["h100"], 16))
