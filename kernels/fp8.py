@@ -55,8 +55,3 @@ def quantize_kv_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     bits = (largest.view(torch.int32) + SCALE_ROUNDING) & 0x7F800000
     scale = (bits - (SCALE_EXPONENT << 23)).view(torch.float32)
     return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
-
-
-def dequantize_rows(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply rows [..., D] by their scales [...] in float32, and convert the result to `dtype`."""
-    return (numbers.float() * scale[..., None]).to(dtype)

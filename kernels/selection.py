@@ -19,7 +19,7 @@ _DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
 class Row(Protocol):
-    """A row of a registry."""
+    """A row of a registry; it may have a `note` too, a remark that `choose` adds to its reason."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ def choose(
     """Choose the first row without a reason against it.
 
     Args:
-        rows: the most preferred first; a row may have a `note`, which becomes part of `why`.
+        rows: the most preferred first.
         unsupported: lists the reasons against a row; empty if there are none.
         problem: what the row is for; its text is part of `why` and of the error.
         arch: the processor, likewise.

@@ -38,7 +38,7 @@ import torch
 import kernels
 from kernels.attention.problem import Phase
 from kernels.attention.registry import INVARIANT_REGISTRY
-from kernels.fp8 import dequantize_rows, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY_FP8, MATRIX, VECTOR
@@ -67,6 +67,7 @@ from tests.gpu.test_single_launch_gpu import (
 from tests.kernels.linear.layer import linear
 from tests.kernels.references import reference
 from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.references.reference_fp8 import dequantize_rows
 from tests.kernels.sampling.sampled import by_kernel, by_rule
 
 PREFILL_CASES = [

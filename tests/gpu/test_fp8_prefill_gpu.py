@@ -31,7 +31,7 @@ from kernels.attention import splits
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
-from kernels.fp8 import FP8, dequantize_rows, quantize_kv_rows
+from kernels.fp8 import FP8, quantize_kv_rows
 from tests.gpu.attention_cases import (
     DEVICE,
     LONG_PAIRS,
@@ -43,6 +43,7 @@ from tests.gpu.attention_cases import (
 )
 from tests.kernels.references import reference, reference_fp8
 from tests.kernels.references.problems import Layout
+from tests.kernels.references.reference_fp8 import dequantize_rows
 
 ROW = next(row for row in REGISTRY if row.name == "hopper_fp8_prefill")
 # dtype, query heads, key-value heads, head dim, block size, features.

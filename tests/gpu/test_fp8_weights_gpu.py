@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from benchmarks.local_engine import LocalEngine
-from kernels.fp8 import dequantize_rows, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY_FP8
 from kernels.linear.select import select_linear
@@ -26,6 +26,7 @@ from server.engine.core.request import GenerateRequest
 from tests.kernels.linear.layer import linear
 from tests.kernels.references import reference
 from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.references.reference_fp8 import dequantize_rows
 from tests.model.executors import paged
 from tests.model.executors.paged import PagedDriver
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.local_engine import LocalEngine
 from kernels import FP8, PagedBatch, detect
-from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.fp8 import quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.weight_format import FP8_ROWS, unquantized
@@ -24,6 +24,7 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.references.reference_fp8 import dequantize_rows
 from tests.model.configs import changed, model_config
 from tests.model.executors import paged
 

@@ -1,6 +1,6 @@
 """Warp roles of the batch-invariant attention on Hopper: those of the prefill, for items that visit keys in parts.
 
-An item is a row tile with all of its parts or with one part (`gpu.part_list`). The key tiles of all parts are
+An item is a row tile with all of its parts or with one part (`portable.part_list`). The key tiles of all parts are
 visited from last to first, as in the prefill; after the last visited tile of a part, a consumer merges its result into
 that of the parts before (`part_results`).
 

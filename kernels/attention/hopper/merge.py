@@ -1,4 +1,4 @@
-"""Store the results of a Hopper decode's splits, and merge the parts of a tile: the Gluon version of `gpu.combine`.
+"""Store the results of a Hopper decode's splits, and merge the parts of a tile: `portable.combine` in Gluon.
 
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """

@@ -147,11 +147,6 @@ class Sequence:
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """A copy of the generated token ids."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def is_argmax(self) -> bool:
         """Whether the next token is the plain argmax of the logits; see `SamplingParams.argmax_from`."""
         known = len(self.token_ids) + self.num_tokens_in_flight - self.num_prompt_tokens

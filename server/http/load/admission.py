@@ -49,11 +49,6 @@ class Admission:
         self._budget = _Budget(config.max_buffered_body_bytes)
         self._tokenizing = 0
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that requests hold of the budget."""
-        return self._budget.held
-
     def limit(self, info: EngineInfo | None) -> int:
         """Return the limit of sequences in flight: the configured one, or a multiple of the engine's `max_num_seqs`."""
         configured = self._config.max_concurrent_requests

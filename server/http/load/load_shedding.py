@@ -86,10 +86,6 @@ class LoadShedding:
         stats = self._client.stats
         return _whole_seconds(_seconds_of_ends(sequences, self._queued(stats), stats))
 
-    def expected_wait(self, length: int, info: EngineInfo) -> float:
-        """Return the seconds that a prompt would wait before its computation begins, as far as is known."""
-        return self._expected_wait(length, info, self._update())
-
     def _check(
         self,
         lengths: Sequence[tuple[int, int]],
@@ -127,6 +123,7 @@ class LoadShedding:
                 )
 
     def _expected_wait(self, length: int, info: EngineInfo, stats: EngineStats) -> float:
+        """Return the seconds that a prompt would wait before its computation begins, as far as is known."""
         shorter = self._queued_classes(stats, length_class(length) + 1)
         pairs = zip(shorter, self._queued(stats), strict=True)
         before = _Queue(*(min(2 * part, whole) for part, whole in pairs))

@@ -54,6 +54,11 @@ def make_sequence(request_id: int, prompt, max_new_tokens: int = 4, **options: A
     return Sequence(make_request(request_id, prompt, max_new_tokens, **options))
 
 
+def output_of(sequence: Sequence):
+    """Return the generated token ids."""
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
 def make_scheduler(
     num_blocks: int,
     block_size: int = 4,

@@ -26,6 +26,7 @@ from tests.engine.core.bookkeeping import (
     generate_alone,
     make_request,
     make_sequence,
+    output_of,
     propose,
     rows_of,
 )
@@ -558,7 +559,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_invariants()
             assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
             for request_id, sequence in self.live.items():
-                assert sequence.output_token_ids == self.texts[request_id]
+                assert output_of(sequence) == self.texts[request_id]
                 expected, _ = generate_alone(self.requests[request_id])
                 assert expected[: len(self.texts[request_id])] == self.texts[request_id]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from server.engine.core.request import FinishReason
-from tests.engine.core.bookkeeping import banned_ids, make_sequence
+from tests.engine.core.bookkeeping import banned_ids, make_sequence, output_of
 
 
 def test_a_new_sequence_has_its_prompt_and_no_blocks():
@@ -25,7 +25,7 @@ def test_appending_does_not_change_the_request():
     sequence.append(9)
 
     assert sequence.token_ids == [*prompt, 9]
-    assert sequence.output_token_ids == [9]
+    assert output_of(sequence) == [9]
     assert sequence.num_output_tokens == 1
 
 

@@ -42,6 +42,10 @@ def shedding(stats=BUSY, **limits):
     return LoadShedding(Engine(stats), HTTPConfig(model_id="m", **limits))
 
 
+def expected_wait(shed, length):
+    return shed._expected_wait(length, INFO, shed._update())
+
+
 @pytest.fixture(autouse=True)
 def no_spread(monkeypatch):
     monkeypatch.setattr(load_shedding.random, "random", lambda: 0.0)
@@ -50,15 +54,15 @@ def no_spread(monkeypatch):
 def test_a_prompt_waits_for_the_whole_queue_or_for_twice_the_prompts_that_are_no_longer():
     shed = shedding(waiting(*[2000] * 10, *[100] * 8, num_prefill_tokens=1456))
 
-    assert shed.expected_wait(2000, INFO) == pytest.approx((20_000 + 800 + 1456 - 256) / 1000)
-    assert shed.expected_wait(100, INFO) == pytest.approx((1600 - 256) / 1000)
-    assert shed.expected_wait(10, INFO) == 0.0
+    assert expected_wait(shed, 2000) == pytest.approx((20_000 + 800 + 1456 - 256) / 1000)
+    assert expected_wait(shed, 100) == pytest.approx((1600 - 256) / 1000)
+    assert expected_wait(shed, 10) == 0.0
 
 
 def test_a_prompt_waits_for_sequences_to_end_if_places_are_short():
     shed = shedding(waiting(*[10] * 20, num_free_places=0))
 
-    assert shed.expected_wait(10, INFO) == pytest.approx(21 / 4)
+    assert expected_wait(shed, 10) == pytest.approx(21 / 4)
 
 
 def test_prompts_submitted_since_the_last_stats_count_until_the_engine_must_have_reported_them():
@@ -67,10 +71,10 @@ def test_prompts_submitted_since_the_last_stats_count_until_the_engine_must_have
     waits = []
     for _ in range(3):
         shed.admit([(1256, OUTPUT)], INFO)
-        waits.append(shed.expected_wait(1256, INFO))
+        waits.append(expected_wait(shed, 1256))
     for _ in range(2):
         engine.stats = msgspec.structs.replace(BUSY)
-        waits.append(shed.expected_wait(1256, INFO))
+        waits.append(expected_wait(shed, 1256))
         shed.admit([(16, OUTPUT)], INFO)
 
     assert waits == pytest.approx([1.0, 2.256, 3.512, 3.512, 0.0])
@@ -111,7 +115,7 @@ def test_what_came_during_a_long_step_counts_until_the_next_one_has_ended():
         shed.admit([(1000, OUTPUT)], INFO)
     engine.stats = msgspec.structs.replace(BUSY, num_steps=1)
 
-    assert shed.expected_wait(1000, INFO) == pytest.approx((10_000 - 256) / 1000)
+    assert expected_wait(shed, 1000) == pytest.approx((10_000 - 256) / 1000)
 
 
 def test_the_wait_for_places_depends_on_what_the_waiting_sequences_will_generate():
@@ -119,8 +123,8 @@ def test_the_wait_for_places_depends_on_what_the_waiting_sequences_will_generate
     output = [10 * count for count in short.waiting_output_by_length]
     long = msgspec.structs.replace(short, waiting_output_by_length=output)
 
-    assert shedding(short).expected_wait(10, INFO) == pytest.approx(21 / 4)
-    assert shedding(long).expected_wait(10, INFO) == pytest.approx(10 * 21 / 4)
+    assert expected_wait(shedding(short), 10) == pytest.approx(21 / 4)
+    assert expected_wait(shedding(long), 10) == pytest.approx(10 * 21 / 4)
 
 
 def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_enough():

@@ -9,7 +9,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.errors import ShapeError
-from kernels.fp8 import dequantize_rows, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
@@ -20,6 +20,7 @@ from tests.kernels import float8_library, triton_interpreter
 from tests.kernels.linear.layer import linear
 from tests.kernels.references import reference
 from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.references.reference_fp8 import dequantize_rows
 from tests.kernels.tuning_check import linear_launch_mistakes
 
 pytestmark = triton_interpreter.interpreted

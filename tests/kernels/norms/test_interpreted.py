@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.fp8 import quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
@@ -30,6 +30,7 @@ from tests.kernels import triton_interpreter
 from tests.kernels.linear.layer import linear
 from tests.kernels.references import reference
 from tests.kernels.references.problems import assert_no_worse_than
+from tests.kernels.references.reference_fp8 import dequantize_rows
 
 pytestmark = triton_interpreter.interpreted
 

@@ -23,6 +23,11 @@ _MOST_PRODUCTS = 1 << 25
 """Products in memory at a time."""
 
 
+def dequantize_rows(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply rows [..., D] by their scales [...] in float32, and convert the result to `dtype`."""
+    return (numbers.float() * scale[..., None]).to(dtype)
+
+
 def per_tensor(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.fp8 import quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.single_launch import (
     LayerWeights,
@@ -19,6 +19,7 @@ from kernels.step.weights import MATRICES
 from kernels.weight_format import FP8_ROWS
 from kernels.weights import Weight, quantize
 from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.kernels.references.reference_fp8 import dequantize_rows
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
 

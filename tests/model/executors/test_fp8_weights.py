@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import model as package
-from kernels.fp8 import dequantize_rows, quantize_rows
+from kernels.fp8 import quantize_rows
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.weight_format import FP8_ROWS
 from kernels.weights import Weight
@@ -20,6 +20,7 @@ from model.checkpoint.parameter_parts import named_parts
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS
+from tests.kernels.references.reference_fp8 import dequantize_rows
 from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.executors.paged import logits_in_chunks
 

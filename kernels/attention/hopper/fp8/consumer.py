@@ -6,7 +6,7 @@ It differs from `consumer` as follows:
     sums         an FP8 WGMMA accumulates with about 14 bits, so it accumulates over one tile only; the outputs
                  of the tiles (P V) are added in float32
     weights      the softmax weights go up to 448, the largest e4m3 number, instead of 1; they stay in the
-                 registers of the scores, since `fp8_tiles` stores the values in the matching order
+                 registers of the scores, since `tiles` stores the values in the matching order
 
 Source: Shah et al., "FlashAttention-3", 2024, for the warp roles and for FP8 with block scales; the
 "DeepSeek-V3 Technical Report", 2024, section 3.3, for the accumulator's precision and the remedy.
@@ -229,7 +229,7 @@ def pack_weights(e, c):
 
     No weight moves to another thread. In the accumulator of the scores, thread t holds columns 2 t and 2 t + 1 of
     every 8; in an FP8 operand it holds columns 4 t to 4 t + 3 of every 16. So every 16 columns are renumbered, in the
-    order in which `fp8_tiles` stores the values.
+    order in which `tiles` stores the values.
     """
     x = e.reshape([ROWS, c.BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     x = gl.convert_layout(x.reshape([ROWS, c.BLOCK_N]), c.P_LAYOUT)

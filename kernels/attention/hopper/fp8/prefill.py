@@ -1,8 +1,8 @@
 """Warp-specialized prefill attention on Hopper's FP8 tensor cores, over an FP8 cache.
 
-    tiles         one pass over queries, and over the cache: tiles with one scale each (`fp8_tiles`)
-    producer      one warp that issues TMA copies of the tiles, a few stages ahead (`fp8_producer`)
-    consumers     warp groups that compute attention for 64 query rows each (`fp8_consumer`)
+    tiles         one pass over queries, and over the cache: tiles with one scale each (`tiles`)
+    producer      one warp that issues TMA copies of the tiles, a few stages ahead (`producer`)
+    consumers     warp groups that compute attention for 64 query rows each (`consumer`)
 
 Input and output are half precision; docs/decisions/0014-fp8-prefill.md reports the error. The warp roles and the work
 list are those of `prefill`. This module launches the kernel.

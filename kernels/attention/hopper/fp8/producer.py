@@ -18,7 +18,7 @@ def produce(
 ):  # fmt: skip
     """Fetch items and issue their copies until none is left.
 
-    `first_tiles` and `num_tiles` as in `fp8_tiles`, other arguments as in `producer`.
+    `first_tiles` and `num_tiles` as in `tiles`, other arguments as in `producer`.
     """
     item = gl.program_id(0)
     done = 0

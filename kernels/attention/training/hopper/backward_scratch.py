@@ -67,7 +67,7 @@ def finish(
         return
     size: tl.constexpr = BLOCK_M * D
     x = tl.load(sums + (tile.to(tl.int64) * HEADS + head) * size + tl.arange(0, size))
-    # See `backward_roles.add_to_sums` for the order. Triton reads and writes in whole lines, through shared memory.
+    # See `backward_roles._add_to_sums` for the order. Triton reads and writes in whole lines, through shared memory.
     x = x.reshape([D // 16, 2, 4, 8, 4, 2, 2]).permute([2, 5, 3, 1, 0, 4, 6]).reshape([BLOCK_M, D])
     dq += start.to(tl.int64) * HEADS * D + head * D
     store_tile(dq, first + tl.arange(0, BLOCK_M), HEADS * D, count, x * scale, D, D)

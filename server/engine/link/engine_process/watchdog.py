@@ -2,7 +2,7 @@
 
 A thread of the process watches the main thread, which is possible as long as that one does not hold Python's global
 lock: not while it waits for a GPU, for a lock or for a file. A process that hangs with the lock, or was stopped, is
-detected by another one because it is silent (`supervisor`, `hub`, `hub_watch`).
+detected by another one because it is silent (`supervisor`, `hub`, `client`).
 """
 
 from __future__ import annotations

@@ -114,10 +114,6 @@ class Router:
         """
         self._indexes[engine] = PrefixIndex(num_blocks)
 
-    def num_indexed(self, engine: int) -> int:
-        """Return how many blocks an engine is thought to hold."""
-        return len(self._indexes[engine])
-
     def choose(
         self, token_ids: Sequence[int], part: Hashable, loads: Sequence[int], ready: Collection[int]
     ) -> int:

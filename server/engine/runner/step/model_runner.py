@@ -256,7 +256,7 @@ class ModelRunner:
         )
 
     def describe_plan(self) -> PlanReport:
-        """Report which attention kernels run, their launch configurations, and the reasons."""
+        """Report the executor and the kernels of every kind of step, and the reasons for them."""
         cache = self.kv_cache
         return explain_model(
             self.model,

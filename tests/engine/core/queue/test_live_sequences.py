@@ -17,6 +17,7 @@ from tests.engine.core.bookkeeping import (
     finish_everything,
     make_scheduler,
     make_sequence,
+    output_of,
     rows_of,
     step,
 )
@@ -94,7 +95,7 @@ def test_a_preempted_sequence_keeps_its_output_and_finishes_normally():
             tokens[request_id].append(event.token_id)
 
     assert scheduler.num_preemptions > 0
-    assert [sequence.output_token_ids for sequence in sequences] == list(tokens.values())
+    assert [output_of(sequence) for sequence in sequences] == list(tokens.values())
     assert all(len(output) == 9 for output in tokens.values())
     assert scheduler.num_generated_tokens == 27
 
@@ -179,7 +180,7 @@ def test_the_sequence_with_the_highest_priority_number_is_preempted_first():
         preempted += output.preempted
 
     assert preempted[0] == 0
-    assert low.output_token_ids
+    assert output_of(low)
 
 
 def test_a_long_prompt_of_high_priority_leaves_a_token_to_every_running_sequence():
@@ -349,5 +350,5 @@ def test_the_id_of_an_aborted_sequence_can_be_reused_before_its_step_ends():
     again = add(scheduler, 0, 5)
 
     assert commit(scheduler, output, [[Token(20)]]) == []
-    assert aborted.output_token_ids == again.output_token_ids == []
+    assert output_of(aborted) == output_of(again) == []
     assert rows_of(step(scheduler)[0]) == [(0, 0, 5, True)]

@@ -22,6 +22,7 @@ from tests.engine.core.bookkeeping import (
     commit,
     make_scheduler,
     make_sequence,
+    output_of,
     propose,
     rows_of,
     step,
@@ -204,7 +205,7 @@ def test_verified_tokens_are_kept_and_rejected_ones_are_computed_again(
     events = commit(scheduler, output, [[Token(30 + i) for i in range(accepted)]])
 
     assert [event.token_id for _, event in events] == [30 + i for i in range(accepted)]
-    assert sequence.output_token_ids == [7, *(30 + i for i in range(accepted))]
+    assert output_of(sequence) == [7, *(30 + i for i in range(accepted))]
     assert sequence.num_tokens_in_flight == 0
     scheduler.check_invariants()
     assert rows_of(begin(scheduler)) == [(0, 3 + accepted, 1, 1)]
@@ -251,7 +252,7 @@ def test_sampled_tokens_are_kept_up_to_the_first_that_is_not_the_drafts(sampled,
     assert [(event.token_id, event.logprob) for _, event in events] == [
         (it, -1.0 - it) for it in sampled[:kept]
     ]
-    assert sequence.output_token_ids == [7, *sampled[:kept]]
+    assert output_of(sequence) == [7, *sampled[:kept]]
     assert sequence.num_tokens_in_flight == 0
     assert sequence.num_linked_blocks == (3 + kept) // 2
     scheduler.check_invariants()
@@ -472,7 +473,7 @@ def test_the_result_of_a_step_in_flight_is_ignored_where_forced_tokens_took_its_
     scheduler.check_invariants()
 
     assert [event.token_id for _, event in events] == [8, 1, 2, 3]
-    assert sequence.output_token_ids == [7, 1, 2, 3, 8, 1, 2, 3]
+    assert output_of(sequence) == [7, 1, 2, 3, 8, 1, 2, 3]
 
 
 def test_a_step_that_computes_a_forced_token_has_another_batch_than_the_step_in_flight():

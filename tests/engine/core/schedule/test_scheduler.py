@@ -28,6 +28,7 @@ from tests.engine.core.bookkeeping import (
     finish_everything,
     make_scheduler,
     make_sequence,
+    output_of,
     rows_of,
     step,
 )
@@ -113,7 +114,7 @@ def test_a_prompt_is_computed_at_once_and_then_one_token_per_step():
         rows += rows_of(output)
 
     assert rows == [(0, 0, 6, True), (0, 6, 1, True), (0, 7, 1, True)]
-    assert sequence.output_token_ids == [7, 7, 7]
+    assert output_of(sequence) == [7, 7, 7]
     assert sequence.status is SequenceStatus.FINISHED
 
 
@@ -271,8 +272,8 @@ def test_the_result_of_a_sequence_that_ended_one_step_earlier_is_ignored():
     events = commit(scheduler, second, [[Token(30)], [Token(21)]])
 
     assert events == [(1, TokenEvent(token_id=21))]
-    assert ended.output_token_ids == [0]
-    assert other.output_token_ids == [20, 21]
+    assert output_of(ended) == [0]
+    assert output_of(other) == [20, 21]
     scheduler.check_invariants()
 
 
@@ -292,7 +293,7 @@ def test_a_preempted_sequence_still_gets_its_token_in_flight(token_id, reason):
     scheduler.check_invariants()
     events = dict(commit(scheduler, first, [[Token(21)], [Token(token_id)]]))
     assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason, usage=younger.usage)
-    assert younger.output_token_ids == [20, 20, token_id]
+    assert output_of(younger) == [20, 20, token_id]
     assert scheduler.num_waiting == (reason is None)
     scheduler.check_invariants()
     commit(scheduler, second, [[Token(23)]])
@@ -315,7 +316,7 @@ def test_a_sequence_that_a_discarded_schedule_preempted_waits_for_its_token_in_f
     commit(scheduler, first, [[Token(21)], [Token(22)]])
     commit(scheduler, second, [])
     assert rows_of(begin(scheduler)) == [(1, 2, 3, 1)]
-    assert younger.output_token_ids == [20, 20, 22]
+    assert output_of(younger) == [20, 20, 22]
 
 
 def test_steps_end_in_the_order_in_which_they_were_started():

@@ -88,7 +88,7 @@ def test_an_engine_that_starts_again_has_no_prefixes():
     choose(engines, prompt(1))
     engines.begin(0, 100)
 
-    assert engines.num_indexed(0) == 0
+    assert not engines._indexes[0]
     assert choose(engines, prompt(1), (1, 0)) == 1
 
 
@@ -173,7 +173,7 @@ class Routing(RuleBasedStateMachine):
     def start_again(self, data, keeps):
         engine = data.draw(st.sampled_from(range(len(self.capacities))))
         self.restart(engine, keeps=keeps)
-        assert self.routers[0].num_indexed(engine) == 0
+        assert not self.routers[0]._indexes[engine]
 
     def restart(self, engine, keeps=True):
         self.capacities[engine] *= keeps
