@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from model.families.keys import Keys
 from model.families.tensors import LLAMA, Rewrite, Tensors
 from model.json_input import check
 from model.network.spec import Network
+
+_TIED: Final = "tie_word_embeddings"
 
 
 def _unchanged(_: Keys) -> Mapping[str, Rewrite]:
@@ -47,5 +49,9 @@ class Family:
         """Return the keys of the language model that a config.json states."""
         if not self.part:
             return Keys({**self.defaults, **config}, self.renamed)
-        part = check(config.get(self.part, {}), dict, self.part)
-        return Keys({**self.defaults, **part}, self.renamed, f"{self.part}.")
+        part = {**self.defaults, **check(config.get(self.part, {}), dict, self.part)}
+        if (
+            config.get(_TIED) is False
+        ):  # transformers 5 states it there, earlier releases in the part
+            part[_TIED] = False
+        return Keys(part, self.renamed, f"{self.part}.")

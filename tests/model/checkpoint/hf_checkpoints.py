@@ -224,6 +224,17 @@ CASES = {
         model="ForConditionalGeneration",
         others={"vision_config": _VISION, "mm_tokens_per_image": 4, "image_token_index": 127},
     ),
+    "gemma3 multimodal untied": Case(
+        "Gemma3",
+        _gemma(layer_types=_KINDS),
+        model="ForConditionalGeneration",
+        others={
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 127,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma3 by pattern": Case("Gemma3Text", _gemma(sliding_window_pattern=2)),
     "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),
     "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),

@@ -232,6 +232,18 @@ def test_the_local_theta_of_gemma_is_read_in_both_forms():
     assert mixer(ModelConfig.from_dict(new), 0).rotary == Rotary("default", 100.0)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"),
+    [(None, None, True), (True, True, True), (False, True, False), (True, False, False)],
+)
+def test_either_place_of_a_multimodal_config_can_say_that_the_head_is_not_tied(outer, inner, tied):
+    key = "tie_word_embeddings"
+    language = without(LLAMA, key) | ({} if inner is None else {key: inner})
+    stated = MULTIMODAL | {"text_config": language} | ({} if outer is None else {key: outer})
+
+    assert ModelConfig.from_dict(stated).network.tied is tied
+
+
 def test_absent_keys_of_the_families_after_them_have_the_defaults_of_transformers():
     absent = "num_key_value_heads", "rope_theta", "max_position_embeddings"
     heads = {"num_attention_heads": 32, "hidden_size": 2048, "max_position_embeddings": 8192}
