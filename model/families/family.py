@@ -50,8 +50,7 @@ class Family:
         if not self.part:
             return Keys({**self.defaults, **config}, self.renamed)
         part = {**self.defaults, **check(config.get(self.part, {}), dict, self.part)}
-        if (
-            config.get(_TIED) is False
-        ):  # transformers 5 states it there, earlier releases in the part
+        # transformers 5 states it beside the part, earlier releases in it.
+        if config.get(_TIED) is False:
             part[_TIED] = False
         return Keys(part, self.renamed, f"{self.part}.")

@@ -72,6 +72,7 @@ def attention(
         gdc_wait()
     program = tl.program_id(0)
     record = work
+    # Numbers of Python until a kind loads them, for mypy too, which therefore misses their `to` below.
     k_start = 0
     begin = 0
     end = 0
