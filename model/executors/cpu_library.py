@@ -13,7 +13,7 @@ from kernels.cpu.matrix import PackedMatrix
 from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
 from model.executors.columns import Want
-from model.executors.executor import ExecutorSpec, OverState
+from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network import spec
@@ -157,9 +157,9 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     return columns + unsupported(problem.network, fp8_cache=in_fp8, num_ranks=problem.num_ranks)
 
 
-def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> OverState:
+def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfState:
     assert bindings.cpu_library is not None
-    return OverState(bindings.cpu_library, state)
+    return ExecutorOfState(bindings.cpu_library, state)
 
 
 def _describe(_problem: ModelProblem) -> str:

@@ -54,8 +54,8 @@ class ModelProblem:
     refusals: tuple[str, ...] = ()
 
 
-class AnyState(Protocol):
-    """Computes the steps of any bucket over any state."""
+class StatelessExecutor(Protocol):
+    """Computes the steps of any bucket over a state that it is given."""
 
     def step(
         self, state: KVCache, step: StepInput, sampled: Tensor | None, out: StepOutput | None
@@ -66,17 +66,17 @@ class AnyState(Protocol):
         """See `DecoderLM.reserve_positions`."""
 
 
-class OverState(NamedTuple):
-    """An executor that needs nothing more than a state."""
+class ExecutorOfState(NamedTuple):
+    """A stateless executor with a state."""
 
-    computing: AnyState
+    executor: StatelessExecutor
     state: KVCache
 
     def step(
         self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
     ) -> StepOutput:
         """See `Executor.step`."""
-        return self.computing.step(self.state, step, sampled, out)
+        return self.executor.step(self.state, step, sampled, out)
 
 
 class Bindings(Protocol):
@@ -89,11 +89,11 @@ class Bindings(Protocol):
     model: DecoderParameters
 
     @property
-    def layers(self) -> AnyState:
+    def layers(self) -> StatelessExecutor:
         """Computes layer by layer."""
 
     @property
-    def cpu_library(self) -> AnyState | None:
+    def cpu_library(self) -> StatelessExecutor | None:
         """Has the packed matrices; None where they are not packed for the C library."""
 
     def bound_once(self, key: Hashable, kv_cache: KVCache, bind: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ from kernels.linear.projection import (
 )
 from kernels.rope import registry as rope
 from kernels.sampling.tokens import embed_tokens
-from kernels.selection import VectorProblem, select_vector
+from kernels.selection import VectorProblem, reasons, select_vector
 from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
@@ -31,7 +31,7 @@ from model.executors.attention_plans import AttentionPlanner, attention_problems
 from model.executors.binder import Binder, make_norm
 from model.executors.columns import Want
 from model.executors.embedding import finish_embeddings
-from model.executors.executor import ExecutorSpec, OverState
+from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.head import Head, SoftcappedHead
 from model.executors.parallel import GatheredHead
 from model.executors.scores import prompt_scores
@@ -193,13 +193,13 @@ class MLPSpec(NamedTuple):
     reads: Mapping[str, Collection[Any] | None]
 
 
-_MIXER_FIELDS = ("window", "rotary", "qk_norm", "joint_qk_norm", "softcap", "bias", "output_bias")
+_FIELDS = ("window", "rotary", "qk_norm", "joint_qk_norm", "softcap", "bias", "output_bias")
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(
         BoundAttention.bind,
         _begin_attention,
         _begin_dense_attention,
-        dict.fromkeys(_MIXER_FIELDS, spec.ALL),
+        dict.fromkeys(_FIELDS, spec.ALL),
     )
 }
 MLPS: Final[dict[type, MLPSpec]] = {
@@ -211,7 +211,7 @@ READS: Final[spec.Reads] = {
     ),
     spec.Positions: {"offset": spec.ALL},
     spec.Layer: dict.fromkeys(("post_norms", "pre_norms"), spec.ALL),
-    spec.Norm: dict.fromkeys(("eps", "kind", "float32"), spec.ALL),
+    spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL},
     spec.Rotary: spec.ALL,
 }
 """What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
@@ -401,14 +401,25 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *(("weights are in the layout of the C library",) if packed else ()),
         *(("no deterministic steps on a CPU",) if on_cpu else ()),
         *spec.unread(network, {**READS, **tables}),
+        *_layer_norms(network),
         *(f"no {name} of sequences" for name in bucket.extra_columns),
         *(f"no deterministic {name}" for name in others if bucket.deterministic),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1),
     )
 
 
-def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> OverState:
-    return OverState(bindings.layers, state)
+def _layer_norms(network: spec.Network) -> tuple[str, ...]:
+    """List where only RMS norms are computed and the network has layer norms."""
+    per_head = (it.qk_norm for it in network.attentions)
+    after = (it.norm for it in network.layers if it.post_norms)
+    return reasons(
+        (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),
+        (any(it.kind == "layer" for it in after), "no layer norms after attention and MLP"),
+    )
+
+
+def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfState:
+    return ExecutorOfState(bindings.layers, state)
 
 
 LAYERS: Final = ExecutorSpec("layers", _unsupported, _bind)

@@ -123,3 +123,22 @@ def test_the_layers_refuse_a_field_that_their_tables_do_not_list(monkeypatch):
     monkeypatch.setitem(layers.MIXERS, Attention, row)
 
     assert layers.LAYERS.unsupported(problem, bucket) == ("no softcap of attention scores",)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "post_norms", "reason"),
+    [
+        ({"qk_norm": Norm(kind="layer")}, False, "no layer norms of queries and keys"),
+        ({}, True, "no layer norms after attention and MLP"),
+    ],
+)
+def test_the_layers_refuse_layer_norms_where_they_compute_others(mixer, post_norms, reason):
+    layer = Layer(
+        Attention(2, 1, 16, 0.25, **mixer), Dense(32), Norm(kind="layer"), post_norms=post_norms
+    )
+    problem = ModelProblem(
+        Network(8, 32, (layer,)), "float32", unquantized(torch.float32), CATALOGUE["cpu"]
+    )
+
+    bucket = Bucket(rows=1, columns=1, num_logits=1)
+    assert layers.LAYERS.unsupported(problem, bucket) == (reason,)
