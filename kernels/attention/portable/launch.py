@@ -31,7 +31,7 @@ _MERGE_ELEMENTS: Final = 8192
 """Elements of partial results that a merge holds at once: 64 registers per thread with 4 warps."""
 _NO_LIST: Final[dict[str, Any]] = {
     "arrivals": None, "partial_out": None, "partial_lse": None, "num_seqs": 0, "num_keys": 0, "num_parts": 0,
-    "row_tiles": 0, "lines": 0, "kv_stride": None, "kv_head_stride": None,
+    "row_tiles": 0, "lines": 0, "k_stride": None, "v_stride": None, "kv_head_stride": None,
 }  # fmt: skip
 
 
@@ -106,7 +106,11 @@ class _Launch:
                 # A dimension of size 1, as for blocks of one token, may have any stride.
                 head_stride = kv.shape[-1]
                 token_stride = kv.shape[-2] * head_stride
-            arguments |= {"kv_stride": token_stride, "kv_head_stride": head_stride}
+            arguments |= {
+                "k_stride": token_stride,
+                "v_stride": token_stride,
+                "kv_head_stride": head_stride,
+            }
         attention[self._grid](
             q, keys, values, *scale_arguments(kv, kv_scale), out, lse, q_stride=q.stride(0),
             q_head_stride=q.stride(1), **arguments,

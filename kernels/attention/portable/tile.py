@@ -186,7 +186,7 @@ def dequantize(
 
 @triton.jit
 def attend_tiles(
-    state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, stride, scale, window,
+    state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, stride_k, stride_v, scale, window,
     softcap,
     MASK: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
@@ -207,7 +207,7 @@ def attend_tiles(
         here = block
         # Block ids are loaded a tile ahead, since keys cannot be loaded before their address is known.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
-        k1, k2 = load_rows(k_base, slot * stride, exists, D1, D2, MASK)
+        k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
         if FP8:
             k1, k2 = dequantize(
                 (k1, k2), scales[0], scales[2], here, key, exists,
@@ -227,7 +227,7 @@ def attend_tiles(
         total = total * fade + tl.sum(p, 1)
         m = new_m
         # Masked values are loaded as 0, since their weight is 0 but 0 * NaN is NaN.
-        v1, v2 = load_rows(v_base, slot * stride, exists, D1, D2, MASK)
+        v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
         if FP8:
             v1, v2 = dequantize(
                 (v1, v2), scales[1], scales[2], here, key, exists,
@@ -242,8 +242,8 @@ def attend_tiles(
 
 @triton.jit
 def attend(
-    q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, highest, stride, scale, window,
-    softcap,
+    q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest, highest, stride_k, stride_v, scale,
+    window, softcap,
     PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ONE_LOOP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, FP8: tl.constexpr,
@@ -270,7 +270,8 @@ def attend(
         last_seen: [BLOCK_M] last key that each row sees.
         lowest: smallest of `last_seen`.
         highest: largest of `last_seen`.
-        stride: elements between one key and the next, and between one value and the next.
+        stride_k: elements between one key and the next.
+        stride_v: elements between one value and the next.
         scale: softmax scale.
         window: keys that a row sees, its own included.
         softcap: cap of the scores.
@@ -286,7 +287,7 @@ def attend(
     if ONE_LOOP:
         return attend_tiles(
             state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest,
-            stride, scale, window, softcap,
+            stride_k, stride_v, scale, window, softcap,
             True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
     seen_by_all = tl.minimum(lowest + 1, num_keys) if CAUSAL else num_keys
@@ -297,18 +298,18 @@ def attend(
         clear = tl.minimum((clear + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
         state = attend_tiles(
             state, q, k_base, v_base, scales, table, begin, clear, num_keys, last_seen, lowest,
-            stride, scale, window, softcap,
+            stride_k, stride_v, scale, window, softcap,
             True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
     full = tl.maximum(full, clear)
     state = attend_tiles(
         state, q, k_base, v_base, scales, table, clear, full, num_keys, last_seen, lowest,
-        stride, scale, window, softcap,
+        stride_k, stride_v, scale, window, softcap,
         False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
     return attend_tiles(
         state, q, k_base, v_base, scales, table, full, end, num_keys, last_seen, lowest,
-        stride, scale, window, softcap,
+        stride_k, stride_v, scale, window, softcap,
         True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
 
