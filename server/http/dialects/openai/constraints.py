@@ -73,8 +73,10 @@ def _of_response_format(wanted: ResponseFormat) -> list[StructuredOutput]:
         case "text":
             return []
         case "json_schema":
-            schema = (wanted.json_schema or {}).get("schema")
-            return [_required("json_schema", schema, f"{field}.json_schema.schema", dict | bool)]
+            named = wanted.json_schema or {}
+            inner = f"{field}.json_schema"
+            schema = _required("json_schema", named.get("schema"), f"{inner}.schema", dict | bool)
+            return [schema._replace(strict=read_strict(named.get("strict"), f"{inner}.strict"))]
         case "json_object" if wanted.value is None:
             return [StructuredOutput("json_object", None, field)]
         case "json" | "json_object":
@@ -87,6 +89,17 @@ def _of_response_format(wanted: ResponseFormat) -> list[StructuredOutput]:
                     raise ValidationError(f"`{field}.{name}` is required")
             tag = wanted.model_dump(exclude_none=True, by_alias=True)
             return [StructuredOutput("structural_tag", tag, field)]
+
+
+def read_strict(value: object, field: str) -> bool:
+    """Return whether a schema is strict; null means that it is not.
+
+    Raises:
+        ValidationError: the value is neither null nor a boolean.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise ValidationError(f"`{field}` must be true or false. Given: {describe(value)}")
+    return bool(value)
 
 
 def _required(

@@ -244,7 +244,8 @@ def _read_tool(
                 f"`{field}.{key}` of the tool `{name}` must be {expected}. Given: {describe(value)}"
             )
     try:
-        return make_tool(format_, name, function.get("parameters"))
+        strict = bool(function.get("strict"))
+        return make_tool(format_, name, function.get("parameters"), strict=strict)
     except GrammarError as error:
         raise _refusal(name, f"`parameters`: {error}") from None
 

@@ -95,4 +95,6 @@ def _read_format(request: ResponseBody) -> StructuredOutput | None:
         return StructuredOutput("json_object", None, "text.format")
     if wanted.json_schema is None:
         raise ValidationError("`text.format.schema` is required")
-    return StructuredOutput("json_schema", wanted.json_schema, "text.format.schema")
+    return StructuredOutput(
+        "json_schema", wanted.json_schema, "text.format.schema", strict=bool(wanted.strict)
+    )
