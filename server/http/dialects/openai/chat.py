@@ -168,14 +168,35 @@ class ChatAnswer:
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
 
     def _format(self, generation: Generation) -> _ChatFormat:
-        fields = (generation, self._options, self._context.tokenizer, "chatcmpl-", self.warnings)
+        last = self._messages[-1]
+        echoed = last["content"] if self._request.echo and last["role"] == _ASSISTANT else None
+        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed or "")
         return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
-    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`."""
+    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`.
 
-    _first_delta = ChatDelta(role=_ASSISTANT, content="")
+    Args:
+        generation: the request's completions.
+        options: the request's options.
+        tokenizer: the model's tokenizer.
+        warnings: fields without effect.
+        echoed: text before that of each message.
+    """
+
+    _no_text: str | None = ""
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: Options,
+        tokenizer: Tokenizer,
+        warnings: tuple[str, ...],
+        echoed: str,
+    ) -> None:
+        super().__init__(generation, options, tokenizer, "chatcmpl-", warnings)
+        self._echoed = echoed
 
     def reply(self) -> ChatReply:
         """Build the whole reply."""
@@ -184,6 +205,7 @@ class _ChatFormat(ReplyFormat):
             object="chat.completion",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=[
                 self._choice(completion, index)
                 for index, completion in enumerate(self.generation.returned)
@@ -196,9 +218,8 @@ class _ChatFormat(ReplyFormat):
     def begin(self, completion: Completion, index: int) -> bytes:
         """Render the event with the role."""
         del completion
-        choice = ChatChunkChoice(
-            index=index, delta=self._first_delta, logprobs=None, finish_reason=None
-        )
+        delta = ChatDelta(role=_ASSISTANT, content=self._echoed or self._no_text)
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         return event_frame(self._chunk([choice], self.event_usage(), UNSET, begins=True))
 
     def chunk(
@@ -230,7 +251,7 @@ class _ChatFormat(ReplyFormat):
 
     def _message(self, completion: Completion) -> ChatMessage:
         """Build the whole message."""
-        return ChatMessage(role=_ASSISTANT, content=completion.text)
+        return ChatMessage(role=_ASSISTANT, content=self._echoed + completion.text)
 
     def _choice(self, completion: Completion, index: int) -> ChatChoice:
         message = self._message(completion)
@@ -258,6 +279,7 @@ class _ChatFormat(ReplyFormat):
             object="chat.completion.chunk",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=choices,
             usage=usage,
             prompt_token_ids=self._prompt_token_ids() if begins else UNSET,
@@ -279,21 +301,21 @@ class _ToolFormat(_ChatFormat):
     """As `_ChatFormat`, for messages that may call tools.
 
     Args:
-        tools: that may be called; the others are those of `ReplyFormat`.
+        tools: that may be called; the others are those of `_ChatFormat`.
     """
 
-    _first_delta = ChatDelta(role=_ASSISTANT, content=None)
+    _no_text = None
 
     def __init__(
         self,
         generation: Generation,
         options: Options,
         tokenizer: Tokenizer,
-        id_prefix: str,
         warnings: tuple[str, ...],
+        echoed: str,
         tools: ToolUse,
     ) -> None:
-        super().__init__(generation, options, tokenizer, id_prefix, warnings)
+        super().__init__(generation, options, tokenizer, warnings, echoed)
         self.plain = False  # the text of an event depends on those before it
         self._tools = tools
         self._calls = {c: CallRenderer(tools) for c in generation.completions}
@@ -315,4 +337,5 @@ class _ToolFormat(_ChatFormat):
         content, calls = whole_message(self._tools, completion.text)
         if calls:
             self._with_calls.add(completion)
+        content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)

@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a text's tokens; null for the first token of an echoed prompt.
 
-    `text_offset` is where each token begins in the concatenation of `tokens`.
+    `text_offset` is where each token begins, in characters of the text. The names of tokens at a position are different.
     """
 
     tokens: list[str]
@@ -66,6 +66,7 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
@@ -136,6 +137,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -177,6 +179,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -241,6 +241,9 @@ class ChatBody(TextFields, ToolFields):
     continue_final_message: bool | None = optional(
         "Continue the last message; excludes `add_generation_prompt`."
     )
+    echo: bool | None = optional(
+        "Put the last message before the text if it is the assistant's, as it is if it is continued."
+    )
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables for the chat template."
     )
