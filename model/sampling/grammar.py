@@ -299,7 +299,7 @@ def serialize(kind: str, value: object) -> str:
     """Translate a constraint to llguidance's format, without compiling it.
 
     Args:
-        kind: "json_schema", "json_object", "regex", "choice", "lark" or "structural_tag".
+        kind: "json_schema", "json_object", "regex", "choice", "lark", "structural_tag" or "calls".
         value: of plain JSON types; see `server.http.text.structured_output.StructuredOutput`.
 
     Raises:
@@ -314,6 +314,8 @@ def serialize(kind: str, value: object) -> str:
         return _choice_grammar(value)
     if kind == "structural_tag":
         return _tag_grammar(value)
+    if kind == "calls":
+        return _joint_grammar(value)
     if not isinstance(value, str):
         raise GrammarError("must be a string")
     if kind == "regex":
@@ -323,6 +325,26 @@ def serialize(kind: str, value: object) -> str:
         return grammar_from("grammar", value)
     except (ValueError, RecursionError) as error:
         raise GrammarError(_one_line(str(error))) from None
+
+
+def _joint_grammar(value: object) -> str:
+    """Translate the constraint of a message that is calls or a value (`model.text.tools.grammar.joint_constraint`)."""
+    assert isinstance(value, dict)
+    lark, kind, begins = value["calls"], value["kind"], value["begins"]
+    inner = serialize(kind, value["value"])
+    part = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    rule = part.get("lark_grammar") or ""
+    excluded = " | ".join(map(quote, begins))
+    if kind in ("regex", "choice") and rule.startswith("start: ") and "\n" not in rule:
+        # One lexeme, which would hide that the same characters begin a call.
+        expression = rule.removeprefix("start: ")
+        lark += f"\nvalue: VALUE\nVALUE: ({expression}) & ~(({excluded}) ANY)\nANY: /(?s:.*)/"
+        return LLMatcher.grammar_from_lark(lark)
+    if kind == "structural_tag":
+        free = f"TEXT: ANY & ~(ANY ({excluded}) ANY)\nANY: /(?s:.*)/"
+        part = {"lark_grammar": rule.replace(_FREE_TEXT, free)}
+    parts = [{"name": "calls", "lark_grammar": f"{lark}\nvalue: @text"}, {**part, "name": "text"}]
+    return json.dumps({"grammars": parts})
 
 
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
@@ -358,6 +380,9 @@ def _choice_grammar(value: object) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
 
 
+_FREE_TEXT: Final = "TEXT: /(?s:.*)/"
+
+
 def _tag_grammar(value: object) -> str:
     """Translate `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`.
 
@@ -386,7 +411,7 @@ def _tag_grammar(value: object) -> str:
     lines = [
         "start: tag* tail",
         "tail: TAIL",
-        "TEXT: /(?s:.*)/",
+        _FREE_TEXT,
         "TAIL: TEXT" + "".join(f" & ~(TEXT {quote(t)} TEXT)" for t in bodies),
         "tag: " + " | ".join(f"tag_{i}" for i in range(len(bodies))),
     ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from model.errors import GrammarError
 from model.text.lark import json_rule, quote
@@ -14,6 +14,50 @@ from model.text.tools.formats import ToolFormat
 
 PARAMETER_END: Final = "\n</parameter>\n"
 """Ends the value of a parameter in arguments of the kind `xml`."""
+_JSON_PARTS: Final = re.compile(r'"[^"]*"|[{}]|: |, ')
+
+
+def joint_constraint(
+    format_: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    kind: str,
+    value: object,
+    *,
+    parallel: bool,
+) -> dict[str, Any]:
+    """Return the constraint of a message that is calls, or a value that follows a constraint.
+
+    Args:
+        format_: of the calls.
+        tools: that may be called, at least one.
+        tokenizer: of the model; see `calls_grammar`.
+        kind: of the value's constraint, as for `model.sampling.grammar.serialize`.
+        value: of that constraint.
+        parallel: whether there may be several calls.
+
+    Returns:
+        The value of a constraint of the kind "calls".
+
+    Raises:
+        GrammarError: see `calls_grammar`.
+    """
+    heads = [format_.head_of(tool.name) for tool in tools]
+    begins = [format_.marker] if format_.marker else [format_.optional_marker, *heads]
+    return {
+        "calls": _grammar(
+            format_,
+            tools,
+            tokenizer,
+            _Writer.joint,
+            # The lexer takes the longest lexeme: as one, a head would hide the braces and names of the value.
+            in_parts=not format_.marker and kind.startswith("json"),
+            parallel=parallel,
+        ),
+        "begins": [text for text in begins if text],
+        "kind": kind,
+        "value": value,
+    }
 
 
 def calls_grammar(
@@ -37,14 +81,38 @@ def calls_grammar(
     Raises:
         GrammarError: a schema is too long or too deeply nested, or cannot be written in this format.
     """
+    start = _Writer.required if required else _Writer.optional
+    return _grammar(format_, tools, tokenizer, start, in_parts=False, parallel=parallel)
+
+
+def _grammar(
+    format_: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    start: Callable[[_Writer, Sequence[str]], str],
+    *,
+    in_parts: bool,
+    parallel: bool,
+) -> str:
+    """Return the grammar of a message with calls.
+
+    Args:
+        format_: of the calls.
+        tools: that may be called.
+        tokenizer: of the model.
+        start: writes the rule for the whole message.
+        in_parts: whether heads are written as the lexemes of JSON.
+        parallel: whether there may be several calls.
+    """
     writer = _Writer(format_, tokenizer)
-    lines = [writer.start(required=required, heads=[format_.head_of(t.name) for t in tools])]
+    lines = [start(writer, [format_.head_of(tool.name) for tool in tools])]
     more = f" ({writer.literal(format_.separator)} call)*" if parallel else ""
     lines.append(f"calls: {_joined(writer.literal(format_.opening), 'call')}{more}")
     lines[-1] += f" {writer.literal(format_.closing)}" if format_.closing else ""
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
-        head, tail = writer.literal(format_.head_of(tool.name)), writer.literal(format_.tail)
+        text, tail = format_.head_of(tool.name), writer.literal(format_.tail)
+        head = " ".join(map(quote, _JSON_PARTS.findall(text))) if in_parts else writer.literal(text)
         lines.append(f"call_{i}: {_joined(head, f'arguments_{i}', tail)}")
         lines += writer.arguments(f"arguments_{i}", tool)
     return "\n".join(lines)
@@ -67,24 +135,35 @@ class _Writer:
             if part
         )
 
-    def start(self, *, required: bool, heads: Sequence[str]) -> str:
-        """Return the rule for the whole message."""
+    def required(self, heads: Sequence[str]) -> str:
+        """Return the rule for a message of calls."""
+        del heads
+        return f"start: {self._calls()}"
+
+    def joint(self, heads: Sequence[str]) -> str:
+        """Return the rule for a message of calls or a value; the rule `value` is left out."""
+        del heads
+        return f"start: {self._calls()} | value"
+
+    def optional(self, heads: Sequence[str]) -> str:
+        """Return the rule for a message of text, calls, or text and then calls."""
         marker = self._format.marker
         if not marker:
-            optional = self.literal(self._format.optional_marker)
-            begin = f"({optional})? calls" if optional else "calls"
-            if required:
-                return f"start: {begin}"
             excluded = " | ".join(
                 quote(text) for text in (self._format.optional_marker, *heads) if text
             )
-            return f"start: {begin} | TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(({excluded}) ANY)"
-        if required:
-            return f"start: {self.literal(marker)} calls"
+            return f"start: {self._calls()} | TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(({excluded}) ANY)"
         text = f"ANY: /(?s:.*)/\nTEXT: ANY & ~(ANY {quote(marker)} ANY)"
         if marker in self._ids:
-            return f"start: TEXT ({self.literal(marker)} calls)?\n{text}"
+            return f"start: TEXT ({self._calls()})?\n{text}"
         return f"start: lead calls | TEXT\nlead[lazy]: ANY {quote(marker)}\n{text}"
+
+    def _calls(self) -> str:
+        """Return the expression for calls with what begins them."""
+        if marker := self._format.marker:
+            return f"{self.literal(marker)} calls"
+        optional = self.literal(self._format.optional_marker)
+        return f"({optional})? calls" if optional else "calls"
 
     def arguments(self, rule: str, tool: Tool) -> list[str]:
         """Return the rules for the arguments of a tool."""

@@ -17,12 +17,14 @@ class StructuredOutput(NamedTuple):
     Attributes:
         kind: the language of `value`.
         value: a JSON schema, a regular expression, a list of choices, a Lark grammar or a structural tag; None for
-            `json_object`.
+            `json_object`; for `calls` that of `model.text.tools.grammar.joint_constraint`.
         field: the request's field that holds it, for error messages.
         strict: whether a keyword of a JSON schema that the grammar cannot enforce is an error.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
+    kind: Literal[
+        "json_schema", "json_object", "regex", "choice", "lark", "structural_tag", "calls"
+    ]
     value: object
     field: str
     strict: bool = False

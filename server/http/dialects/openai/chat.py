@@ -29,7 +29,6 @@ from server.http.dialects.openai.schema import ChatBody
 from server.http.dialects.openai.tools import (
     CallRenderer,
     ToolUse,
-    messages_for_template,
     read_tools,
     whole_message,
 )
@@ -89,7 +88,6 @@ class ChatAnswer:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other"
             )
-        self.warnings = warnings
         self.streaming = bool(request.stream)
         self._context = context
         self._info = info
@@ -99,6 +97,7 @@ class ChatAnswer:
         self._tools = tools = read_tools(
             request, context, nested=self._nested_tools, constraint=constraint
         )
+        self.warnings = warnings if tools is None else (*warnings, *tools.warnings)
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),
@@ -123,7 +122,8 @@ class ChatAnswer:
             UnknownModelError: it names a model that is not served.
         """
         request, warnings = parse_body(ChatBody, body, context.config)
-        return cls(context, info, request, read_messages(request.messages), texts, warnings)
+        messages = read_messages(request.messages, parts=context.reads_parts)
+        return cls(context, info, request, messages, texts, warnings)
 
     async def generate(self) -> Generation:
         """Render the conversation with the chat template, tokenize it and submit it.
@@ -135,11 +135,10 @@ class ChatAnswer:
         request = self._request
         if self._tools is not None:
             await self._tools.check(self._context)
-        messages, tools = messages_for_template(self._context, self._messages, self._tools)
         token_ids = await encode_conversation(
             self._context,
-            messages,
-            tools=tools,
+            self._messages,
+            tools=None if self._tools is None else self._tools.definitions,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
@@ -169,8 +168,12 @@ class ChatAnswer:
 
     def _format(self, generation: Generation) -> _ChatFormat:
         last = self._messages[-1]
-        echoed = last["content"] if self._request.echo and last["role"] == _ASSISTANT else None
-        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed or "")
+        echoed = ""
+        if self._request.echo and last["role"] == _ASSISTANT:
+            content = last["content"] or ""
+            is_text = isinstance(content, str)
+            echoed = content if is_text else "".join(part["text"] for part in content)
+        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed)
         return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
 
 
@@ -317,25 +320,32 @@ class _ToolFormat(_ChatFormat):
     ) -> None:
         super().__init__(generation, options, tokenizer, warnings, echoed)
         self.plain = False  # the text of an event depends on those before it
-        self._tools = tools
         self._calls = {c: CallRenderer(tools) for c in generation.completions}
-        self._with_calls: set[Completion] = set()
+        self._reports_tokens = (
+            options.logprobs.reported or options.token_ids or options.running_usage
+        )
 
     def finish_reason(self, completion: Completion) -> str | None:
-        """Return why a completion ended: `tool_calls` if it ended by itself and calls tools."""
+        """Return why a completion ended: `tool_calls` if it ended by itself, and its last call is complete."""
         reason = super().finish_reason(completion)
-        return "tool_calls" if reason == "stop" and completion in self._with_calls else reason
+        return "tool_calls" if reason == "stop" and self._calls[completion].complete else reason
+
+    def chunk(
+        self, completion: Completion, index: int, text: str, token: Token | None
+    ) -> ChatChunk | None:
+        """Build the event of a token; None if it would report nothing."""
+        chunk = super().chunk(completion, index, text, token)
+        delta = chunk.choices[0].delta
+        if delta.content is UNSET and delta.tool_calls is UNSET:
+            if completion.finish_reason is None and not self._reports_tokens:
+                return None
+        return chunk
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
-        calls = self._calls[completion]
-        content, deltas = calls.push(text, ended=completion.finish_reason is not None)
-        if calls.calls_tools:
-            self._with_calls.add(completion)
+        content, deltas = self._calls[completion].push(completion, text)
         return ChatDelta(content=content or UNSET, tool_calls=deltas or UNSET)
 
     def _message(self, completion: Completion) -> ChatMessage:
-        content, calls = whole_message(self._tools, completion.text)
-        if calls:
-            self._with_calls.add(completion)
+        content, calls = whole_message(self._calls[completion], completion)
         content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)

@@ -36,8 +36,10 @@ _OLDER_FIELDS: tuple[tuple[str, _Kind], ...] = (
 def find_constraint(body: TextFields) -> StructuredOutput | None:
     """Return the constraint that a body states; None if the text is free.
 
+    Several fields may state the same one.
+
     Raises:
-        ValidationError: there are several, or one lacks its value.
+        ValidationError: there are several different ones, or one lacks its value.
     """
     found = []
     if body.response_format is not None:
@@ -49,9 +51,15 @@ def find_constraint(body: TextFields) -> StructuredOutput | None:
         for name, kind in _OLDER_FIELDS
         if (value := getattr(body, name)) is not None
     ]
-    if len(found) > 1:
-        raise ValidationError(f"`{found[0].field}` and `{found[1].field}` exclude each other")
-    return _decoded(found[0]) if found else None
+    if not found:
+        return None
+    first, *others = map(_decoded, found)
+    for other in others:
+        if (other.kind, other.value) != (first.kind, first.value):
+            raise ValidationError(
+                f"`{first.field}` and `{other.field}` exclude each other, since they are not equal"
+            )
+    return first._replace(strict=any(one.strict for one in (first, *others)))
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> list[StructuredOutput]:

@@ -45,8 +45,8 @@ class ChunkFormat(Protocol):
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
-    ) -> msgspec.Struct:
-        """Build the event of a token.
+    ) -> msgspec.Struct | None:
+        """Build the event of a token; None for no event, which only a format that is not `plain` returns.
 
         Args:
             completion: the choice's completion, to which the token was appended.
@@ -91,7 +91,7 @@ class ChunkRenderer:
         if not self._plain or completion.finish_reason is not None:
             token = None if self._plain else completion.describe(event, text)
             chunk = self._chunks.chunk(completion, self._indices[completion], text, token)
-            return event_frame(chunk)
+            return b"" if chunk is None else event_frame(chunk)
         encoded = _encode(text)
         token_id = event.token_id
         assert token_id is not None
@@ -112,7 +112,9 @@ class ChunkRenderer:
         if not self._plain:
             self._heads[completion] = b""
             return self._chunks.begin(completion, index)
-        template = event_frame(self._chunks.chunk(completion, index, _MARK, None))
+        chunk = self._chunks.chunk(completion, index, _MARK, None)
+        assert chunk is not None
+        template = event_frame(chunk)
         self._heads[completion], self._tail = template.split(_MARK_JSON)
         return self._chunks.begin(completion, index)
 

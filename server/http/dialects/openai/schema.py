@@ -280,9 +280,12 @@ class TokenizeMessagesBody(BaseModel):
     continue_final_message: bool | None = optional(
         "Leave the last message open; excludes `add_generation_prompt`."
     )
+    tools: list[dict[str, Any]] | None = optional("Functions that the model may call.")
+    tool_choice: ObjectOrText | None = optional("`none` leaves `tools` out of the prompt.")
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables for the chat template."
     )
+    chat_template: None = optional("Not supported: null. The model's own template is used.")
     return_token_strs: bool | None = optional("Report the names of the tokens in the vocabulary.")
 
 

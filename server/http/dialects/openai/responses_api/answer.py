@@ -44,7 +44,7 @@ class ResponseAnswer(ChatAnswer):
         request, warnings = parse_body(ResponseBody, body, context.config)
         wants_logprobs = bool(request.include) or bool(request.top_logprobs)
         shared = {name: getattr(request, name) for name in SamplingFields.model_fields}
-        messages = read_input(request)
+        messages = read_input(request, parts=context.reads_parts)
         chat = ChatBody.model_construct(
             **shared,
             messages=messages,
@@ -68,7 +68,7 @@ class ResponseAnswer(ChatAnswer):
             item = reply.text_item(completion.text, completion.tokens)
             return _encode(reply.finished([item], self.warnings))
         items = OutputItems(self._tools, reply)
-        items.push(completion.text, completion.tokens, ended=True)
+        items.push(completion, completion.text, completion.tokens)
         return _encode(reply.finished(items.finished, self.warnings))
 
     def renderer(self, generation: Generation) -> StreamRenderer:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
-from server.http.dialects.openai.tools import decode_arguments
 from server.http.text.messages import read_content, read_message
 
 if TYPE_CHECKING:
@@ -17,11 +16,15 @@ if TYPE_CHECKING:
 _MESSAGE, _CALL, _RESULT = "message", "function_call", "function_call_output"
 
 
-def read_input(request: ResponseBody) -> list[dict[str, Any]]:
+def read_input(request: ResponseBody, *, parts: bool = False) -> list[dict[str, Any]]:
     """Return the conversation of a request as messages of a chat, its instructions first.
 
     Calls are `tool_calls` of the assistant's message before them, or of one of their own; results are messages of the
     role `tool`.
+
+    Args:
+        request: the body.
+        parts: as for `server.http.text.messages.read_messages`.
 
     Raises:
         ValidationError: the input is neither a text nor a list of messages, calls and results.
@@ -40,7 +43,7 @@ def read_input(request: ResponseBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-    reader = _Reader(messages)
+    reader = _Reader(messages, parts=parts)
     for i, item in enumerate(items):
         reader.add(item, f"input.{i}")
     return messages
@@ -49,8 +52,9 @@ def read_input(request: ResponseBody) -> list[dict[str, Any]]:
 class _Reader:
     """Appends items to a conversation."""
 
-    def __init__(self, messages: list[dict[str, Any]]) -> None:
+    def __init__(self, messages: list[dict[str, Any]], *, parts: bool) -> None:
         self._messages = messages
+        self._parts = parts
         self._call_ids: set[str] = set()
 
     def add(self, item: Mapping[str, Any], field: str) -> None:
@@ -59,10 +63,10 @@ class _Reader:
         Raises:
             ValidationError: it is not valid.
         """
-        kind = item.get("type", _MESSAGE)
+        kind = _MESSAGE if item.get("type") is None else item["type"]
         if kind == _MESSAGE:
             message = {key: item[key] for key in ("role", "content") if key in item}
-            self._messages.append(read_message(message, field))
+            self._messages.append(read_message(message, field, parts=self._parts))
         elif kind == _CALL:
             self._add_call(item, field)
         elif kind == _RESULT:
@@ -75,9 +79,8 @@ class _Reader:
 
     def _add_call(self, item: Mapping[str, Any], field: str) -> None:
         call_id, name = _text(item, "call_id", field), _text(item, "name", field)
-        arguments = decode_arguments(_text(item, "arguments", field))
-        if arguments is None:
-            raise ValidationError(f"`{field}.arguments` must be the text of a JSON object")
+        # A call that was cut off has a part of its arguments, or none.
+        arguments = "" if item.get("arguments") is None else _text(item, "arguments", field)
         self._call_ids.add(call_id)
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
