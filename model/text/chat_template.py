@@ -17,8 +17,8 @@ import jinja2
 
 from model.errors import ChatTemplateError
 from model.text.special_text import SpecialText, special_tokens
-from model.text.template_form import PROBE_TOOL, TemplateForm, find_form
 from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
+from model.text.template_form import PROBE_TOOL, TemplateForm, find_form
 from model.text.template_limits import TemplateLimitError, TemplateRefusalError
 from model.text.template_sandbox import BoundedEnvironment
 from model.text.tokenizer import Tokenizer, TokenSpans

@@ -31,7 +31,7 @@ PROBE_TOOL: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """What a chat template writes. Nothing is known of one that does not write what the user says; it gets all as it is.
+    """What a chat template writes. One that does not write what the user says gets everything as it is.
 
     Attributes:
         system: a system message that is the first one.

@@ -81,10 +81,7 @@ def _open_parts(text: str) -> tuple[str, bool]:
 
 def _endings(text: str, *, in_string: bool) -> Iterator[str]:
     """Yield texts whose last value, key or separator is complete; some are not valid JSON."""
-    if in_string:
-        text = _without_open_escape(text) + '"'
-    else:
-        text = text.rstrip()
+    text = _without_open_escape(text) + '"' if in_string else text.rstrip()
     yield text
     yield f"{text}: null"  # after a key
     yield text.removesuffix(",")

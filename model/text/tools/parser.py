@@ -63,16 +63,16 @@ _NONE: Final = -1  # no candidate begins the text
 class CallParser:
     """Parses one message. What it finds does not depend on how the text is divided into pieces.
 
-    Every text has a result: what is not a complete beginning of a call is content, unless the message was cut off within
-    it. A call that is cut off has the arguments up to there. Syntax between or after calls that is cut off at the end of
-    the message is dropped.
+    Every text has a result: what is not a complete beginning of a call is content, unless the message was cut off
+    within it. A call that is cut off has the arguments up to there. Syntax between or after calls that is cut off at
+    the end of the message is dropped.
 
     Args:
         format_: of the calls.
         tools: that may be called, at least one.
         atomic: whether the vocabulary has tokens for the parts of calls, so that ordinary tokens never write them.
-        constrained: whether text without calls follows a constraint: then nothing precedes calls, and a text that begins
-            like a call without a marker is one only if it is one to its end.
+        constrained: whether text without calls follows a constraint: then nothing precedes calls, and a text that
+            begins like a call without a marker is one only if it is one to its end.
 
     Attributes:
         num_calls: calls so far.
@@ -129,8 +129,8 @@ class CallParser:
         """Parse the end of the message; return what was held back.
 
         Args:
-            cut_off: whether the message ended before the model ended it. Its last characters are dropped if they may begin
-                calls.
+            cut_off: whether the message ended before the model ended it. Its last characters are dropped if they may
+                begin calls.
             after: text that followed, such as a stop string; it tells whether they did.
         """
         self._ended, self._cut_off, self._following = True, cut_off, after

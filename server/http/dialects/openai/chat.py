@@ -170,7 +170,7 @@ class ChatAnswer:
         last = self._messages[-1]
         echoed = ""
         if self._request.echo and last["role"] == _ASSISTANT:
-            content = last["content"] or ""
+            content: Any = last["content"] or ""
             is_text = isinstance(content, str)
             echoed = content if is_text else "".join(part["text"] for part in content)
         fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed)
@@ -227,7 +227,7 @@ class _ChatFormat(ReplyFormat):
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
-    ) -> ChatChunk:
+    ) -> ChatChunk | None:
         """Build the event of a token; see `ChunkFormat`."""
         tokens = () if token is None else (token,)
         ended = completion.finish_reason is not None
@@ -335,11 +335,10 @@ class _ToolFormat(_ChatFormat):
     ) -> ChatChunk | None:
         """Build the event of a token; None if it would report nothing."""
         chunk = super().chunk(completion, index, text, token)
+        if chunk is None or self._reports_tokens or completion.finish_reason is not None:
+            return chunk
         delta = chunk.choices[0].delta
-        if delta.content is UNSET and delta.tool_calls is UNSET:
-            if completion.finish_reason is None and not self._reports_tokens:
-                return None
-        return chunk
+        return None if delta.content is UNSET and delta.tool_calls is UNSET else chunk
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
         content, deltas = self._calls[completion].push(completion, text)

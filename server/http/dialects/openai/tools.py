@@ -71,8 +71,8 @@ class ToolUse:
         """Compile the grammar, whose result is kept.
 
         Raises:
-            ValidationError: a schema cannot be compiled; the message names its tool if it is that of one tool, or the field
-                of the constraint on the text.
+            ValidationError: a schema cannot be compiled; the message names its tool if it is that of one tool, or the
+                field of the constraint on the text.
         """
         try:
             await compile_grammar(context, self.constraint)
@@ -133,7 +133,8 @@ def read_tools(
     format_, tokenizer = context.tool_format, context.tokenizer
     allowed = tuple(tools[name] for name in names)
     parallel = mode != "function" and request.parallel_tool_calls is not False
-    text, warnings = constraint or find_constraint(request), ()
+    text = constraint or find_constraint(request)
+    warnings: tuple[str, ...] = ()
     if text is not None and mode != "auto":
         warnings = (f"`{text.field}` has no effect, since `tool_choice` requires a call",)
         text = None
