@@ -8,7 +8,9 @@ _DATE: Final = (
     r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
     r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])))"
 )
-_TIME: Final = r"(?:(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d))"
+_TIME: Final = (
+    r"(?:(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d))"
+)
 _CLOCK: Final = r"(?:T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S))"
 _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9\-]{0,61}[A-Za-z0-9])?"
 _HOST: Final = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
@@ -34,9 +36,7 @@ PATTERNS: Final = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
-    "duration": (
-        rf"^P(?:\d+W|{_CLOCK}|(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D){_CLOCK}?)$"
-    ),
+    "duration": (rf"^P(?:\d+W|{_CLOCK}|(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D){_CLOCK}?)$"),
     "email": rf"^{_ATOM}(?:\.{_ATOM})*@{_HOST}$",
     "hostname": f"^{_HOST}$",
     "ipv4": f"^{_IPV4}$",

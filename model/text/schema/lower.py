@@ -16,7 +16,7 @@ from model.text.schema.modern import DEFINITIONS, TYPES, ModernSchema, Schema, p
 from model.text.schema.numbers import KEYWORDS, integer_bounds, number_bounds
 from model.text.schema.patterns import UnsupportedPatternError, whole_expressions
 
-LEVELS: Final = 4
+LEVELS: Final = 3
 """Numbers of ways to reduce a schema, each with less work for the library than the one before."""
 
 # The service generates no texts that are so long.
@@ -29,7 +29,13 @@ _OBJECTS: Final = (
     "maxProperties",
 )  # fmt: skip
 _IN_PLACE: Final = ("$ref", "allOf", "anyOf", "oneOf")
-_CONDITIONS: Final = ("if", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
+_CONDITIONS: Final = (
+    "if",
+    "dependentRequired",
+    "dependentSchemas",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+)
 
 
 class Unenforced(NamedTuple):
@@ -72,26 +78,13 @@ class _Lowering:
 
     def root(self) -> Schema:
         modern = self._modern
-        if self._level >= LEVELS - 1:
-            return self._only_types()
         root = self._schema(modern.root, "")
         while self._pending:
             name = self._pending.pop()
-            self._definitions[name] = self._schema(
-                modern.definitions[name], modern.places[name]
-            )
+            self._definitions[name] = self._schema(modern.definitions[name], modern.places[name])
         if isinstance(root, bool) or not self._definitions:
             return root
         return {**root, "$defs": self._definitions}
-
-    def _only_types(self) -> Schema:
-        root = self._modern.root
-        if isinstance(root, bool):
-            return root
-        self.unenforced += [
-            Unenforced(key, f"/{key}") for key in root if key != "type"
-        ]
-        return {key: value for key, value in root.items() if key == "type"}
 
     def _lose(self, keyword: str, place: str) -> None:
         self.unenforced.append(Unenforced(keyword, pointer(place, keyword)))
@@ -136,9 +129,7 @@ class _Lowering:
 
     # Conditions are removed from `rest`; what replaces them is added to it or to `parts`.
 
-    def _condition(
-        self, key: str, rest: dict[str, Any], parts: list[Schema], place: str
-    ) -> None:
+    def _condition(self, key: str, rest: dict[str, Any], parts: list[Schema], place: str) -> None:
         value = rest.pop(key)
         match key:
             case "if":
@@ -291,7 +282,8 @@ class _Lowering:
         prefix, items = rest.get("prefixItems", []), rest.get("items", True)
         if prefix:
             out["prefixItems"] = [
-                self._schema(item, pointer(place, "prefixItems", i)) for i, item in enumerate(prefix)
+                self._schema(item, pointer(place, "prefixItems", i))
+                for i, item in enumerate(prefix)
             ]
         if "items" in rest:
             out["items"] = self._schema(items, pointer(place, "items"))
@@ -336,7 +328,9 @@ class _Lowering:
         wanted = self._followed(rest["contains"])
         if not needed:
             return True
-        trivial = wanted is True or wanted == {} or wanted == self._followed(rest.get("items", True))
+        trivial = (
+            wanted is True or wanted == {} or wanted == self._followed(rest.get("items", True))
+        )
         return bool(trivial) and "prefixItems" not in rest and least >= needed
 
     def _objects(self, rest: dict[str, Any], out: dict[str, Any], place: str) -> None:
@@ -398,7 +392,11 @@ class _Lowering:
         additional = rest.get("additionalProperties", True)
         if "enum" in names or "const" in names:
             values = names["enum"] if "enum" in names else [names["const"]]
-            more = {v: additional for v in values if isinstance(v, str) and v not in allowed and valid(v)}
+            more = {
+                v: additional
+                for v in values
+                if isinstance(v, str) and v not in allowed and valid(v)
+            }
             rest["properties"] = {**allowed, **more}
             rest["additionalProperties"] = False
             return True
@@ -482,7 +480,9 @@ class _Lowering:
     def _alternatives(self, key: str, options: list[Schema], place: str) -> list[Schema] | bool:
         found = [self._schema(option, pointer(place, key, i)) for i, option in enumerate(options)]
         if key == "oneOf" and len(options) > 1:
-            possible = [o for o, lowered in zip(options, found, strict=True) if lowered is not False]
+            possible = [
+                o for o, lowered in zip(options, found, strict=True) if lowered is not False
+            ]
             if not Disjointness(self._modern.definitions).all_disjoint(possible):
                 self._lose("oneOf", place)
         if any(option is True or option == {} for option in found):
@@ -515,9 +515,7 @@ def _same(a: Any, b: Any) -> bool:  # noqa: ANN401 - JSON values
     return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _validity(
-    node: dict[str, Any], definitions: Mapping[str, Schema]
-) -> Callable[[Any], bool]:
+def _validity(node: dict[str, Any], definitions: Mapping[str, Schema]) -> Callable[[Any], bool]:
     """Return whether a value follows a schema of draft 2020-12."""
     from model.text.schema.validation import validator  # noqa: PLC0415 - imported for few schemas
 

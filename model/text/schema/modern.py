@@ -68,9 +68,7 @@ def read_schema(value: Schema) -> ModernSchema:
 
 def pointer(place: str, *keys: str | int) -> str:
     """Return the JSON pointer of a part of what is at `place`."""
-    return place + "".join(
-        "/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys
-    )
+    return place + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
 
 class _Reader:
@@ -113,7 +111,9 @@ class _Reader:
         self._depth -= 1
         return _with_null(out) if node.get("nullable") is True else out
 
-    def _read(self, out: dict[str, Any], node: dict[str, Any], key: str, base: str, place: str) -> None:
+    def _read(
+        self, out: dict[str, Any], node: dict[str, Any], key: str, base: str, place: str
+    ) -> None:
         value = node[key]
         if key == "const":
             out[key] = value
@@ -128,7 +128,9 @@ class _Reader:
             out[key] = self._map(value, base, place)
             if key == "properties":
                 # As in draft 3.
-                needed = [k for k, v in value.items() if isinstance(v, dict) and v.get("required") is True]
+                needed = [
+                    k for k, v in value.items() if isinstance(v, dict) and v.get("required") is True
+                ]
                 if needed:
                     out["required"] = [*needed, *out.get("required", [])]
         elif key in _REFERENCES:
@@ -181,7 +183,9 @@ class _Reader:
         else:
             out["items"] = self._schema(value, base, place)
 
-    def dependencies(self, out: dict[str, Any], node: dict[str, Any], base: str, place: str) -> None:
+    def dependencies(
+        self, out: dict[str, Any], node: dict[str, Any], base: str, place: str
+    ) -> None:
         """Read `dependencies` of older drafts."""
         value = node["dependencies"]
         if not isinstance(value, dict):
@@ -199,9 +203,7 @@ def _exclusive(bound: str) -> Callable[[_Reader, dict[str, Any], dict[str, Any],
     """Return the rule of an exclusive bound, a boolean in draft 4 that changes the other bound."""
     key = "exclusive" + bound.capitalize()
 
-    def rule(
-        _: _Reader, out: dict[str, Any], node: dict[str, Any], base: str, place: str
-    ) -> None:
+    def rule(_: _Reader, out: dict[str, Any], node: dict[str, Any], base: str, place: str) -> None:
         del base
         value = node[key]
         if value is True:
@@ -222,9 +224,10 @@ _RULES: Final[dict[str, Callable[[_Reader, dict[str, Any], dict[str, Any], str, 
 
 
 def _wrong(place: str, what: str) -> GrammarError:
-    name = place.removeprefix("/") or "the schema"
-    shown = name[:200].encode("unicode_escape").decode()
-    return GrammarError(f"`{shown}` {what}")
+    parent, _, key = place.rpartition("/")
+    where = f"`{key}`" + (f" at `{parent}`" if parent else "") if place else "the schema"
+    shown = where[:200].encode("unicode_escape").decode()
+    return GrammarError(f"{shown} {what}")
 
 
 def _text(value: object, place: str) -> str:
@@ -320,7 +323,15 @@ def _with_null(schema: dict[str, Any]) -> Schema:
     """Return a schema that also allows null, as OpenAPI's `nullable` says."""
     if not schema:
         return schema
-    if set(schema) & {"type"} and not set(schema) & {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "const"}:
+    if set(schema) & {"type"} and not set(schema) & {
+        "$ref",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "const",
+    }:
         out = dict(schema)
         out["type"] = list(dict.fromkeys([*schema["type"], "null"]))
         if "enum" in schema and None not in schema["enum"]:

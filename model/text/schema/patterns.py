@@ -440,7 +440,11 @@ class _Writer:
         return f"(?:{text})" if isinstance(node, kinds) else text  # type: ignore[arg-type]
 
     def _set(self, ranges: _Ranges) -> str:
-        if self._in_json and _has(ranges, 0, 0x1F) and not (_has(ranges, 0x22) and _has(ranges, 0x5C)):
+        if (
+            self._in_json
+            and _has(ranges, 0, 0x1F)
+            and not (_has(ranges, 0x22) and _has(ranges, 0x5C))
+        ):
             # For sets with all control characters the library allows the escapes of `"` and `\` too.
             ranges = _without(ranges, ((0x1F, 0x1F),))
         if not ranges:

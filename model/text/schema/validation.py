@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
@@ -16,9 +16,7 @@ from model.text.schema.patterns import is_found
 _MAX_CHARACTERS: Final = 200
 
 
-def _pattern(
-    _: object, pattern: str, value: object, __: object
-) -> Iterator[ValidationError]:
+def _pattern(_: object, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
     if isinstance(value, str) and is_found(pattern, value) is False:
         yield ValidationError("does not match its pattern")
 
