@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from model.errors import GrammarError
 from model.text.lark import json_rule, quote
@@ -17,49 +17,6 @@ PARAMETER_END: Final = "\n</parameter>\n"
 _JSON_PARTS: Final = re.compile(r'"[^"]*"|[{}]|: |, ')
 
 
-def joint_constraint(
-    format_: ToolFormat,
-    tools: Sequence[Tool],
-    tokenizer: Tokenizer,
-    kind: str,
-    value: object,
-    *,
-    parallel: bool,
-) -> dict[str, Any]:
-    """Return the constraint of a message that is calls, or a value that follows a constraint.
-
-    Args:
-        format_: of the calls.
-        tools: that may be called, at least one.
-        tokenizer: of the model; see `calls_grammar`.
-        kind: of the value's constraint, as for `model.sampling.grammar.serialize`.
-        value: of that constraint.
-        parallel: whether there may be several calls.
-
-    Returns:
-        The value of a constraint of the kind "calls".
-
-    Raises:
-        GrammarError: see `calls_grammar`.
-    """
-    heads = [format_.head_of(tool.name) for tool in tools]
-    begins = [format_.marker] if format_.marker else [format_.optional_marker, *heads]
-    return {
-        "calls": _grammar(
-            format_,
-            tools,
-            tokenizer,
-            _Writer.joint,
-            # The lexer takes the longest lexeme: as one, a head would hide the braces and names of the value.
-            in_parts=not format_.marker and kind.startswith("json"),
-            parallel=parallel,
-        ),
-        "begins": [text for text in begins if text],
-        "kind": kind,
-        "value": value,
-    }
-
-
 def calls_grammar(
     format_: ToolFormat,
     tools: Sequence[Tool],
@@ -67,8 +24,9 @@ def calls_grammar(
     *,
     required: bool,
     parallel: bool,
+    value: str | None = None,
 ) -> str:
-    """Return the grammar of a message: text, calls, or text and then calls.
+    """Return the grammar of a message: text, calls, or text and then calls; or calls or a value.
 
     Args:
         format_: of the calls.
@@ -77,35 +35,16 @@ def calls_grammar(
             such tokens.
         required: whether the message is one or several calls, without text.
         parallel: whether there may be several calls.
+        value: kind of the constraint on a message without calls, whose rule `value` is left out; None if it is free.
 
     Raises:
         GrammarError: a schema is too long or too deeply nested, or cannot be written in this format.
     """
-    start = _Writer.required if required else _Writer.optional
-    return _grammar(format_, tools, tokenizer, start, in_parts=False, parallel=parallel)
-
-
-def _grammar(
-    format_: ToolFormat,
-    tools: Sequence[Tool],
-    tokenizer: Tokenizer,
-    start: Callable[[_Writer, Sequence[str]], str],
-    *,
-    in_parts: bool,
-    parallel: bool,
-) -> str:
-    """Return the grammar of a message with calls.
-
-    Args:
-        format_: of the calls.
-        tools: that may be called.
-        tokenizer: of the model.
-        start: writes the rule for the whole message.
-        in_parts: whether heads are written as the lexemes of JSON.
-        parallel: whether there may be several calls.
-    """
     writer = _Writer(format_, tokenizer)
-    lines = [start(writer, [format_.head_of(tool.name) for tool in tools])]
+    heads = [format_.head_of(tool.name) for tool in tools]
+    lines = [writer.start(required=required, constrained=value is not None, heads=heads)]
+    # The lexer takes the longest lexeme: as one, a head would hide the braces and names of a value.
+    in_parts = value in ("json_schema", "json_object") and not format_.marker
     more = f" ({writer.literal(format_.separator)} call)*" if parallel else ""
     lines.append(f"calls: {_joined(writer.literal(format_.opening), 'call')}{more}")
     lines[-1] += f" {writer.literal(format_.closing)}" if format_.closing else ""
@@ -135,18 +74,12 @@ class _Writer:
             if part
         )
 
-    def required(self, heads: Sequence[str]) -> str:
-        """Return the rule for a message of calls."""
-        del heads
-        return f"start: {self._calls()}"
-
-    def joint(self, heads: Sequence[str]) -> str:
-        """Return the rule for a message of calls or a value; the rule `value` is left out."""
-        del heads
-        return f"start: {self._calls()} | value"
-
-    def optional(self, heads: Sequence[str]) -> str:
-        """Return the rule for a message of text, calls, or text and then calls."""
+    def start(self, *, required: bool, constrained: bool, heads: Sequence[str]) -> str:
+        """Return the rule for the whole message."""
+        if required:
+            return f"start: {self._calls()}"
+        if constrained:
+            return f"start: {self._calls()} | value"
         marker = self._format.marker
         if not marker:
             excluded = " | ".join(
@@ -182,26 +115,26 @@ class _Writer:
 
 def _value(rule: str, parameter: Parameter) -> tuple[str, list[str]]:
     """Return the expression for a parameter's value with its end, and the rules that it needs."""
-    if not parameter.is_text:
-        return f"{json_rule(parameter.schema)} {quote(PARAMETER_END)}", []
     schema = parameter.schema
+    if not parameter.is_text:
+        return f"{json_rule(schema)} {quote(PARAMETER_END)}", []
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
     choices = schema.get("enum")
-    if not isinstance(choices, list | None):
-        raise GrammarError("`enum` must be a list")
-    if "const" in schema:
-        choices = [schema["const"]] if choices is None or schema["const"] in choices else []
     if choices is None:
         count = f"{{{shortest},{'' if longest is None else longest}}}"
-        line = f"{rule}_text[suffix={quote(PARAMETER_END)}]: /(?s:.{count})/"
-        return f"{rule}_text", [line]
+        terminal = f"{rule.upper()}_TEXT"
+        # A pattern is `^(?:EXPRESSION)$`; a terminal is matched as a whole.
+        parts = [f"/(?s:.{count})/", *(f"/{p[1:-1]}/" for p in schema.get("patterns", ()))]
+        return f"{rule}_text", [
+            f"{terminal}: {' & '.join(parts)}",
+            f"{rule}_text[suffix={quote(PARAMETER_END)}]: {terminal}",
+        ]
     allowed = [
         choice
         for choice in choices
-        if isinstance(choice, str)
-        and len(choice) >= shortest
-        and (longest is None or len(choice) <= longest)
-        and PARAMETER_END not in choice + PARAMETER_END[:-1]
+        if isinstance(choice, str) and PARAMETER_END not in choice + PARAMETER_END[:-1]
     ]
     if not allowed:
         raise GrammarError(f"no text can be the value of `{parameter.name}`")

@@ -11,8 +11,8 @@ from msgspec import UNSET
 
 from model.errors import GrammarError
 from model.text.tools.definitions import Tool, make_tool
-from model.text.tools.grammar import calls_grammar, joint_constraint
 from model.text.tools.parser import CallDelta, CallParser, MessageDelta
+from model.text.tools.translate import Constrained, ToolsConstraint
 from server.engine.core.request import FinishReason
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
@@ -80,7 +80,9 @@ class ToolUse:
             if self.text is not None:
                 await compile_grammar(context, self.text)
             for tool in self.tools:
-                schema = StructuredOutput("json_schema", tool.schema, "parameters")
+                schema = StructuredOutput(
+                    "json_schema", tool.schema, "parameters", strict=tool.strict
+                )
                 try:
                     await compile_grammar(context, schema)
                 except ValidationError as cause:
@@ -132,26 +134,20 @@ def read_tools(
         return None
     format_, tokenizer = context.tool_format, context.tokenizer
     allowed = tuple(tools[name] for name in names)
-    parallel = mode != "function" and request.parallel_tool_calls is not False
     text = constraint or find_constraint(request)
     warnings: tuple[str, ...] = ()
     if text is not None and mode != "auto":
         warnings = (f"`{text.field}` has no effect, since `tool_choice` requires a call",)
         text = None
-    try:
-        if text is None:
-            grammar = calls_grammar(
-                format_, allowed, tokenizer, required=mode != "auto", parallel=parallel
-            )
-            calls = StructuredOutput("lark", grammar, "tools")
-        else:
-            joint = joint_constraint(
-                format_, allowed, tokenizer, text.kind, text.value, parallel=parallel
-            )
-            calls = StructuredOutput("calls", joint, "tools", text.strict)
-    except GrammarError as error:
-        raise ValidationError(f"`tools`: {error}") from None
+    wanted = ToolsConstraint(
+        format=format_.name,
+        tools=[(tool.name, tool.schema, tool.strict) for tool in allowed],
+        required=mode != "auto",
+        parallel=mode != "function" and request.parallel_tool_calls is not False,
+        text=text and Constrained(text.kind, text.value, text.field, text.strict),
+    )
     definitions = request.tools if nested else [_nest(tool) for tool in request.tools]
+    calls = StructuredOutput("tools", wanted, "tools")
     marker = format_.marker or format_.optional_marker
     atomic = tokenizer.library.token_to_id(marker) is not None
     return ToolUse(format_, allowed, definitions, calls, text, atomic, warnings)

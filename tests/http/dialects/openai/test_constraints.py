@@ -3,7 +3,8 @@
 import pytest
 
 from server.http.dialects.openai import options
-from server.http.text.structured_output import StructuredOutput
+from server.http.text.grammar_compiler import Constraint
+from server.http.text.structured_output import CompiledConstraint, StructuredOutput
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +23,8 @@ def compiled(monkeypatch):
 
     async def compile_grammar(_context, wanted):
         found.append(wanted)
-        return f"grammar of {wanted.kind}"
+        constraint = Constraint(wanted.kind, wanted.value)
+        return CompiledConstraint(f"grammar of {wanted.kind}", constraint)
 
     monkeypatch.setattr(options, "compile_grammar", compile_grammar)
     return found

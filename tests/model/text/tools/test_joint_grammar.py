@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from model.sampling.grammar import GrammarTokenizer, compile_matcher, serialize
+from model.sampling.grammar import GrammarTokenizer, compile_matcher, translate
 from model.text.tools.formats import BY_NAME, FORMATS
-from model.text.tools.grammar import joint_constraint
 from model.text.tools.parser import CallParser
-from tests.model.text.tools.tool_cases import CALLS, TEXTS, make_tokenizer, make_tools, parse
+from model.text.tools.translate import Constrained, ToolsConstraint
+from tests.model.text.tools.tool_cases import CALLS, SCHEMAS, TEXTS, make_tokenizer, make_tools, parse
 
 NAMES = [row.name for row in FORMATS]
 SCHEMA = {
@@ -47,10 +47,10 @@ def tokenizer(request):
 
 
 def joint(name, tokenizer, kind, value, *, parallel=True):
-    format_ = BY_NAME[name]
-    tools = make_tools(format_)
-    constraint = joint_constraint(format_, tools, tokenizer, kind, value, parallel=parallel)
-    return serialize("calls", constraint)
+    text = Constrained(kind, value, "response_format", strict=False)
+    tools = [(tool, schema, False) for tool, schema in SCHEMAS.items()]
+    constraint = ToolsConstraint(name, tools, required=False, parallel=parallel, text=text)
+    return translate("tools", constraint, tokenizer=tokenizer).grammar
 
 
 def follows(grammar, tokenizer, text):
