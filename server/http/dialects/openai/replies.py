@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a text's tokens; null for the first token of an echoed prompt.
 
-    `text_offset` is where each token begins, in characters of the text. The names of tokens at a position are different.
+    `text_offset` is where each token begins, in characters of the text. The tokens at a position have different names.
     """
 
     tokens: list[str]

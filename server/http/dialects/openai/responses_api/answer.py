@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.errors import ValidationError
 from server.http.dialects.openai.chat import ChatAnswer
+from server.http.dialects.openai.constraints import find_constraint
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.responses_api.format import ResponseFormat
 from server.http.dialects.openai.responses_api.input import read_input
 from server.http.dialects.openai.responses_api.items import OutputItems
 from server.http.dialects.openai.responses_api.stream import TextEvents, ToolEvents
 from server.http.dialects.openai.schema import ChatBody, ResponseBody, SamplingFields
-from server.http.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -56,7 +55,7 @@ class ResponseAnswer(ChatAnswer):
             parallel_tool_calls=request.parallel_tool_calls,
         )
         super().__init__(
-            context, info, chat, messages, texts, warnings, constraint=_read_format(request)
+            context, info, chat, messages, texts, warnings, constraint=find_constraint(request)
         )
         self._body = request
 
@@ -80,21 +79,3 @@ class ResponseAnswer(ChatAnswer):
 
     def _response(self, generation: Generation) -> ResponseFormat:
         return ResponseFormat(generation, self._options, self._body, self._context.tokenizer)
-
-
-def _read_format(request: ResponseBody) -> StructuredOutput | None:
-    """Return the constraint that a request's `text.format` states; None if the text is free.
-
-    Raises:
-        ValidationError: the schema is missing.
-    """
-    wanted = None if request.text is None else request.text.format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return StructuredOutput("json_object", None, "text.format")
-    if wanted.json_schema is None:
-        raise ValidationError("`text.format.schema` is required")
-    return StructuredOutput(
-        "json_schema", wanted.json_schema, "text.format.schema", strict=bool(wanted.strict)
-    )
