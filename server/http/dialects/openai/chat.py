@@ -69,6 +69,7 @@ class ChatAnswer:
 
     _prompt_field = "messages"
     _nested_tools = True
+    _tool_fields: list[str] | None = None
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -97,7 +98,11 @@ class ChatAnswer:
         self._request = request
         self._messages = messages
         self._tools = tools = read_tools(
-            request, context, nested=self._nested_tools, constraint=constraint
+            request,
+            context,
+            nested=self._nested_tools,
+            fields=self._tool_fields,
+            constraint=constraint,
         )
         self._options = check(
             request,
@@ -136,15 +141,7 @@ class ChatAnswer:
         if self._tools is not None:
             await self._tools.check(self._context)
         messages, tools = messages_for_template(self._context, self._messages, self._tools)
-        token_ids = await encode_conversation(
-            self._context,
-            messages,
-            tools=tools,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            variables=request.chat_template_kwargs,
-            most=longest_prompt(self._info, self._options.truncate),
-        )
+        token_ids = await self._encode(messages, tools)
         older = request.max_completion_tokens is None and request.max_tokens is not None
         limit = OutputLimit(
             wanted=request.max_tokens if older else request.max_completion_tokens,
@@ -153,6 +150,24 @@ class ChatAnswer:
             field=self._limit_fields[older],
         )
         return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    async def _encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        request = self._request
+        return await encode_conversation(
+            self._context,
+            messages,
+            tools=tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=request.chat_template_kwargs,
+            most=self._most_tokens(),
+        )
+
+    def _most_tokens(self) -> int | None:
+        """Return the most tokens of a prompt that is tokenized at all; None for any number."""
+        return longest_prompt(self._info, self._options.truncate)
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""

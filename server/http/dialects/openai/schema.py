@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from server.http.body.field_types import (
     MESSAGE_SCHEMA,
@@ -345,6 +346,23 @@ class TextSettings(BaseModel):
     format: ResponseFormat | None = optional("The format of the text.")
 
 
+def _check_items(value: object) -> object:
+    if isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    ):
+        return value
+    raise PydanticCustomError(
+        "text_or_items", "must be {expected}", {"expected": "a string or a list of items"}
+    )
+
+
+TextOrItems = Annotated[
+    Any,
+    BeforeValidator(_check_items),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": MESSAGE_SCHEMA}]}),
+]
+"""A text, or items of a conversation; `responses_api.input` checks these."""
+
 _TEXT = {"type": "string"}
 _CALL_SCHEMA = {
     "type": "object",
@@ -400,7 +418,9 @@ class ResponseBody(SamplingFields, ConstraintFields, ToolFields):
         description="A text, or a list of messages, calls of tools and their results.",
         examples=["Hello"],
     )
-    instructions: str | None = optional("A system message before the input.")
+    instructions: TextOrItems | None = optional(
+        "A system message before the input, or a list of items."
+    )
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
         "Maximum number of tokens to generate. Default: fills the context."
     )
@@ -408,13 +428,14 @@ class ResponseBody(SamplingFields, ConstraintFields, ToolFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = optional(
         "Number of most likely tokens to report at each position."
     )
-    include: list[Literal["message.output_text.logprobs"]] | None = optional(
-        "What else to report: log-probabilities."
+    include: list[str] | None = optional(
+        "What else to report: `message.output_text.logprobs`. Other values have no effect."
     )
     metadata: dict[str, str] | None = optional("Returned with the response.")
-    store: OnlyFalse | None = optional("Not supported: null or false.")
     background: OnlyFalse | None = optional("Not supported: null or false.")
-    truncation: Literal["disabled"] | None = optional("`disabled` only.")
+    truncation: Literal["auto", "disabled"] | None = optional(
+        "`auto` drops the first messages of a conversation that is too long. Default: `disabled`."
+    )
     previous_response_id: None = optional("Not supported: null.")
     conversation: None = optional("Not supported: null.")
     prompt: None = optional("Not supported: null. Use `input`.")
