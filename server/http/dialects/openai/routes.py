@@ -82,8 +82,8 @@ def _install(app: FastAPI, context: AppContext) -> None:
     )
     missing["responses"].pop(200, None)
     missing["openapi_extra"] = _path_parameter("name")
-    methods = ["GET", "POST", "DELETE"]
-    app.add_api_route("/v1/responses/{name:path}", stored, methods=methods, **missing)
+    for method in ("GET", "POST", "DELETE"):  # one by one, since each is an operation of its own
+        app.add_api_route("/v1/responses/{name:path}", stored, methods=[method], **missing)
 
     @app.get("/v1/models", **_describe_lookup(replies.ModelList))
     async def models() -> Response:
