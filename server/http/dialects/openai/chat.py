@@ -12,9 +12,11 @@ from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
+from server.http.dialects.openai.functions import with_tool_calls, with_tools
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -90,6 +92,11 @@ class ChatAnswer:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other"
             )
+        self._has_functions = not (request.functions is None and request.function_call is None)
+        if self._has_functions:
+            request = with_tools(request)
+            self._nested_tools = False
+            self._tool_fields = [f"functions.{i}" for i in range(len(request.functions or ()))]
         self.warnings = warnings
         self.streaming = bool(request.stream)
         self._context = context
@@ -128,7 +135,8 @@ class ChatAnswer:
             UnknownModelError: it names a model that is not served.
         """
         request, warnings = parse_body(ChatBody, body, context.config)
-        return cls(context, info, request, read_messages(request.messages), texts, warnings)
+        messages = read_messages(with_tool_calls(request.messages))
+        return cls(context, info, request, messages, texts, warnings)
 
     async def generate(self) -> Generation:
         """Render the conversation with the chat template, tokenize it and submit it.
@@ -186,7 +194,9 @@ class ChatAnswer:
         last = self._messages[-1]
         echoed = last["content"] if self._request.echo and last["role"] == _ASSISTANT else None
         fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed or "")
-        return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
+        if self._tools is None:
+            return _ChatFormat(*fields)
+        return (_FunctionFormat if self._has_functions else _ToolFormat)(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
@@ -354,3 +364,28 @@ class _ToolFormat(_ChatFormat):
             self._with_calls.add(completion)
         content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)
+
+
+class _FunctionFormat(_ToolFormat):
+    """As `_ToolFormat`, for a request with `functions`: the call is the message's `function_call`."""
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended."""
+        reason = super().finish_reason(completion)
+        return "function_call" if reason == "tool_calls" else reason
+
+    def _delta(self, completion: Completion, text: str) -> ChatDelta:
+        delta = super()._delta(completion, text)
+        if delta.tool_calls is UNSET:
+            return delta
+        calls = [call.function for call in delta.tool_calls]
+        name = next((call.name for call in calls if call.name is not UNSET), UNSET)
+        call = CalledFunction(name=name, arguments="".join(call.arguments for call in calls))
+        return msgspec.structs.replace(delta, tool_calls=UNSET, function_call=call)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        message = super()._message(completion)
+        if message.tool_calls is UNSET:
+            return message
+        call = message.tool_calls[0].function
+        return msgspec.structs.replace(message, tool_calls=UNSET, function_call=call)

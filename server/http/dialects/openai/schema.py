@@ -289,8 +289,10 @@ class ChatBody(TextFields, ToolFields):
         "Further variables for the chat template."
     )
     chat_template: None = optional("Not supported: null. The model's own template is used.")
-    functions: None = optional("Not supported: null. Use `tools`.")
-    function_call: None = optional("Not supported: null. Use `tool_choice`.")
+    functions: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = optional(
+        "Older form of `tools`."
+    )
+    function_call: ObjectOrText | None = optional("Older form of `tool_choice`.")
     modalities: list[Literal["text"]] | None = optional("Kinds of output: text only.")
     audio: None = optional("Not supported: null.")
 

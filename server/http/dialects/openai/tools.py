@@ -224,6 +224,8 @@ def _read_tool(
     definition: dict[str, Any], field: str, format_: ToolFormat, *, nested: bool
 ) -> Tool:
     kind = definition.get("type")
+    if kind is None and nested and "function" in definition:
+        kind = "function"
     if kind != "function":
         given = quote("", kind) if isinstance(kind, str) else describe(kind)
         raise ValidationError(f"`{field}.type` must be `function`. Given: {given}")
@@ -271,11 +273,15 @@ def _read_choice(
     if isinstance(choice, str):
         if choice in _CHOICES:
             return choice, list(tools)
+        if nested and choice in tools:  # as in Text Generation Inference
+            return "function", [choice]
         raise ValidationError(
             f"`tool_choice` must be none, auto, required or an object. Given: {quote('', choice)}"
         )
     assert isinstance(choice, dict)
     kind, mode = choice.get("type"), "function"
+    if kind is None and nested and "function" in choice:
+        kind = "function"
     if kind == "function":
         names = [_named(choice, "tool_choice", tools, nested=nested)]
     elif kind == "allowed_tools":
