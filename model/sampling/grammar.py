@@ -18,9 +18,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.gbnf_to_lark import any_to_lark
 
 from model.errors import GrammarError
-from model.text.lark import JSON_OPTIONS, check_size, json_rule, quote
+from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
+from model.text.structural_tag import Languages, tag_grammar
 from model.text.tokenizer import Tokenizer
 
 WORD_BITS: Final = 32
@@ -371,6 +373,11 @@ def _tag_grammar(value: object) -> str:
         check_size(value)
     if not isinstance(value, dict):
         raise GrammarError("must be an object with `structures` and `triggers`")
+    if "format" in value and not value.keys() & {"structures", "triggers"}:
+        languages = Languages(
+            json=lambda schema, _: json_rule(_schema(schema)), grammar=_as_lark, regex=pattern
+        )
+        return LLMatcher.grammar_from_lark(tag_grammar(value["format"], languages))
     unknown = [key for key in value if key not in ("type", "structures", "triggers")]
     if unknown:
         raise GrammarError(f"the key `{unknown[0]}` of a structural tag is not supported")
@@ -396,6 +403,14 @@ def _tag_grammar(value: object) -> str:
         lines += [f"trigger_{i}[lazy]: TEXT {quote(trigger)}"]
         lines += [f"tag_{i}: trigger_{i} (" + " | ".join(found) + ")"]
     return LLMatcher.grammar_from_lark("\n".join(lines))
+
+
+def _as_lark(grammar: str) -> str:
+    """Return a grammar, as GBNF or Lark, as Lark."""
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # noqa: BLE001 - the library's converter raises no class of its own
+        raise GrammarError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
 
 def _structure(structure: object, triggers: list[str], where: str) -> tuple[str, str]:
