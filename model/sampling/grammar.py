@@ -18,13 +18,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.gbnf_to_lark import any_to_lark
 
 from model.errors import GrammarError
-from model.text.lark import JSON_OPTIONS, check_size, json_rule, quote
+from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
 from model.text.schema.lower import LEVELS, Unenforced
 from model.text.schema.modern import Schema
 from model.text.schema.patterns import check_pattern
 from model.text.schema.reduce import describe, lower
+from model.text.structural_tag import Languages, tag_grammar
 from model.text.tokenizer import Tokenizer
 from model.text.tools.translate import Constrained, TranslatedTools, translate_tools
 
@@ -462,6 +464,17 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
             raise GrammarError(f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise GrammarError("must be an object with `structures` and `triggers`")
+    if "format" in value and not value.keys() & {"structures", "triggers"}:
+        kept: list[Unenforced] = []
+
+        def json_of(schema: Any, where: str) -> str:  # noqa: ANN401 - a JSON value
+            lowered = lower(schema, strict=strict, level=level)
+            kept.extend(Unenforced(key, f"/{where}{place}") for key, place in lowered.unenforced)
+            return json_rule(lowered.schema)
+
+        text = tag_grammar(value["format"], Languages(json_of, grammar=_as_lark, regex=pattern))
+        check_size(text)
+        return Translation(LLMatcher.grammar_from_lark(text), describe(kept))
     unknown = [key for key in value if key not in ("type", "structures", "triggers")]
     if unknown:
         raise GrammarError(f"the key `{unknown[0]}` of a structural tag is not supported")
@@ -496,6 +509,14 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
     text = "\n".join(lines)
     check_size(text)
     return Translation(LLMatcher.grammar_from_lark(text), describe(unenforced))
+
+
+def _as_lark(grammar: str) -> str:
+    """Return a grammar, as GBNF or Lark, as Lark."""
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # noqa: BLE001 - the library's converter raises no class of its own
+        raise GrammarError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
 
 def _structure(

@@ -12,9 +12,11 @@ from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
+from server.http.dialects.openai.functions import with_tools
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -68,6 +70,7 @@ class ChatAnswer:
 
     _prompt_field = "messages"
     _nested_tools = True
+    _tool_fields: list[str] | None = None
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -88,6 +91,11 @@ class ChatAnswer:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other"
             )
+        self._has_functions = not (request.functions is None and request.function_call is None)
+        if self._has_functions:
+            request = with_tools(request)
+            self._nested_tools = False
+            self._tool_fields = [f"functions.{i}" for i in range(len(request.functions or ()))]
         self.streaming = bool(request.stream)
         self._context = context
         self._info = info
@@ -95,7 +103,11 @@ class ChatAnswer:
         self._request = request
         self._messages = messages
         self._tools = tools = read_tools(
-            request, context, nested=self._nested_tools, constraint=constraint
+            request,
+            context,
+            nested=self._nested_tools,
+            fields=self._tool_fields,
+            constraint=constraint,
         )
         self.warnings = warnings if tools is None else (*warnings, *tools.warnings)
         self._options = check(
@@ -135,15 +147,8 @@ class ChatAnswer:
         request = self._request
         if self._tools is not None:
             await self._tools.check(self._context)
-        token_ids = await encode_conversation(
-            self._context,
-            self._messages,
-            tools=None if self._tools is None else self._tools.definitions,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            variables=request.chat_template_kwargs,
-            most=longest_prompt(self._info, self._options.truncate),
-        )
+        tools = None if self._tools is None else self._tools.definitions
+        token_ids = await self._encode(self._messages, tools)
         older = request.max_completion_tokens is None and request.max_tokens is not None
         limit = OutputLimit(
             wanted=request.max_tokens if older else request.max_completion_tokens,
@@ -152,6 +157,24 @@ class ChatAnswer:
             field=self._limit_fields[older],
         )
         return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    async def _encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        request = self._request
+        return await encode_conversation(
+            self._context,
+            messages,
+            tools=tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=request.chat_template_kwargs,
+            most=self._most_tokens(),
+        )
+
+    def _most_tokens(self) -> int | None:
+        """Return the most tokens of a prompt that is tokenized at all; None for any number."""
+        return longest_prompt(self._info, self._options.truncate)
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""
@@ -174,7 +197,9 @@ class ChatAnswer:
             is_text = isinstance(content, str)
             echoed = content if is_text else "".join(part["text"] for part in content)
         fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed)
-        return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
+        if self._tools is None:
+            return _ChatFormat(*fields)
+        return (_FunctionFormat if self._has_functions else _ToolFormat)(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
@@ -337,8 +362,7 @@ class _ToolFormat(_ChatFormat):
         chunk = super().chunk(completion, index, text, token)
         if chunk is None or self._reports_tokens or completion.finish_reason is not None:
             return chunk
-        delta = chunk.choices[0].delta
-        return None if delta.content is UNSET and delta.tool_calls is UNSET else chunk
+        return None if chunk.choices[0].delta == ChatDelta() else chunk
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
         content, deltas = self._calls[completion].push(completion, text)
@@ -348,3 +372,28 @@ class _ToolFormat(_ChatFormat):
         content, calls = whole_message(self._calls[completion], completion)
         content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)
+
+
+class _FunctionFormat(_ToolFormat):
+    """As `_ToolFormat`, for a request with `functions`: the call is the message's `function_call`."""
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended."""
+        reason = super().finish_reason(completion)
+        return "function_call" if reason == "tool_calls" else reason
+
+    def _delta(self, completion: Completion, text: str) -> ChatDelta:
+        delta = super()._delta(completion, text)
+        if delta.tool_calls is UNSET:
+            return delta
+        calls = [call.function for call in delta.tool_calls]
+        name = next((call.name for call in calls if call.name is not UNSET), UNSET)
+        call = CalledFunction(name=name, arguments="".join(call.arguments for call in calls))
+        return msgspec.structs.replace(delta, tool_calls=UNSET, function_call=call)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        message = super()._message(completion)
+        if message.tool_calls is UNSET:
+            return message
+        call = message.tool_calls[0].function
+        return msgspec.structs.replace(message, tool_calls=UNSET, function_call=call)

@@ -26,9 +26,9 @@ class ScoredToken(NamedTuple):
 
 
 class TokenNames:
-    """Names tokens in log-probabilities.
+    r"""Names tokens in log-probabilities.
 
-    The name is the token's text; `bytes:` and its bytes, such as `bytes:\\xc3`, if these may be a part of a character;
+    The name is the token's text; `bytes:` and its bytes, such as `bytes:\xc3`, if these may be a part of a character;
     `token_id:` and its id if it has no text, or `as_ids`.
     """
 

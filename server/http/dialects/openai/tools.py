@@ -95,6 +95,7 @@ def read_tools(
     context: AppContext,
     *,
     nested: bool = True,
+    fields: Sequence[str] | None = None,
     constraint: StructuredOutput | None = None,
 ) -> ToolUse | None:
     """Read the tools of a request.
@@ -104,6 +105,7 @@ def read_tools(
         context: the application's context.
         nested: whether a definition has its fields in an object `function`, and a choice of several tools in an object
             `allowed_tools`, as in chat; otherwise they are beside `type`, as in responses.
+        fields: the field of each definition, for error messages; None if they are all entries of `tools`.
         constraint: on the text, if the body does not state it itself. The message is calls, or text that follows it.
 
     Returns:
@@ -125,7 +127,8 @@ def read_tools(
         )
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(request.tools):
-        tool = _read_tool(definition, f"tools.{i}", context.tool_format, nested=nested)
+        field = f"tools.{i}" if fields is None else fields[i]
+        tool = _read_tool(definition, field, context.tool_format, nested=nested)
         if tool.name in tools:
             raise ValidationError(f"`tools` has several functions with the name `{tool.name}`")
         tools[tool.name] = tool
@@ -234,6 +237,8 @@ def _read_tool(
     definition: dict[str, Any], field: str, format_: ToolFormat, *, nested: bool
 ) -> Tool:
     kind = definition.get("type")
+    if kind is None and nested and "function" in definition:
+        kind = "function"
     if kind != "function":
         given = quote("", kind) if isinstance(kind, str) else describe(kind)
         raise ValidationError(f"`{field}.type` must be `function`. Given: {given}")
@@ -281,11 +286,15 @@ def _read_choice(
     if isinstance(choice, str):
         if choice in _CHOICES:
             return choice, list(tools)
+        if nested and choice in tools:  # as in Text Generation Inference
+            return "function", [choice]
         raise ValidationError(
             f"`tool_choice` must be none, auto, required or an object. Given: {quote('', choice)}"
         )
     assert isinstance(choice, dict)
     kind, mode = choice.get("type"), "function"
+    if kind is None and nested and "function" in choice:
+        kind = "function"
     if kind == "function":
         names = [_named(choice, "tool_choice", tools, nested=nested)]
     elif kind == "allowed_tools":

@@ -158,6 +158,9 @@ async def test_several_choices_call_tools_independently(ask, answer):
             ["now"],
             ["TEXT", "weather", ")*"],
         ),
+        ({"tool_choice": "now"}, ["now"], ["TEXT", "weather", ")*"]),
+        ({"tool_choice": {"function": {"name": "now"}}}, ["now"], ["TEXT", "weather", ")*"]),
+        ({"tools": [{"function": CLOCK["function"]}]}, ["TEXT", "now"], ["weather"]),
         (
             {
                 "tool_choice": {
@@ -261,7 +264,7 @@ async def test_special_tokens_are_kept_only_for_calls(ask, engine, tokenizer):
             "the tool `f` cannot be used: `parameters`: the JSON schema keyword `uniqueItems` is not supported",
         ),
         ({"tools": [TOOL] * 129}, "`tools` supports up to 128 entries. Given: 129"),
-        ({"tool_choice": "weather"}, "`tool_choice` must be none, auto, required or an object. Given: `weather`"),
+        ({"tool_choice": "rain"}, "`tool_choice` must be none, auto, required or an object. Given: `rain`"),
         ({"tool_choice": {"type": "x"}}, "`tool_choice.type` must be function or allowed_tools"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},

@@ -8,7 +8,14 @@ from model.sampling.grammar import GrammarTokenizer, compile_matcher, translate
 from model.text.tools.formats import BY_NAME, FORMATS
 from model.text.tools.parser import CallParser
 from model.text.tools.translate import Constrained, ToolsConstraint
-from tests.model.text.tools.tool_cases import CALLS, SCHEMAS, TEXTS, make_tokenizer, make_tools, parse
+from tests.model.text.tools.tool_cases import (
+    CALLS,
+    SCHEMAS,
+    TEXTS,
+    make_tokenizer,
+    make_tools,
+    parse,
+)
 
 NAMES = [row.name for row in FORMATS]
 SCHEMA = {
