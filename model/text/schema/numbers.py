@@ -37,13 +37,13 @@ def integer_bounds(node: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         lost.append("multipleOf")
     if least is not None and most is not None and least > most:
         return {"minimum": 1, "maximum": 0}, lost
+    kept = [key for key in KEYWORDS[:4] if key in node]
+    if (least or 0) > _MOST_INTEGER or (most or 0) < -_MOST_INTEGER:
+        return out, lost + kept
     lowest = None if least is None else _float_above(max(least, -_MOST_INTEGER))
     highest = None if most is None else _float_below(min(most, _MOST_INTEGER))
-    beyond = (least is not None and least > _MOST_INTEGER) or (
-        most is not None and most < -_MOST_INTEGER
-    )
-    if beyond or (lowest is not None and highest is not None and lowest > highest):
-        return out, lost + [key for key in KEYWORDS[:4] if key in node]
+    if lowest is not None and highest is not None and lowest > highest:
+        return out, lost + kept
     if lowest is not None:
         out["minimum"] = lowest
     if highest is not None:
