@@ -60,7 +60,9 @@ class Node(BaseModel):
 
 
 class Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid", title="A closed one", json_schema_extra={"examples": [{}]})
+    model_config = ConfigDict(
+        extra="forbid", title="A closed one", json_schema_extra={"examples": [{}]}
+    )
     a: int
     b: str | None = None
 
@@ -151,7 +153,14 @@ def main():
             if (text := json.dumps(schema, sort_keys=True)) not in seen:
                 seen.add(text)
                 write("pydantic", pydantic.VERSION, f"{name} {mode}", schema)
-    values = [{}, {"a": 1}, {"a": [1, 2.5, "x", None]}, {"a": {"b": [{"c": True}, {"d": 1}]}}, {"a": []}, {"a": [[1], ["x"]]}]
+    values = [
+        {},
+        {"a": 1},
+        {"a": [1, 2.5, "x", None]},
+        {"a": {"b": [{"c": True}, {"d": 1}]}},
+        {"a": []},
+        {"a": [[1], ["x"]]},
+    ]
     for i, value in enumerate(values):
         builder = genson.SchemaBuilder()
         builder.add_object(value)
