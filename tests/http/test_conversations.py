@@ -99,7 +99,8 @@ CONVERSATIONS = {
         ["Ada", "Bob", "Cid", "Dan", "Eve"],
     ),
     "calls": (
-        [said("user", "Ada"), said("assistant", "Bob", tool_calls=[call(1, '{"city": "Cid"}'), call(2, '{"city": "Dan"}')]),
+        [said("user", "Ada"),
+         said("assistant", "Bob", tool_calls=[call(1, '{"city": "Cid"}'), call(2, '{"city": "Dan"}')]),
          result(1, "Eve"), result(2, "Fay"), said("user", "Gus")],
         ["Ada", "Bob", "weather", "Cid", "Dan", "Eve", "Fay", "Gus"],
     ),
@@ -113,7 +114,8 @@ CONVERSATIONS = {
         ["Ada", "weather", "Bob", "Cid"],
     ),
     "functions": (
-        [said("user", "Ada"), said("assistant", None, function_call={"name": "weather", "arguments": '{"city": "Bob"}'}),
+        [said("user", "Ada"),
+         said("assistant", None, function_call={"name": "weather", "arguments": '{"city": "Bob"}'}),
          said("function", "Cid", name="weather")],
         ["Ada", "weather", "Bob", "Cid"],
     ),
