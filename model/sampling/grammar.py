@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -338,8 +338,6 @@ def translate(
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.
     """
-    if kind == "json_object":
-        return Translation(_json_grammar({"type": "object"}))
     if kind == "json_schema":
         lowered = lower(value, strict=strict, level=level)
         check_size(lowered.schema)
@@ -351,17 +349,7 @@ def translate(
     if kind == "structural_tag":
         return _tag_grammar(value, strict=strict, level=level)
     check_size(value)
-    if kind == "choice":
-        return Translation(_choice_grammar(value))
-    if not isinstance(value, str):
-        raise GrammarError("must be a string")
-    if kind == "regex":
-        return Translation(_regex_grammar(value))
-    assert kind == "lark", kind
-    try:
-        return Translation(grammar_from("grammar", _with_characters(value)))
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_one_line(str(error))) from None
+    return Translation(_TEXT_GRAMMARS[kind](value))
 
 
 def compile_constraint(
@@ -395,10 +383,28 @@ def compile_constraint(
     raise refusal
 
 
-def _regex_grammar(expression: str) -> str:
+def _object_grammar(_: object) -> str:
+    return _json_grammar({"type": "object"})
+
+
+def _regex_grammar(expression: object) -> str:
+    expression = _string(expression)
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise GrammarError("the regular expression ends in a lone backslash")
     return LLMatcher.grammar_from_regex(expression)
+
+
+def _lark_grammar(grammar: object) -> str:
+    try:
+        return grammar_from("grammar", _with_characters(_string(grammar)))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_one_line(str(error))) from None
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise GrammarError("must be a string")
+    return value
 
 
 def _with_characters(grammar: str) -> str:
@@ -435,6 +441,14 @@ def _choice_grammar(value: object) -> str:
     if not (isinstance(value, list) and value and all(isinstance(choice, str) for choice in value)):
         raise GrammarError("must be a list of strings, at least one")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
+
+
+_TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
+    "json_object": _object_grammar,
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
+    "lark": _lark_grammar,
+}
 
 
 def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
@@ -513,9 +527,7 @@ def _is_text(value: object) -> bool:
 
 
 _NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
-_GBNF_ESCAPE: Final = re.compile(
-    r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL
-)
+_GBNF_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 

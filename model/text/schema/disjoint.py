@@ -42,11 +42,8 @@ class Disjointness:
                 return True
         kinds_a, kinds_b = self._types(a), self._types(b)
         common = kinds_a & kinds_b
-        if (
-            ("number" in kinds_a
-            and "integer" in kinds_b)
-            or ("number" in kinds_b
-            and "integer" in kinds_a)
+        if ("number" in kinds_a and "integer" in kinds_b) or (
+            "number" in kinds_b and "integer" in kinds_a
         ):
             common |= {"integer"}
         return all(_DIFFER.get(kind, _never)(self, a, b, depth) for kind in common)
@@ -137,12 +134,8 @@ def _item(schema: dict[str, Any], index: int) -> Schema:
 
 def _property(schema: dict[str, Any], name: str) -> Schema:
     properties = schema.get("properties", {})
-    if name in properties:
-        found: Schema = properties[name]
-        return found
-    if "patternProperties" in schema:
-        return True
-    found = schema.get("additionalProperties", True)
+    other = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    found: Schema = properties.get(name, other)
     return found
 
 

@@ -76,7 +76,9 @@ def number_bounds(node: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         out["minimum"] = _inside(lowest, width, 1) if low[1] else _exactly(lowest)
     if highest is not None and high is not None:
         out["maximum"] = _inside(highest, width, -1) if high[1] else _exactly(highest)
-    if width is not None and (width < 0 or (not width and ((low and low[1]) or (high and high[1])))):
+    if width is not None and (
+        width < 0 or (not width and ((low and low[1]) or (high and high[1])))
+    ):
         return {"minimum": 1, "maximum": 0}, lost
     if width is not None and out["minimum"] > out["maximum"]:
         return {k: v for k, v in out.items() if k == "multipleOf"}, lost + [

@@ -109,7 +109,9 @@ class SchemaMaker:
             else:
                 out[key] = {rng.choice(NAMES): [rng.choice(NAMES)]}
             return out
-        return rng.choice([self._object, self._object, self._array, lambda _: self._simple()])(depth)
+        return rng.choice([self._object, self._object, self._array, lambda _: self._simple()])(
+            depth
+        )
 
     def _simple(self):
         rng = self._rng
@@ -148,7 +150,11 @@ class SchemaMaker:
         rng = self._rng
         out = {"type": "array"}
         self._maybe(out, 0.8, items=lambda: self._schema(depth - 1))
-        self._maybe(out, 0.3, prefixItems=lambda: [self._schema(depth - 1) for _ in range(rng.choice([1, 2]))])
+        self._maybe(
+            out,
+            0.3,
+            prefixItems=lambda: [self._schema(depth - 1) for _ in range(rng.choice([1, 2]))],
+        )
         self._maybe(out, 0.3, minItems=lambda: rng.choice([0, 1, 2]))
         self._maybe(out, 0.4, maxItems=lambda: rng.choice([1, 2, 3]))
         self._maybe(out, 0.2, uniqueItems=lambda: rng.choice([True, False]))
@@ -164,12 +170,20 @@ class SchemaMaker:
         if names or rng.random() < 0.3:
             out["properties"] = {name: self._schema(depth - 1) for name in names}
         self._maybe(out, 0.7, required=lambda: [n for n in NAMES[:4] + names if rng.random() < 0.4])
-        self._maybe(out, 0.6, additionalProperties=lambda: rng.choice([False, False, True, self._schema(0)]))
+        self._maybe(
+            out, 0.6, additionalProperties=lambda: rng.choice([False, False, True, self._schema(0)])
+        )
         self._maybe(
             out,
             0.15,
             propertyNames=lambda: rng.choice(
-                [{"type": "string"}, {"pattern": "^[a-c]$"}, {"enum": ["a", "b", "c"]}, {"maxLength": 3}, {"minLength": 1}]
+                [
+                    {"type": "string"},
+                    {"pattern": "^[a-c]$"},
+                    {"enum": ["a", "b", "c"]},
+                    {"maxLength": 3},
+                    {"minLength": 1},
+                ]
             ),
         )
         self._maybe(out, 0.15, patternProperties=lambda: {rng.choice(PATTERNS): self._schema(0)})
