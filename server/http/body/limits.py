@@ -35,16 +35,16 @@ def check_temperature(temperature: float | None) -> None:
         )
 
 
-def check_stop_strings(stop: Sequence[str], config: HTTPConfig) -> None:
+def check_stop_strings(stop: Sequence[str], config: HTTPConfig, field: str = "stop") -> None:
     """Check the number of stop strings and their lengths."""
     if len(stop) > config.max_stop_sequences:
         raise ValidationError(
-            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}"
+            f"`{field}` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}"
         )
     for i, text in enumerate(stop):
         if len(text) > config.max_stop_characters:
             raise ValidationError(
-                f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
+                f"`{field}.{i}` must have at most {config.max_stop_characters} characters. "
                 f"Given: {len(text)}"
             )
 

@@ -132,27 +132,32 @@ class ChatAnswer:
             ValidationError: the model has no chat template, or the conversation is too long.
             UnavailableError: the engine is not ready.
         """
-        request = self._request
         if self._tools is not None:
             await self._tools.check(self._context)
+        token_ids = await self.prompt(longest_prompt(self._info, self._options.truncate))
+        limit = self._output_limit()
+        return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    async def prompt(self, most: int | None = None) -> list[int]:
+        """Render the conversation with the chat template and tokenize it.
+
+        Args:
+            most: limit of tokens, as for `AppContext.encode`.
+
+        Raises:
+            ValidationError: the model has no chat template, or the conversation is too long.
+        """
+        request = self._request
         messages, tools = messages_for_template(self._context, self._messages, self._tools)
-        token_ids = await encode_conversation(
+        return await encode_conversation(
             self._context,
             messages,
             tools=tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
-            most=longest_prompt(self._info, self._options.truncate),
+            most=most,
         )
-        older = request.max_completion_tokens is None and request.max_tokens is not None
-        limit = OutputLimit(
-            wanted=request.max_tokens if older else request.max_completion_tokens,
-            default=None,
-            prompt_field=self._prompt_field,
-            field=self._limit_fields[older],
-        )
-        return await submit(self._context, self._info, self._options, [token_ids], limit)
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""
@@ -166,6 +171,16 @@ class ChatAnswer:
         """Make the renderer of the stream's events."""
         chunks = self._format(generation)
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
+
+    def _output_limit(self) -> OutputLimit:
+        request = self._request
+        older = request.max_completion_tokens is None and request.max_tokens is not None
+        return OutputLimit(
+            wanted=request.max_tokens if older else request.max_completion_tokens,
+            default=None,
+            prompt_field=self._prompt_field,
+            field=self._limit_fields[older],
+        )
 
     def _format(self, generation: Generation) -> _ChatFormat:
         fields = (generation, self._options, self._context.tokenizer, "chatcmpl-", self.warnings)

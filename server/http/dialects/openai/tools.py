@@ -53,11 +53,11 @@ class ToolUse:
         """Return the parser of a message."""
         return CallParser(self.format, self.tools)
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
+    def new_id(self, prefix: str = "call_") -> str:
+        """Return an id for a call; the prefix is left out where the format prescribes the length."""
         name = uuid.uuid4().hex
         length = self.format.id_characters
-        return f"call_{name}" if length is None else name[:length]
+        return f"{prefix}{name}" if length is None else name[:length]
 
     async def check(self, context: AppContext) -> None:
         """Compile the grammar, whose result is kept.
@@ -171,6 +171,11 @@ class CallRenderer:
     def calls_tools(self) -> bool:
         """Whether a call has begun."""
         return self._parser.num_calls > 0
+
+    @property
+    def call_complete(self) -> bool:
+        """Whether the last call has all of its arguments."""
+        return self._parser.call_complete
 
     def push(self, text: str, *, ended: bool) -> tuple[str, list[ToolCallDelta]]:
         """Parse the next piece of the message; return its content, and the pieces of calls.
