@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.errors import ValidationError
+from server.errors import PromptTooLongError, ValidationError
 from server.http.body.validation import describe, quote
 
 if TYPE_CHECKING:
@@ -96,9 +96,11 @@ def check_prompt_length(length: int, field: str, info: EngineInfo) -> None:
     """Check that a prompt of `length` tokens leaves room for one more."""
     longest = info.max_total_tokens - 1
     if length > longest:
-        raise ValidationError(
+        raise PromptTooLongError(
             f"`{field}` must have at most {longest} tokens, one less than the "
-            f"{info.max_total_tokens} that prompt and output share. Given: {length} tokens"
+            f"{info.max_total_tokens} that prompt and output share. Given: {length} tokens",
+            length,
+            longest,
         )
 
 

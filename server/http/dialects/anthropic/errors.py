@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.errors import GenerationError, TesseraError, UnavailableError, ValidationError
+from server.errors import (
+    GenerationError,
+    PromptTooLongError,
+    TesseraError,
+    UnavailableError,
+    ValidationError,
+)
 from server.http.dialects.anthropic.replies import MessagesError, MessagesErrorReply
 from server.http.request_id import current_request
 
@@ -37,6 +43,9 @@ def error_reply(error: TesseraError) -> MessagesErrorReply:
     status = status_of(type(error))
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 499 else "api_error")
     message = error.reason if isinstance(error, ValidationError) else error.message
+    if isinstance(error, PromptTooLongError):
+        # Claude Code recognizes an exceeded context by this sentence, and shortens the conversation.
+        message = f"prompt is too long: {error.given} tokens > {error.most} maximum"
     return MessagesErrorReply(
         error=MessagesError(type=kind, message=message), request_id=current_request().id
     )
