@@ -40,6 +40,7 @@ ROUTES = {
     "/v1/models": {"GET"},
     "/v1/models/{name:path}": {"GET"},
     "/v1/responses": {"POST"},
+    "/v1/responses/{name:path}": {"DELETE", "GET", "POST"},
 }
 
 

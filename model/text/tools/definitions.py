@@ -47,20 +47,25 @@ class Tool:
         name: letters, digits, `_`, `-` and `.` only.
         schema: of the arguments, whose type is `object`.
         parameters: for formats with arguments as a list of elements; otherwise empty.
+        strict: whether a keyword of the schema that the grammar cannot enforce is an error.
     """
 
     name: str
     schema: dict[str, Any]
     parameters: tuple[Parameter, ...] = ()
+    strict: bool = False
 
 
-def make_tool(format_: ToolFormat, name: str, schema: dict[str, Any] | None) -> Tool:
+def make_tool(
+    format_: ToolFormat, name: str, schema: dict[str, Any] | None, *, strict: bool = False
+) -> Tool:
     """Make a tool from its definition.
 
     Args:
         format_: in which it is called.
         name: of the tool.
         schema: of the arguments; None for a tool without parameters.
+        strict: see `Tool`.
 
     Raises:
         GrammarError: the arguments are not an object, or cannot be written in this format.
@@ -69,8 +74,8 @@ def make_tool(format_: ToolFormat, name: str, schema: dict[str, Any] | None) -> 
     if schema["type"] != "object":
         raise GrammarError("the `type` must be `object`")
     if format_.arguments == "json":
-        return Tool(name, schema)
-    return Tool(name, schema, _read_parameters(format_, schema))
+        return Tool(name, schema, strict=strict)
+    return Tool(name, schema, _read_parameters(format_, schema), strict)
 
 
 def _read_parameters(format_: ToolFormat, schema: dict[str, Any]) -> tuple[Parameter, ...]:

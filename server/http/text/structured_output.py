@@ -19,11 +19,13 @@ class StructuredOutput(NamedTuple):
         value: a JSON schema, a regular expression, a list of choices, a Lark grammar or a structural tag; None for
             `json_object`.
         field: the request's field that holds it, for error messages.
+        strict: whether a keyword of a JSON schema that the grammar cannot enforce is an error.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
     value: object
     field: str
+    strict: bool = False
 
 
 async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> str:

@@ -16,11 +16,11 @@ from server.http.dialects.anthropic.schema import NO_EFFECT, CountTokensBody, Me
 from server.http.dialects.anthropic.stream import BlockEvents, TextEvents
 from server.http.dialects.anthropic.tools import chat_tools
 from server.http.dialects.openai.chat import ChatAnswer
+from server.http.dialects.openai.constraints import find_constraint
 from server.http.dialects.openai.fields import parse_body, served_names
 from server.http.dialects.openai.frames import TokenJSON
 from server.http.dialects.openai.options import OutputLimit
 from server.http.dialects.openai.schema import ChatBody, SamplingFields
-from server.http.text.structured_output import StructuredOutput
 from server.http.token_replies import TokenReply
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class MessagesAnswer(ChatAnswer):
         check_stop_strings(request.stop_sequences or (), context.config, "stop_sequences")
         conversation = read_conversation(request)
         tools = chat_tools(request)
-        constraint = _constraint(request)
+        constraint = find_constraint(request)
         if constraint is not None and conversation.continues:
             raise ValidationError(
                 f"`{constraint.field}` and a last message of the assistant exclude each other"
@@ -80,6 +80,7 @@ class MessagesAnswer(ChatAnswer):
             tool_choice=tools.choice,
             parallel_tool_calls=tools.parallel,
         )
+        self._tool_fields = tools.fields
         warnings += _warnings(request, context.config) + tools.warnings
         super().__init__(
             context, info, chat, conversation.messages, texts, warnings, constraint=constraint
@@ -121,6 +122,13 @@ class MessagesAnswer(ChatAnswer):
         return MessageFormat(generation, self._options.model, self._max_tokens)
 
 
+class _CountedMessages(MessagesAnswer):
+    """A request whose prompt is counted, and may have any number of tokens."""
+
+    def _most_tokens(self) -> None:
+        return None
+
+
 def read_messages_request(
     context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
 ) -> MessagesAnswer:
@@ -148,26 +156,9 @@ async def count_tokens(context: AppContext, body: object) -> TokenReply:
         CountTokensBody, body, context.config, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
     )
     whole = MessagesBody.model_construct(**dict(request), max_tokens=1)
-    answer = MessagesAnswer(context, context.engine_info(), whole, {}, warnings)
+    answer = _CountedMessages(context, context.engine_info(), whole, {}, warnings)
     count = len(await answer.prompt())
     return TokenReply(iter([b'{"input_tokens":%d}' % count]), warnings=answer.warnings)
-
-
-def _constraint(request: ConversationFields) -> StructuredOutput | None:
-    """Return the constraint on the text; None if it is free.
-
-    Raises:
-        ValidationError: there are two that differ.
-    """
-    config, older = request.output_config, request.output_format
-    wanted = None if config is None else config.format
-    if wanted is not None and older is not None and wanted != older:
-        raise ValidationError("`output_config.format` and `output_format` exclude each other")
-    field = "output_format" if wanted is None else "output_config.format"
-    wanted = wanted or older
-    if wanted is None:
-        return None
-    return StructuredOutput("json_schema", wanted.json_schema, f"{field}.schema")
 
 
 def _variables(request: ConversationFields, context: AppContext) -> dict[str, bool] | None:

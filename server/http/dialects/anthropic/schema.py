@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.http.body.field_types import MAX_MESSAGES, optional
 from server.http.body.sampling_fields import SMALLEST, number
-from server.http.dialects.openai.schema import UINT32_MAX, SamplingFields
+from server.http.dialects.openai.schema import UINT32_MAX, ConstraintFields, SamplingFields
 
 NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "anthropic_version": ("bedrock-2023-05-31", "vertex-2023-10-16"),
@@ -133,7 +133,7 @@ class CountTokensBody(ConversationFields):
     """A conversation whose tokens are counted."""
 
 
-class MessagesBody(SamplingFields, ConversationFields):
+class MessagesBody(SamplingFields, ConstraintFields, ConversationFields):
     """A conversation, which the model continues."""
 
     max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] = Field(

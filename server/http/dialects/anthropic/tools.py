@@ -21,14 +21,16 @@ class ChatTools(NamedTuple):
     """The tools of a request, in the form of the Responses API.
 
     Attributes:
-        definitions: of the tools; None for none.
+        definitions: of the tools.
+        fields: the request's field of each of them.
         choice: which of them are called; None for the default.
         parallel: whether one message may have several calls; None for the default.
         eager: names of the tools whose input is streamed while it is generated.
         warnings: what has no effect.
     """
 
-    definitions: list[dict[str, Any]] | None
+    definitions: list[dict[str, Any]]
+    fields: list[str]
     choice: str | dict[str, Any] | None
     parallel: bool | None
     eager: frozenset[str]
@@ -44,6 +46,7 @@ def chat_tools(request: ConversationFields) -> ChatTools:
         ValidationError: a definition or the choice is not valid.
     """
     definitions: list[dict[str, Any]] = []
+    fields: list[str] = []
     skipped: list[str] = []
     ignored: set[str] = set()
     eager: set[str] = set()
@@ -59,6 +62,7 @@ def chat_tools(request: ConversationFields) -> ChatTools:
         definition: dict[str, Any] = {"type": "function"}
         definition |= {key: tool[key] for key in ("name", "description", "strict") if key in tool}
         definitions.append(definition | {"parameters": schema})
+        fields.append(f"tools.{i}")
         ignored |= {key for key in _NO_EFFECT if tool.get(key)}
         name = tool.get("name")
         if isinstance(name, str) and tool.get("eager_input_streaming") is True:
@@ -69,7 +73,8 @@ def chat_tools(request: ConversationFields) -> ChatTools:
     choice = request.tool_choice
     parallel = choice is None or not choice.disable_parallel_tool_use
     return ChatTools(
-        definitions or None,
+        definitions,
+        fields,
         _read_choice(request, [tool.get("name") for tool in definitions]),
         None if parallel else False,
         frozenset(eager),

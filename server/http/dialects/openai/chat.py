@@ -69,6 +69,7 @@ class ChatAnswer:
 
     _prompt_field = "messages"
     _nested_tools = True
+    _tool_fields: list[str] | None = None
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -97,7 +98,11 @@ class ChatAnswer:
         self._request = request
         self._messages = messages
         self._tools = tools = read_tools(
-            request, context, nested=self._nested_tools, constraint=constraint
+            request,
+            context,
+            nested=self._nested_tools,
+            fields=self._tool_fields,
+            constraint=constraint,
         )
         self._options = check(
             request,
@@ -134,21 +139,23 @@ class ChatAnswer:
         """
         if self._tools is not None:
             await self._tools.check(self._context)
-        token_ids = await self.prompt(longest_prompt(self._info, self._options.truncate))
+        token_ids = await self.prompt()
         limit = self._output_limit()
         return await submit(self._context, self._info, self._options, [token_ids], limit)
 
-    async def prompt(self, most: int | None = None) -> list[int]:
+    async def prompt(self) -> list[int]:
         """Render the conversation with the chat template and tokenize it.
-
-        Args:
-            most: limit of tokens, as for `AppContext.encode`.
 
         Raises:
             ValidationError: the model has no chat template, or the conversation is too long.
         """
-        request = self._request
         messages, tools = messages_for_template(self._context, self._messages, self._tools)
+        return await self._encode(messages, tools)
+
+    async def _encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        request = self._request
         return await encode_conversation(
             self._context,
             messages,
@@ -156,8 +163,12 @@ class ChatAnswer:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
-            most=most,
+            most=self._most_tokens(),
         )
+
+    def _most_tokens(self) -> int | None:
+        """Return the most tokens of a prompt that is tokenized at all; None for any number."""
+        return longest_prompt(self._info, self._options.truncate)
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""
@@ -183,14 +194,35 @@ class ChatAnswer:
         )
 
     def _format(self, generation: Generation) -> _ChatFormat:
-        fields = (generation, self._options, self._context.tokenizer, "chatcmpl-", self.warnings)
+        last = self._messages[-1]
+        echoed = last["content"] if self._request.echo and last["role"] == _ASSISTANT else None
+        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed or "")
         return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
-    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`."""
+    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`.
 
-    _first_delta = ChatDelta(role=_ASSISTANT, content="")
+    Args:
+        generation: the request's completions.
+        options: the request's options.
+        tokenizer: the model's tokenizer.
+        warnings: fields without effect.
+        echoed: text before that of each message.
+    """
+
+    _no_text: str | None = ""
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: Options,
+        tokenizer: Tokenizer,
+        warnings: tuple[str, ...],
+        echoed: str,
+    ) -> None:
+        super().__init__(generation, options, tokenizer, "chatcmpl-", warnings)
+        self._echoed = echoed
 
     def reply(self) -> ChatReply:
         """Build the whole reply."""
@@ -199,6 +231,7 @@ class _ChatFormat(ReplyFormat):
             object="chat.completion",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=[
                 self._choice(completion, index)
                 for index, completion in enumerate(self.generation.returned)
@@ -211,9 +244,8 @@ class _ChatFormat(ReplyFormat):
     def begin(self, completion: Completion, index: int) -> bytes:
         """Render the event with the role."""
         del completion
-        choice = ChatChunkChoice(
-            index=index, delta=self._first_delta, logprobs=None, finish_reason=None
-        )
+        delta = ChatDelta(role=_ASSISTANT, content=self._echoed or self._no_text)
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         return event_frame(self._chunk([choice], self.event_usage(), UNSET, begins=True))
 
     def chunk(
@@ -245,7 +277,7 @@ class _ChatFormat(ReplyFormat):
 
     def _message(self, completion: Completion) -> ChatMessage:
         """Build the whole message."""
-        return ChatMessage(role=_ASSISTANT, content=completion.text)
+        return ChatMessage(role=_ASSISTANT, content=self._echoed + completion.text)
 
     def _choice(self, completion: Completion, index: int) -> ChatChoice:
         message = self._message(completion)
@@ -273,6 +305,7 @@ class _ChatFormat(ReplyFormat):
             object="chat.completion.chunk",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=choices,
             usage=usage,
             prompt_token_ids=self._prompt_token_ids() if begins else UNSET,
@@ -294,21 +327,21 @@ class _ToolFormat(_ChatFormat):
     """As `_ChatFormat`, for messages that may call tools.
 
     Args:
-        tools: that may be called; the others are those of `ReplyFormat`.
+        tools: that may be called; the others are those of `_ChatFormat`.
     """
 
-    _first_delta = ChatDelta(role=_ASSISTANT, content=None)
+    _no_text = None
 
     def __init__(
         self,
         generation: Generation,
         options: Options,
         tokenizer: Tokenizer,
-        id_prefix: str,
         warnings: tuple[str, ...],
+        echoed: str,
         tools: ToolUse,
     ) -> None:
-        super().__init__(generation, options, tokenizer, id_prefix, warnings)
+        super().__init__(generation, options, tokenizer, warnings, echoed)
         self.plain = False  # the text of an event depends on those before it
         self._tools = tools
         self._calls = {c: CallRenderer(tools) for c in generation.completions}
@@ -330,4 +363,5 @@ class _ToolFormat(_ChatFormat):
         content, calls = whole_message(self._tools, completion.text)
         if calls:
             self._with_calls.add(completion)
+        content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)

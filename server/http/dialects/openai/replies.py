@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a text's tokens; null for the first token of an echoed prompt.
 
-    `text_offset` is where each token begins in the concatenation of `tokens`.
+    `text_offset` is where each token begins, in characters of the text. The tokens at a position have different names.
     """
 
     tokens: list[str]
@@ -66,6 +66,7 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
@@ -136,6 +137,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -177,10 +179,18 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """Prompt tokens whose keys and values were in the prefix cache; writing them there is not counted."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -193,7 +203,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -230,10 +240,31 @@ class FunctionCall(
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
     status: str
 
 
-OutputItem: TypeAlias = OutputMessage | FunctionCall
+class CustomToolCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool, with a text. `status` is `in_progress`, `completed` or `incomplete`."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+    status: str
+
+
+OutputItem: TypeAlias = OutputMessage | FunctionCall | CustomToolCall
+
+
+class ReasoningSettings(msgspec.Struct, frozen=True):
+    """How the model reasons: not at all."""
+
+    effort: None = None
+    summary: None = None
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -249,22 +280,27 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "response"
     created_at: int
     status: str
+    background: bool = False
+    completed_at: int | None = None
     error: None = None
     incomplete_details: IncompleteDetails | None
-    instructions: str | None
+    instructions: str | list[dict[str, Any]] | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
+    reasoning: ReasoningSettings = ReasoningSettings()
+    service_tier: str = "default"
     store: bool = False
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
-    truncation: str = "disabled"
+    truncation: str
     usage: ResponseUsage | None
     warnings: tuple[str, ...] | UnsetType = UNSET
 
@@ -283,6 +319,8 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     code: str | UnsetType = UNSET
     message: str | UnsetType = UNSET

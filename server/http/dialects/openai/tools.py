@@ -82,6 +82,7 @@ def read_tools(
     context: AppContext,
     *,
     nested: bool = True,
+    fields: Sequence[str] | None = None,
     constraint: StructuredOutput | None = None,
 ) -> ToolUse | None:
     """Read the tools of a request.
@@ -91,6 +92,7 @@ def read_tools(
         context: the application's context.
         nested: whether a definition has its fields in an object `function`, and a choice of several tools in an object
             `allowed_tools`, as in chat; otherwise they are beside `type`, as in responses.
+        fields: the field of each definition, for error messages; None if they are all entries of `tools`.
         constraint: on the text, if the body does not state it itself.
 
     Returns:
@@ -112,7 +114,8 @@ def read_tools(
         )
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(request.tools):
-        tool = _read_tool(definition, f"tools.{i}", context.tool_format, nested=nested)
+        field = f"tools.{i}" if fields is None else fields[i]
+        tool = _read_tool(definition, field, context.tool_format, nested=nested)
         if tool.name in tools:
             raise ValidationError(f"`tools` has several functions with the name `{tool.name}`")
         tools[tool.name] = tool
@@ -249,7 +252,8 @@ def _read_tool(
                 f"`{field}.{key}` of the tool `{name}` must be {expected}. Given: {describe(value)}"
             )
     try:
-        return make_tool(format_, name, function.get("parameters"))
+        strict = bool(function.get("strict"))
+        return make_tool(format_, name, function.get("parameters"), strict=strict)
     except GrammarError as error:
         raise _refusal(name, f"`parameters`: {error}") from None
 

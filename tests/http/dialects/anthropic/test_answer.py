@@ -135,7 +135,12 @@ async def test_an_empty_last_message_of_the_assistant_is_no_message(ask, prompt,
 
 
 @pytest.mark.parametrize(
-    "fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}]
+    "fields",
+    [
+        {"output_config": {"format": FORMAT}},
+        {"output_format": FORMAT},
+        {"structured_outputs": {"regex": "a+"}},
+    ],
 )
 async def test_a_schema_constrains_the_text(ask, engine, fields):
     await ask(**fields)
@@ -152,7 +157,7 @@ async def test_a_schema_constrains_the_text(ask, engine, fields):
         ),
         (
             {"output_config": {"format": FORMAT}, "output_format": FORMAT | {"schema": {}}},
-            "`output_config.format` and `output_format` exclude each other",
+            "`output_config.format.schema` and `output_format.schema` exclude each other",
         ),
         ({"output_format": {"type": "json_schema"}}, "`output_format.schema` is required"),
         ({"max_tokens": None}, "`max_tokens` must be an integer. Given: null"),
