@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,12 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 
 from model.errors import GrammarError
 from model.text.lark import JSON_OPTIONS, check_size, json_rule, quote
+from model.text.schema.lower import LEVELS, Unenforced
+from model.text.schema.modern import Schema
+from model.text.schema.patterns import check_pattern
+from model.text.schema.reduce import describe, lower
 from model.text.tokenizer import Tokenizer
+from model.text.tools.translate import translate_tools
 
 WORD_BITS: Final = 32
 
@@ -295,34 +300,100 @@ def _clear_bits(words: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
         view[token_id // WORD_BITS] &= np.uint32(~(1 << token_id % WORD_BITS) & 0xFFFFFFFF)
 
 
+class Translation(NamedTuple):
+    """A constraint in llguidance's format.
+
+    Attributes:
+        grammar: the serialized grammar.
+        unenforced: for each schema, a phrase that names the keywords that the grammar does not enforce; empty if it
+            enforces all of them.
+    """
+
+    grammar: str
+    unenforced: tuple[str, ...] = ()
+
+
 def serialize(kind: str, value: object) -> str:
+    """Translate a constraint without compiling it, all of which the grammar enforces; see `translate`."""
+    return translate(kind, value, strict=True).grammar
+
+
+def translate(
+    kind: str,
+    value: object,
+    *,
+    strict: bool = False,
+    level: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> Translation:
     """Translate a constraint to llguidance's format, without compiling it.
 
     Args:
-        kind: "json_schema", "json_object", "regex", "choice", "lark" or "structural_tag".
+        kind: "json_schema", "json_object", "regex", "choice", "lark", "structural_tag" or "tools".
         value: of plain JSON types; see `server.http.text.structured_output.StructuredOutput`.
+        strict: whether a keyword of a JSON schema that the grammar cannot enforce is an error.
+        level: of the reduction of JSON schemas; see `model.text.schema.lower.lower_schema`.
+        tokenizer: needed for "tools" only.
 
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.
     """
-    check_size(value)
     if kind == "json_object":
-        return _json_grammar({"type": "object"})
+        return Translation(_json_grammar({"type": "object"}))
     if kind == "json_schema":
-        return _json_grammar(_schema(value))
-    if kind == "choice":
-        return _choice_grammar(value)
+        lowered = lower(value, strict=strict, level=level)
+        check_size(lowered.schema)
+        return Translation(_json_grammar(lowered.schema), describe(lowered.unenforced))
+    if kind == "tools":
+        assert tokenizer is not None
+        translated = translate_tools(value, tokenizer, level=level)
+        return Translation(LLMatcher.grammar_from_lark(translated.grammar), translated.unenforced)
     if kind == "structural_tag":
-        return _tag_grammar(value)
+        return _tag_grammar(value, strict=strict, level=level)
+    check_size(value)
+    if kind == "choice":
+        return Translation(_choice_grammar(value))
     if not isinstance(value, str):
         raise GrammarError("must be a string")
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
+        check_pattern(value)
+        return Translation(LLMatcher.grammar_from_regex(value))
     assert kind == "lark", kind
     try:
-        return grammar_from("grammar", value)
+        return Translation(grammar_from("grammar", value))
     except (ValueError, RecursionError) as error:
         raise GrammarError(_one_line(str(error))) from None
+
+
+def compile_constraint(
+    tokenizer: GrammarTokenizer,
+    kind: str,
+    value: object,
+    *,
+    strict: bool = False,
+    text_tokenizer: Tokenizer | None = None,
+) -> Translation:
+    """Translate a constraint and check the grammar. May take long, or end the process.
+
+    A JSON schema that the library refuses is reduced further, unless it is strict.
+
+    Raises:
+        GrammarError: see `translate` and `check`.
+    """
+    refusal: GrammarError | None = None
+    levels = LEVELS if kind in ("json_schema", "structural_tag", "tools") and not strict else 1
+    for level in range(levels):
+        found = translate(kind, value, strict=strict, level=level, tokenizer=text_tokenizer)
+        try:
+            check(tokenizer, found.grammar)
+        except GrammarError as error:
+            refusal = refusal or error
+            if _NOTHING_FOLLOWS.search(str(error)):
+                break
+            continue
+        return found
+    assert refusal is not None
+    raise refusal
 
 
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
@@ -338,27 +409,13 @@ def _options() -> Any:  # noqa: ANN401 - the library's type lacks that values ma
     return dict(JSON_OPTIONS)
 
 
-def _schema(value: object) -> dict[str, Any] | bool:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"is not valid JSON: {error}") from None
-        check_size(value)
-    if not isinstance(value, dict | bool):
-        raise GrammarError("must be a JSON schema, an object")
-    if isinstance(value, dict) and "x-guidance" in value:
-        raise GrammarError("the JSON schema keyword `x-guidance` is not supported")
-    return value
-
-
 def _choice_grammar(value: object) -> str:
     if not (isinstance(value, list) and value and all(isinstance(choice, str) for choice in value)):
         raise GrammarError("must be a list of strings, at least one")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
 
 
-def _tag_grammar(value: object) -> str:
+def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
     """Translate `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`.
 
     Text is free up to a trigger. From there on one of the structures whose `begin` starts with it must follow.
@@ -368,7 +425,6 @@ def _tag_grammar(value: object) -> str:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"is not valid JSON: {error}") from None
-        check_size(value)
     if not isinstance(value, dict):
         raise GrammarError("must be an object with `structures` and `triggers`")
     unknown = [key for key in value if key not in ("type", "structures", "triggers")]
@@ -380,8 +436,15 @@ def _tag_grammar(value: object) -> str:
     if not (isinstance(triggers, list) and triggers and all(_is_text(t) for t in triggers)):
         raise GrammarError("`triggers` must be a list of strings, not empty")
     bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    unenforced: list[Unenforced] = []
     for i, structure in enumerate(structures):
-        trigger, body = _structure(structure, triggers, f"structures.{i}")
+        schema = structure.get("schema", {}) if isinstance(structure, dict) else {}
+        lowered = lower(schema, strict=strict, level=level)
+        unenforced += [
+            Unenforced(keyword, f"/structures/{i}/schema{place}")
+            for keyword, place in lowered.unenforced
+        ]
+        trigger, body = _structure(structure, lowered.schema, triggers, f"structures.{i}")
         bodies[trigger].append(body)
     lines = [
         "start: tag* tail",
@@ -395,10 +458,14 @@ def _tag_grammar(value: object) -> str:
             raise GrammarError(f"no structure begins with the trigger {quote(trigger)}")
         lines += [f"trigger_{i}[lazy]: TEXT {quote(trigger)}"]
         lines += [f"tag_{i}: trigger_{i} (" + " | ".join(found) + ")"]
-    return LLMatcher.grammar_from_lark("\n".join(lines))
+    text = "\n".join(lines)
+    check_size(text)
+    return Translation(LLMatcher.grammar_from_lark(text), describe(unenforced))
 
 
-def _structure(structure: object, triggers: list[str], where: str) -> tuple[str, str]:
+def _structure(
+    structure: object, schema: Schema, triggers: list[str], where: str
+) -> tuple[str, str]:
     """Return the trigger of a structure, and the rule for what follows it."""
     if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
         raise GrammarError(f"`{where}` must be an object with `begin`, `schema` and `end`")
@@ -411,7 +478,7 @@ def _structure(structure: object, triggers: list[str], where: str) -> tuple[str,
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
         raise GrammarError(f"`{where}.begin` starts with none of the triggers")
-    parts = [json_rule(_schema(structure.get("schema", {})))]
+    parts = [json_rule(schema)]
     if len(begin) > len(trigger):
         parts.insert(0, quote(begin[len(trigger) :]))
     if end:
@@ -423,6 +490,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
+_NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 

@@ -72,7 +72,7 @@ class Answer(Protocol):
         num_sequences: sequences to generate.
         streaming: whether the answer is a stream of server-sent events.
         warnings: a sentence for each accepted field without effect; without text from the client, except
-            names of fields.
+            names of fields. The answer also reports those of its `Generation`.
     """
 
     operation: str
@@ -223,4 +223,5 @@ def _figures(record: RequestRecord, generation: Generation | None) -> RequestFig
 
 
 def _headers(answer: Answer, generation: Generation, timings: Timings | None) -> Headers:
-    return [*answer.headers(generation, timings), *warnings_header(answer.warnings)]
+    warnings = (*answer.warnings, *generation.warnings)
+    return [*answer.headers(generation, timings), *warnings_header(warnings)]

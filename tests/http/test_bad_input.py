@@ -133,8 +133,9 @@ BAD_PARAMETERS = [
         "`grammar.json.value` must be an object or a string. Given: 5",
     ),
     (
-        {"grammar": {"type": "json", "value": {"not": {}}}},
-        "`grammar.value`: the JSON schema keyword `not` is not supported",
+        {"grammar": {"type": "json", "value": {"items": {"type": "text"}}}},
+        "`grammar.value`: `type` at `/items` must be of null, boolean, integer, number, string, array, object. "
+        "Given: text",
     ),
     ({"adapter_id": "a/b"}, "`adapter_id` is not supported"),
     ({"topp": 0.5}, "unknown field `parameters.topp`; did you mean `parameters.top_p`?"),

@@ -103,26 +103,26 @@ class _Writer:
 
 def _value(rule: str, parameter: Parameter) -> tuple[str, list[str]]:
     """Return the expression for a parameter's value with its end, and the rules that it needs."""
-    if not parameter.is_text:
-        return f"{json_rule(parameter.schema)} {quote(PARAMETER_END)}", []
     schema = parameter.schema
+    if not parameter.is_text:
+        return f"{json_rule(schema)} {quote(PARAMETER_END)}", []
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
     choices = schema.get("enum")
-    if not isinstance(choices, list | None):
-        raise GrammarError("`enum` must be a list")
-    if "const" in schema:
-        choices = [schema["const"]] if choices is None or schema["const"] in choices else []
     if choices is None:
         count = f"{{{shortest},{'' if longest is None else longest}}}"
-        line = f"{rule}_text[suffix={quote(PARAMETER_END)}]: /(?s:.{count})/"
-        return f"{rule}_text", [line]
+        terminal = f"{rule.upper()}_TEXT"
+        # A pattern is `^(?:EXPRESSION)$`; a terminal is matched as a whole.
+        parts = [f"/(?s:.{count})/", *(f"/{p[1:-1]}/" for p in schema.get("patterns", ()))]
+        return f"{rule}_text", [
+            f"{terminal}: {' & '.join(parts)}",
+            f"{rule}_text[suffix={quote(PARAMETER_END)}]: {terminal}",
+        ]
     allowed = [
         choice
         for choice in choices
-        if isinstance(choice, str)
-        and len(choice) >= shortest
-        and (longest is None or len(choice) <= longest)
-        and PARAMETER_END not in choice + PARAMETER_END[:-1]
+        if isinstance(choice, str) and PARAMETER_END not in choice + PARAMETER_END[:-1]
     ]
     if not allowed:
         raise GrammarError(f"no text can be the value of `{parameter.name}`")

@@ -93,21 +93,21 @@ class MessagesAnswer(ChatAnswer):
         message = self._message(generation)
         text = generation.returned[0].text
         if message.is_empty:
-            return _encode(message.finished([], 0, self.warnings))
+            return _encode(message.finished([]))
         if self._tools is None:
             content: list[ContentBlock] = [TextBlock(text)] if text else []
-            return _encode(message.finished(content, 0, self.warnings))
+            return _encode(message.finished(content))
         blocks = ContentBlocks(self._tools, self._eager)
         blocks.push(text, ended=True)
-        return _encode(message.finished(blocks.finished, blocks.num_calls, self.warnings))
+        return _encode(message.finished(blocks.finished, blocks.num_calls))
 
     def renderer(self, generation: Generation) -> StreamRenderer:
         """Make the renderer of the stream's events."""
         message = self._message(generation)
         if self._tools is None or message.is_empty:
             texts = TokenJSON(self._context.tokenizer, self._texts)
-            return TextEvents(message, self.warnings, texts)
-        return BlockEvents(message, self.warnings, ContentBlocks(self._tools, self._eager))
+            return TextEvents(message, texts)
+        return BlockEvents(message, ContentBlocks(self._tools, self._eager))
 
     def _output_limit(self) -> OutputLimit:
         # As in the API, a message may fill the context before it has all of `max_tokens`.
@@ -119,7 +119,7 @@ class MessagesAnswer(ChatAnswer):
         )
 
     def _message(self, generation: Generation) -> MessageFormat:
-        return MessageFormat(generation, self._options.model, self._max_tokens)
+        return MessageFormat(generation, self._options.model, self._max_tokens, self.warnings)
 
 
 class _CountedMessages(MessagesAnswer):

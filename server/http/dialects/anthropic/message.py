@@ -29,14 +29,18 @@ class MessageFormat:
         generation: the request's completion.
         model: the name of the model.
         max_tokens: the requested limit of tokens; 0 if the message has none, although one is generated.
+        warnings: what has no effect.
     """
 
-    def __init__(self, generation: Generation, model: str, max_tokens: int) -> None:
+    def __init__(
+        self, generation: Generation, model: str, max_tokens: int, warnings: tuple[str, ...]
+    ) -> None:
         self._generation = generation
         self._completion = generation.completions[0]
         self._max_tokens = max_tokens
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
+        self._warnings = warnings
 
     @property
     def is_empty(self) -> bool:
@@ -54,11 +58,9 @@ class MessageFormat:
             usage=self._usage(),
         )
 
-    def finished(
-        self, content: list[ContentBlock], num_calls: int, warnings: tuple[str, ...]
-    ) -> MessageReply:
+    def finished(self, content: list[ContentBlock], num_calls: int = 0) -> MessageReply:
         """Build the message after its last token."""
-        end = self.ended(num_calls, warnings)
+        end = self.ended(num_calls)
         return msgspec.structs.replace(
             self.begun(),
             content=content,
@@ -68,19 +70,14 @@ class MessageFormat:
             warnings=end.warnings,
         )
 
-    def ended(self, num_calls: int, warnings: tuple[str, ...]) -> MessageDelta:
-        """Build the event after the last block.
-
-        Args:
-            num_calls: complete calls in the message.
-            warnings: what had no effect.
-        """
+    def ended(self, num_calls: int) -> MessageDelta:
+        """Build the event after the last block, of a message with a number of complete calls."""
         stop = self._completion.stop_reason
         sequence = stop if isinstance(stop, str) else None
         return MessageDelta(
             delta=StopDelta(self._stop_reason(num_calls, sequence), sequence),
             usage=self._usage(),
-            warnings=warnings or UNSET,
+            warnings=(*self._warnings, *self._generation.warnings) or UNSET,
         )
 
     def _stop_reason(self, num_calls: int, sequence: str | None) -> str:

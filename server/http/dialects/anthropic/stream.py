@@ -45,9 +45,8 @@ _HEAD, _TAIL = event_frame(ContentBlockDelta(0, TextDelta(""))).rsplit(_EMPTY, 1
 class _Events:
     """What the renderers of both kinds of streams have in common."""
 
-    def __init__(self, message: MessageFormat, warnings: tuple[str, ...]) -> None:
+    def __init__(self, message: MessageFormat) -> None:
         self._message = message
-        self._warnings = warnings
         self._begun = False
 
     def fail(self, error: TesseraError) -> bytes:
@@ -62,17 +61,14 @@ class _Events:
         return event_frame(MessageStart(self._message.begun())) + event_frame(Ping())
 
     def _end(self, num_calls: int) -> bytes:
-        ended = self._message.ended(num_calls, self._warnings)
-        return event_frame(ended) + event_frame(MessageStop())
+        return event_frame(self._message.ended(num_calls)) + event_frame(MessageStop())
 
 
 class BlockEvents(_Events):
     """Renders a stream that may call tools; implements `server.http.reply.streaming.StreamRenderer`."""
 
-    def __init__(
-        self, message: MessageFormat, warnings: tuple[str, ...], blocks: ContentBlocks
-    ) -> None:
-        super().__init__(message, warnings)
+    def __init__(self, message: MessageFormat, blocks: ContentBlocks) -> None:
+        super().__init__(message)
         self._blocks = blocks
 
     def token(self, completion: Completion, event: TokenEvent) -> bytes:
@@ -90,8 +86,8 @@ class BlockEvents(_Events):
 class TextEvents(_Events):
     """Renders a stream without tools, one text; implements `server.http.reply.streaming.StreamRenderer`."""
 
-    def __init__(self, message: MessageFormat, warnings: tuple[str, ...], texts: TokenJSON) -> None:
-        super().__init__(message, warnings)
+    def __init__(self, message: MessageFormat, texts: TokenJSON) -> None:
+        super().__init__(message)
         self._texts = texts
         self._has_text = False
 

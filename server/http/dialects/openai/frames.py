@@ -62,7 +62,17 @@ class ChunkFormat(Protocol):
 class ChunkRenderer:
     """Renders the events of one stream; implements `server.http.reply.streaming.StreamRenderer`."""
 
-    __slots__ = ("_chunks", "_heads", "_indices", "_plain", "_tail", "_texts", "_tokenizer")
+    __slots__ = (
+        "_chunks",
+        "_heads",
+        "_held",
+        "_holds",
+        "_indices",
+        "_plain",
+        "_tail",
+        "_texts",
+        "_tokenizer",
+    )
 
     def __init__(
         self, generation: Generation, chunks: ChunkFormat, tokenizer: Tokenizer, texts: TokenTexts
@@ -74,6 +84,9 @@ class ChunkRenderer:
         self._indices = {completion: i for i, completion in enumerate(generation.completions)}
         self._heads: dict[Completion, bytes] = {}  # of the choices that have begun
         self._tail = b""
+        # Last tokens wait until the texts were checked, since their events report the warnings.
+        self._holds = generation.checks_texts
+        self._held: list[tuple[Completion, int, str, Token | None]] = []
 
     def token(self, completion: Completion, event: TokenEvent) -> bytes:
         """Append a token to its completion and render its event."""
@@ -90,8 +103,11 @@ class ChunkRenderer:
         text = completion.push(event)
         if not self._plain or completion.finish_reason is not None:
             token = None if self._plain else completion.describe(event, text)
-            chunk = self._chunks.chunk(completion, self._indices[completion], text, token)
-            return event_frame(chunk)
+            fields = (completion, self._indices[completion], text, token)
+            if self._holds and completion.finish_reason is not None:
+                self._held.append(fields)
+                return b""
+            return event_frame(self._chunks.chunk(*fields))
         encoded = _encode(text)
         token_id = event.token_id
         assert token_id is not None
@@ -101,7 +117,8 @@ class ChunkRenderer:
 
     def end(self) -> bytes:
         """Render the end of the stream."""
-        return self._chunks.end() + DONE
+        held = [event_frame(self._chunks.chunk(*fields)) for fields in self._held]
+        return b"".join(held) + self._chunks.end() + DONE
 
     def fail(self, error: TesseraError) -> bytes:
         """Render an error and the end of the stream."""

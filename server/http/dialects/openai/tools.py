@@ -13,8 +13,8 @@ from msgspec import UNSET
 from model.errors import GrammarError
 from model.text.tools.conversation import as_plain_messages
 from model.text.tools.definitions import Tool, make_tool
-from model.text.tools.grammar import calls_grammar
 from model.text.tools.parser import CallDelta, CallParser, MessageDelta
+from model.text.tools.translate import ToolsConstraint
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
 from server.http.dialects.openai.constraints import find_constraint
@@ -69,7 +69,9 @@ class ToolUse:
             await compile_grammar(context, self.constraint)
         except ValidationError as error:
             for tool in self.tools:
-                schema = StructuredOutput("json_schema", tool.schema, "parameters")
+                schema = StructuredOutput(
+                    "json_schema", tool.schema, "parameters", strict=tool.strict
+                )
                 try:
                     await compile_grammar(context, schema)
                 except ValidationError as cause:
@@ -127,18 +129,14 @@ def read_tools(
             f"`{other.field}` and `tools` exclude each other, unless `tool_choice` is none"
         )
     allowed = tuple(tools[name] for name in names)
-    try:
-        grammar = calls_grammar(
-            context.tool_format,
-            allowed,
-            context.tokenizer,
-            required=mode != "auto",
-            parallel=mode != "function" and request.parallel_tool_calls is not False,
-        )
-    except GrammarError as error:
-        raise ValidationError(f"`tools`: {error}") from None
+    wanted = ToolsConstraint(
+        format=context.tool_format.name,
+        tools=[(tool.name, tool.schema, tool.strict) for tool in allowed],
+        required=mode != "auto",
+        parallel=mode != "function" and request.parallel_tool_calls is not False,
+    )
     definitions = request.tools if nested else [_nest(tool) for tool in request.tools]
-    calls = StructuredOutput("lark", grammar, "tools")
+    calls = StructuredOutput("tools", wanted, "tools")
     return ToolUse(context.tool_format, allowed, definitions, calls)
 
 

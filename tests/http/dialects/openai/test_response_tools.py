@@ -362,7 +362,16 @@ async def test_calls_of_different_turns_are_different_messages(ask, engine, toke
         ({"tools": [TOOL, TOOL]}, "tools", "has several functions with the name `weather`"),
         ({"tools": [TOOL | {"parameters": []}]}, "tools.0.parameters", "must be a JSON schema"),
         (
-            {"tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}}]},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "name": "f",
+                        "parameters": {"properties": {"a": {"uniqueItems": True}}},
+                        "strict": True,
+                    }
+                ]
+            },
             "tools",
             "the tool `f` cannot be used: `parameters`: the JSON schema keyword `uniqueItems` is not supported",
         ),

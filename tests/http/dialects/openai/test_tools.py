@@ -27,7 +27,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 OTHER_CALL = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 UNSUPPORTED = {
     "type": "function",
-    "function": {"name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}},
+    "function": {
+        "name": "f",
+        "parameters": {"properties": {"a": {"uniqueItems": True}}},
+        "strict": True,
+    },
 }
 BAD_CALL = {"function": {"name": "f", "arguments": "{"}}
 USER = {"role": "user", "content": "hi"}
