@@ -55,7 +55,10 @@ def read_conversation(request: ConversationFields) -> Conversation:
             raise ValidationError(
                 f"`{field}.role` must be one of {', '.join(_ROLES)}. Given: {_given(role)}"
             )
-        reader.add(role, message.get("content"), f"{field}.content")
+        content = message.get("content")
+        if content == [] and role != "assistant":
+            raise ValidationError(f"`{field}.content` cannot be empty")
+        reader.add(role, content, f"{field}.content")
     return reader.finish()
 
 
@@ -111,7 +114,7 @@ class _Reader:
             messages.pop()
             continues = False
         if not messages:
-            raise ValidationError("`messages` cannot be empty")
+            raise ValidationError("`messages` has no text that begins a prompt")
         for message in messages:
             texts = message["content"]
             if not texts and "tool_calls" in message:

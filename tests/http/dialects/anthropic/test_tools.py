@@ -227,7 +227,10 @@ async def test_fields_of_tools_without_effect_are_in_the_warnings(call):
         ({"tools": [SEARCH, {"name": 1, "input_schema": {}}]}, "`tools.1.name` must have 1 to 64 letters"),
         ({"tools": [{"name": {}, "input_schema": {}, "eager_input_streaming": True}]}, "`tools.0.name` must have"),
         ({"tools": [TOOL, TOOL]}, "`tools` has several functions with the name `weather`"),
-        ({"tool_choice": {"type": "tool"}}, "`tool_choice.name` is required with the type `tool`"),
+        (
+            {"tool_choice": {"type": "tool"}},
+            "`tool_choice.name` must be the name of a tool with a schema. Given: null",
+        ),
         (
             {"tool_choice": {"type": "tool", "name": "other"}},
             "`tool_choice.name` must be the name of a tool with a schema. Given: `other`",
