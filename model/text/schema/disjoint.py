@@ -42,11 +42,8 @@ class Disjointness:
                 return True
         kinds_a, kinds_b = self._types(a), self._types(b)
         common = kinds_a & kinds_b
-        if (
-            ("number" in kinds_a
-            and "integer" in kinds_b)
-            or ("number" in kinds_b
-            and "integer" in kinds_a)
+        if ("number" in kinds_a and "integer" in kinds_b) or (
+            "number" in kinds_b and "integer" in kinds_a
         ):
             common |= {"integer"}
         return all(_DIFFER.get(kind, _never)(self, a, b, depth) for kind in common)

@@ -504,6 +504,8 @@ def _is_exact(value: Any) -> bool:  # noqa: ANN401 - a JSON value
         return True
     if isinstance(value, int):
         return abs(value) < 2**63 and int(float(value)) == value
+    if isinstance(value, float):
+        return abs(value) < 2**53  # larger ones are written as integers
     if isinstance(value, list):
         return all(map(_is_exact, value))
     if isinstance(value, dict):

@@ -37,13 +37,13 @@ def integer_bounds(node: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         lost.append("multipleOf")
     if least is not None and most is not None and least > most:
         return {"minimum": 1, "maximum": 0}, lost
+    kept = [key for key in KEYWORDS[:4] if key in node]
+    if (least or 0) > _MOST_INTEGER or (most or 0) < -_MOST_INTEGER:
+        return out, lost + kept
     lowest = None if least is None else _float_above(max(least, -_MOST_INTEGER))
     highest = None if most is None else _float_below(min(most, _MOST_INTEGER))
-    beyond = (least is not None and least > _MOST_INTEGER) or (
-        most is not None and most < -_MOST_INTEGER
-    )
-    if beyond or (lowest is not None and highest is not None and lowest > highest):
-        return out, lost + [key for key in KEYWORDS[:4] if key in node]
+    if lowest is not None and highest is not None and lowest > highest:
+        return out, lost + kept
     if lowest is not None:
         out["minimum"] = lowest
     if highest is not None:
@@ -76,7 +76,9 @@ def number_bounds(node: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         out["minimum"] = _inside(lowest, width, 1) if low[1] else _exactly(lowest)
     if highest is not None and high is not None:
         out["maximum"] = _inside(highest, width, -1) if high[1] else _exactly(highest)
-    if width is not None and (width < 0 or (not width and ((low and low[1]) or (high and high[1])))):
+    if width is not None and (
+        width < 0 or (not width and ((low and low[1]) or (high and high[1])))
+    ):
         return {"minimum": 1, "maximum": 0}, lost
     if width is not None and out["minimum"] > out["maximum"]:
         return {k: v for k, v in out.items() if k == "multipleOf"}, lost + [

@@ -81,6 +81,7 @@ def make_tool(
 
 def _read_parameters(schema: dict[str, Any]) -> tuple[Parameter, ...]:
     references = References(schema)
+    base = references.base_of(schema, "")
     properties: dict[str, Any] = {}
     required: dict[str, None] = {}
     for part in _object_parts(references, schema):
@@ -102,31 +103,31 @@ def _read_parameters(schema: dict[str, Any]) -> tuple[Parameter, ...]:
             )
         if not isinstance(value, dict | bool):
             raise GrammarError("each value in `properties` must be a schema")
-        parameters.append(Parameter(name, name in required, value, _is_text(references, value)))
+        parameters.append(Parameter(name, name in required, value, _is_text(references, value, base)))
     return tuple(parameters)
 
 
 def _object_parts(references: References, schema: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - a JSON value
     """Return a schema and what it refers to or consists of, as far as it says which properties there are."""
-    parts, level = [], [schema]
+    parts, level = [], [(schema, references.base_of(schema, ""))]
     while level and len(parts) < _MOST_REFERENCES:
-        node = level.pop(0)
+        node, base = level.pop(0)
         if not isinstance(node, dict):
             continue
         parts.append(node)
         if isinstance(reference := node.get("$ref"), str):
-            level.append(references.find(reference, "")[0])
+            level.append(references.find(reference, base))
         if isinstance(all_of := node.get("allOf"), list):
-            level += all_of
+            level += [(part, base) for part in all_of]
     return parts
 
 
-def _is_text(references: References, schema: Any) -> bool:  # noqa: ANN401 - a JSON value
+def _is_text(references: References, schema: Any, base: str) -> bool:  # noqa: ANN401 - a JSON value
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
             break
-        schema = references.find(reference, "")[0]
+        schema, base = references.find(reference, base)
     if not isinstance(schema, dict) or schema.get("nullable") is True:
         return False
     return schema.get("type") in ("string", ["string"])

@@ -63,6 +63,12 @@ StructuralTag = Annotated[
                 {"type": "string"},
                 {
                     "type": "object",
+                    "required": ["format"],
+                    "properties": {"type": {}, "format": {"type": "object"}},
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
                     "required": ["structures", "triggers"],
                     "properties": {
                         "type": {},
@@ -75,7 +81,8 @@ StructuralTag = Annotated[
         }
     ),
 ]
-"""Structures that may follow their triggers in free text: an object or JSON; `model.sampling.grammar` checks it."""
+"""Structures that may follow their triggers in free text, or a format: an object or JSON; `model.sampling.grammar`
+checks it."""
 
 
 def _check_false(value: bool) -> bool:

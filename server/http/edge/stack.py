@@ -11,6 +11,7 @@ from server.http.edge.api_keys import ApiKeyMiddleware, document_keys
 from server.http.edge.drain import DrainMiddleware
 from server.http.edge.hosts import AllowedHostsMiddleware
 from server.http.edge.origins import OriginMiddleware
+from server.http.edge.trailing_slash import TrailingSlashMiddleware
 from server.http.request_id import RequestIdMiddleware
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def install_edge(
         document_keys(app)
 
     def build_with_edge() -> ASGIApp:
-        stack: ASGIApp = DrainMiddleware(build(), lifecycle, render)
+        # Inside of what compares paths: what resembles a path without protection has none.
+        stack: ASGIApp = TrailingSlashMiddleware(build())
+        stack = DrainMiddleware(stack, lifecycle, render)
         if config.api_key:
             isolate = config.prefix_cache_sharing == "key"
             stack = ApiKeyMiddleware(stack, config.api_key, render, isolate_caches=isolate)

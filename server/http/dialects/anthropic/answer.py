@@ -62,7 +62,7 @@ class MessagesAnswer(ChatAnswer):
         warnings: tuple[str, ...],
     ) -> None:
         check_stop_strings(request.stop_sequences or (), context.config, "stop_sequences")
-        conversation = read_conversation(request)
+        conversation = read_conversation(request, parts=context.reads_parts)
         tools = chat_tools(request)
         constraint = find_constraint(request)
         if constraint is not None and conversation.continues:
@@ -91,14 +91,15 @@ class MessagesAnswer(ChatAnswer):
     def reply(self, generation: Generation) -> bytes:
         """Render the message."""
         message = self._message(generation)
-        text = generation.returned[0].text
+        completion = generation.returned[0]
+        text = completion.text
         if message.is_empty:
             return _encode(message.finished([]))
         if self._tools is None:
             content: list[ContentBlock] = [TextBlock(text)] if text else []
             return _encode(message.finished(content))
         blocks = ContentBlocks(self._tools, self._eager)
-        blocks.push(text, ended=True)
+        blocks.push(completion, text)
         return _encode(message.finished(blocks.finished, blocks.num_calls))
 
     def renderer(self, generation: Generation) -> StreamRenderer:

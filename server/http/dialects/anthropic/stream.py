@@ -75,7 +75,7 @@ class BlockEvents(_Events):
         """Append a token to its completion and render the events that it causes, often none."""
         text = completion.push(event)
         begin = self._begin()
-        events = self._blocks.push(text, ended=completion.finish_reason is not None)
+        events = self._blocks.push(completion, text)
         return begin + b"".join([event_frame(event) for event in events])
 
     def end(self) -> bytes:

@@ -12,9 +12,11 @@ from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
+from server.http.dialects.openai.functions import with_tools
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -29,7 +31,6 @@ from server.http.dialects.openai.schema import ChatBody
 from server.http.dialects.openai.tools import (
     CallRenderer,
     ToolUse,
-    messages_for_template,
     read_tools,
     whole_message,
 )
@@ -90,7 +91,11 @@ class ChatAnswer:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other"
             )
-        self.warnings = warnings
+        self._has_functions = not (request.functions is None and request.function_call is None)
+        if self._has_functions:
+            request = with_tools(request)
+            self._nested_tools = False
+            self._tool_fields = [f"functions.{i}" for i in range(len(request.functions or ()))]
         self.streaming = bool(request.stream)
         self._context = context
         self._info = info
@@ -104,6 +109,7 @@ class ChatAnswer:
             fields=self._tool_fields,
             constraint=constraint,
         )
+        self.warnings = warnings if tools is None else (*warnings, *tools.warnings)
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),
@@ -128,7 +134,8 @@ class ChatAnswer:
             UnknownModelError: it names a model that is not served.
         """
         request, warnings = parse_body(ChatBody, body, context.config)
-        return cls(context, info, request, read_messages(request.messages), texts, warnings)
+        messages = read_messages(request.messages, parts=context.reads_parts)
+        return cls(context, info, request, messages, texts, warnings)
 
     async def generate(self) -> Generation:
         """Render the conversation with the chat template, tokenize it and submit it.
@@ -149,8 +156,8 @@ class ChatAnswer:
         Raises:
             ValidationError: the model has no chat template, or the conversation is too long.
         """
-        messages, tools = messages_for_template(self._context, self._messages, self._tools)
-        return await self._encode(messages, tools)
+        tools = None if self._tools is None else self._tools.definitions
+        return await self._encode(self._messages, tools)
 
     async def _encode(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -195,9 +202,15 @@ class ChatAnswer:
 
     def _format(self, generation: Generation) -> _ChatFormat:
         last = self._messages[-1]
-        echoed = last["content"] if self._request.echo and last["role"] == _ASSISTANT else None
-        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed or "")
-        return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
+        echoed = ""
+        if self._request.echo and last["role"] == _ASSISTANT:
+            content: Any = last["content"] or ""
+            is_text = isinstance(content, str)
+            echoed = content if is_text else "".join(part["text"] for part in content)
+        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed)
+        if self._tools is None:
+            return _ChatFormat(*fields)
+        return (_FunctionFormat if self._has_functions else _ToolFormat)(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
@@ -250,7 +263,7 @@ class _ChatFormat(ReplyFormat):
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
-    ) -> ChatChunk:
+    ) -> ChatChunk | None:
         """Build the event of a token; see `ChunkFormat`."""
         tokens = () if token is None else (token,)
         ended = completion.finish_reason is not None
@@ -343,25 +356,55 @@ class _ToolFormat(_ChatFormat):
     ) -> None:
         super().__init__(generation, options, tokenizer, warnings, echoed)
         self.plain = False  # the text of an event depends on those before it
-        self._tools = tools
         self._calls = {c: CallRenderer(tools) for c in generation.completions}
-        self._with_calls: set[Completion] = set()
+        self._reports_tokens = (
+            options.logprobs.reported or options.token_ids or options.running_usage
+        )
 
     def finish_reason(self, completion: Completion) -> str | None:
-        """Return why a completion ended: `tool_calls` if it ended by itself and calls tools."""
+        """Return why a completion ended: `tool_calls` if it ended by itself, and its last call is complete."""
         reason = super().finish_reason(completion)
-        return "tool_calls" if reason == "stop" and completion in self._with_calls else reason
+        return "tool_calls" if reason == "stop" and self._calls[completion].complete else reason
+
+    def chunk(
+        self, completion: Completion, index: int, text: str, token: Token | None
+    ) -> ChatChunk | None:
+        """Build the event of a token; None if it would report nothing."""
+        chunk = super().chunk(completion, index, text, token)
+        if chunk is None or self._reports_tokens or completion.finish_reason is not None:
+            return chunk
+        return None if chunk.choices[0].delta == ChatDelta() else chunk
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
-        calls = self._calls[completion]
-        content, deltas = calls.push(text, ended=completion.finish_reason is not None)
-        if calls.calls_tools:
-            self._with_calls.add(completion)
+        content, deltas = self._calls[completion].push(completion, text)
         return ChatDelta(content=content or UNSET, tool_calls=deltas or UNSET)
 
     def _message(self, completion: Completion) -> ChatMessage:
-        content, calls = whole_message(self._tools, completion.text)
-        if calls:
-            self._with_calls.add(completion)
+        content, calls = whole_message(self._calls[completion], completion)
         content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)
+
+
+class _FunctionFormat(_ToolFormat):
+    """As `_ToolFormat`, for a request with `functions`: the call is the message's `function_call`."""
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended."""
+        reason = super().finish_reason(completion)
+        return "function_call" if reason == "tool_calls" else reason
+
+    def _delta(self, completion: Completion, text: str) -> ChatDelta:
+        delta = super()._delta(completion, text)
+        if delta.tool_calls is UNSET:
+            return delta
+        calls = [call.function for call in delta.tool_calls]
+        name = next((call.name for call in calls if call.name is not UNSET), UNSET)
+        call = CalledFunction(name=name, arguments="".join(call.arguments for call in calls))
+        return msgspec.structs.replace(delta, tool_calls=UNSET, function_call=call)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        message = super()._message(completion)
+        if message.tool_calls is UNSET:
+            return message
+        call = message.tool_calls[0].function
+        return msgspec.structs.replace(message, tool_calls=UNSET, function_call=call)

@@ -45,6 +45,8 @@ _MAX_PATTERN_CHARACTERS: Final = 100
 def find_constraint(body: ConstraintFields) -> StructuredOutput | None:
     """Return the constraint that a body states; None if the text is free.
 
+    Several fields may state the same one.
+
     Raises:
         ValidationError: there are several that differ, one lacks its value, or JSON cannot have the form that is asked
             for.

@@ -111,12 +111,16 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's message. `content` is null if it consists of calls."""
+    """The model's message. `content` is null if it consists of calls.
+
+    `function_call` is the call of a request with `functions`, which has no `tool_calls`.
+    """
 
     role: str
     content: str | None
     refusal: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +163,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -289,8 +289,10 @@ class ChatBody(TextFields, ToolFields):
         "Further variables for the chat template."
     )
     chat_template: None = optional("Not supported: null. The model's own template is used.")
-    functions: None = optional("Not supported: null. Use `tools`.")
-    function_call: None = optional("Not supported: null. Use `tool_choice`.")
+    functions: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = optional(
+        "Older form of `tools`."
+    )
+    function_call: ObjectOrText | None = optional("Older form of `tool_choice`.")
     modalities: list[Literal["text"]] | None = optional("Kinds of output: text only.")
     audio: None = optional("Not supported: null.")
 
@@ -321,9 +323,12 @@ class TokenizeMessagesBody(BaseModel):
     continue_final_message: bool | None = optional(
         "Leave the last message open; excludes `add_generation_prompt`."
     )
+    tools: list[dict[str, Any]] | None = optional("Functions that the model may call.")
+    tool_choice: ObjectOrText | None = optional("`none` leaves `tools` out of the prompt.")
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables for the chat template."
     )
+    chat_template: None = optional("Not supported: null. The model's own template is used.")
     return_token_strs: bool | None = optional("Report the names of the tokens in the vocabulary.")
 
 

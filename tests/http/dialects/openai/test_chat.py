@@ -6,6 +6,8 @@ import pytest
 from server.engine.core.request import FinishReason
 from server.http.dialects.openai import options, tools
 from server.http.dialects.openai.replies import ChatChunk, ChatReply
+from server.http.text.grammar_compiler import Constraint
+from server.http.text.structured_output import CompiledConstraint
 from tests.http.dialects.openai.events import chunks, failing
 from tests.http.fakes import EOS_ID, say
 
@@ -173,7 +175,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("a", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
         ("a", {"tools": [{"type": "function"}]}, "tools.0.function", "must be an object"),
         ("a", {"tool_choice": "required"}, "tool_choice", "without `tools`"),
-        ("a", {"functions": []}, "functions", "is not supported"),
+        ("a", {"functions": []}, "functions", "cannot be empty"),
+        ("a", {"function_call": {"name": "f"}}, "tool_choice", "without `tools`"),
         ("a", {"audio": {}}, "audio", "is not supported"),
         ("a", {"modalities": ["audio"]}, "modalities.0", "must be 'text'"),
         ("a", {"chat_template": "x"}, "chat_template", "is not supported"),
@@ -226,7 +229,7 @@ async def test_the_last_message_is_echoed_if_it_is_the_assistants(
     chat, engine, tokenizer, monkeypatch, messages, fields, begin
 ):
     async def compile_grammar(_context, _wanted):
-        return "grammar"
+        return CompiledConstraint("grammar", Constraint("lark", ""))
 
     monkeypatch.setattr(options, "compile_grammar", compile_grammar)
     monkeypatch.setattr(tools, "compile_grammar", compile_grammar)

@@ -66,8 +66,7 @@ class ToolEvents(_Events):
         begin = b"" if self._sequence else self._begin()
         text = completion.push(event)
         tokens = [completion.describe(event, text)] if self._reply.reports_logprobs else []
-        ended = completion.finish_reason is not None
-        events = self._items.push(text, tokens, ended=ended)
+        events = self._items.push(completion, text, tokens)
         return begin + b"".join([self._event(kind, **fields) for kind, fields in events])
 
     def end(self) -> bytes:
