@@ -61,11 +61,11 @@ class ToolUse:
             self.format, self.tools, atomic=self.atomic, constrained=self.text is not None
         )
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
+    def new_id(self, prefix: str = "call_") -> str:
+        """Return an id for a call; the prefix is left out where the format prescribes the length."""
         name = uuid.uuid4().hex
         length = self.format.id_characters
-        return f"call_{name}" if length is None else name[:length]
+        return f"{prefix}{name}" if length is None else name[:length]
 
     async def check(self, context: AppContext) -> None:
         """Compile the grammar, whose result is kept.
