@@ -18,7 +18,7 @@ _PARAMETER_NAME: Final = re.compile(r"[^<>\n\x00]+")
 _MOST_REFERENCES: Final = 8
 # A list of elements cannot break `additionalProperties`, as it has declared parameters only.
 _OF_ELEMENTS: Final = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
-_OF_TEXT: Final = frozenset({"type", "minLength", "maxLength", "enum", "pattern"})
+_MOST_PARTS: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ def _read_parameters(schema: dict[str, Any]) -> tuple[Parameter, ...]:
 
 def _object_parts(references: References, schema: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - a JSON value
     """Return a schema and what it refers to or consists of, as far as it says which properties there are."""
-    parts, level = [], [(schema, references.base_of(schema, ""))]
+    parts: list[dict[str, Any]] = []
+    level = [(schema, references.base_of(schema, ""))]
     while level and len(parts) < _MOST_REFERENCES:
         node, base = level.pop(0)
         if not isinstance(node, dict):
@@ -190,22 +191,29 @@ def _as_object(schema: Schema) -> dict[str, Any]:
 
 def _of_text(schema: Schema, place: str) -> tuple[Schema, list[Unenforced]]:
     """Return what the grammar of a parameter that is text reads of a schema, and what it does not read."""
-    for _ in range(_MOST_REFERENCES):
-        if not isinstance(schema, dict) or set(schema) != {"$ref", "$defs"}:
-            break
-        definitions = schema["$defs"]
-        schema = definitions[schema["$ref"].removeprefix(DEFINITIONS)]
-        if isinstance(schema, dict):
-            schema = {**schema, "$defs": definitions}
-    if isinstance(schema, bool):
-        return schema, []
-    patterns = [schema["pattern"]] if "pattern" in schema else []
-    lost = []
-    for part in schema.get("allOf", []):
-        if isinstance(part, dict) and set(part) == {"pattern"}:
-            patterns.append(part["pattern"])
-        else:
-            lost.append(Unenforced("allOf", f"{place}/allOf"))
-    lost += [Unenforced(key, f"{place}/{key}") for key in ("anyOf", "$ref") if key in schema]
-    kept = {key: value for key, value in schema.items() if key in _OF_TEXT}
-    return {**kept, "patterns": patterns}, lost
+    definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    out: dict[str, Any] = {"patterns": []}
+    lost: list[Unenforced] = []
+    pending: list[Schema] = [schema]
+    for _ in range(_MOST_PARTS):
+        part = pending.pop() if pending else True
+        if part is False:
+            return False, []
+        if part is True:
+            continue
+        pending += part.get("allOf", [])
+        if "$ref" in part:
+            pending.append(definitions[part["$ref"].removeprefix(DEFINITIONS)])
+        out["patterns"] += [part["pattern"]] if "pattern" in part else []
+        out["minLength"] = max(out.get("minLength", 0), part.get("minLength", 0))
+        if "maxLength" in part:
+            out["maxLength"] = min(part["maxLength"], out.get("maxLength", part["maxLength"]))
+        if "enum" in part:
+            out["enum"] = [v for v in part["enum"] if v in out.get("enum", part["enum"])]
+        if "anyOf" in part:
+            lost.append(Unenforced("anyOf", f"{place}/anyOf"))
+    if pending:
+        lost.append(Unenforced("allOf", f"{place}/allOf"))
+    if "enum" in out and (out["patterns"] or out["minLength"] or "maxLength" in out):
+        lost += [Unenforced("allOf", f"{place}/allOf")]
+    return out, lost

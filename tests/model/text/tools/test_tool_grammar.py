@@ -119,13 +119,14 @@ def test_parameters_that_cannot_be_written_are_refused(name, schema, message):
         ({"$ref": "#/$defs/A"}, "x", "y"),
         ({"type": "string", "format": "unheard-of", "x-note": 1}, "x", None),
         ({"type": "string", "minLength": 2, "allOf": [{"pattern": "b$"}]}, "ab", "b"),
+        ({"type": "string", "pattern": "b", "allOf": [{"$ref": "#/$defs/B"}]}, "abc", "bc"),
     ],
 )
 def test_text_parameters_obey_every_keyword(schema, good, bad, tokenizer):
     schema = {
         "patternProperties": {},
         "properties": {"a": schema},
-        "$defs": {"A": {"type": "string", "enum": ["x"]}},
+        "$defs": {"A": {"type": "string", "enum": ["x"]}, "B": {"pattern": "^a", "maxLength": 3}},
     }
     grammar = grammar_of("qwen3-coder", tokenizer, schemas={"f": schema})
 
