@@ -12,7 +12,6 @@ from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
-from server.http.dialects.openai.functions import with_tool_calls, with_tools
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
@@ -34,6 +33,8 @@ from server.http.dialects.openai.tools import (
     messages_for_template,
     read_tools,
     whole_message,
+    with_tool_calls,
+    with_tools,
 )
 from server.http.text.messages import encode_conversation, read_messages
 

@@ -1,4 +1,7 @@
-"""The tools of a request: reads their definitions and `tool_choice`, constrains the text, and renders calls."""
+"""The tools of a request: reads their definitions and `tool_choice`, constrains the text, and renders calls.
+
+`functions` and `function_call` are their older form.
+"""
 
 from __future__ import annotations
 
@@ -348,3 +351,53 @@ def _with_arguments(call: object, field: str) -> dict[str, Any]:
     if arguments is None:
         raise ValidationError(f"`{field}.function.arguments` must be a JSON object")
     return {"function": {"name": name, "arguments": arguments}}
+
+
+def with_tools(request: ChatBody) -> ChatBody:
+    """Return a request whose functions are tools, of which a message calls one at most.
+
+    The definitions and the choice have their fields beside `type`, as in responses.
+
+    Raises:
+        ValidationError: the request has tools too, or `function_call` is not valid.
+    """
+    for older, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, older) is not None and getattr(request, newer) is not None:
+            raise ValidationError(f"`{older}` and `{newer}` exclude each other")
+    functions = [{**function, "type": "function"} for function in request.functions or ()]
+    return request.model_copy(
+        update={
+            "tools": functions,
+            "tool_choice": _read_function_call(request.function_call),
+            "parallel_tool_calls": False,
+        }
+    )
+
+
+def _read_function_call(choice: object) -> object:
+    if choice in (None, "none", "auto"):
+        return choice
+    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+        return {"type": "function", "name": choice["name"]}
+    given = quote("", choice) if isinstance(choice, str) else describe(choice)
+    raise ValidationError(
+        f"`function_call` must be none, auto or an object with the `name` of a function. Given: {given}"
+    )
+
+
+def with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which calls of functions and their results are those of tools."""
+    converted = []
+    call_id = None
+    for i, message in enumerate(messages):
+        role, call = message.get("role"), message.get("function_call")
+        if role == "assistant" and isinstance(call, dict) and not message.get("tool_calls"):
+            call_id = f"call_{i}"
+            tool_call = {"id": call_id, "type": "function", "function": call}
+            kept = {key: value for key, value in message.items() if key != "function_call"}
+            converted.append({**kept, "tool_calls": [tool_call]})
+        elif role == "function" and call_id is not None:
+            converted.append({**message, "role": "tool", "tool_call_id": call_id})
+        else:
+            converted.append(message)
+    return converted
