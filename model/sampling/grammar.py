@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,6 @@ from model.errors import GrammarError
 from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
 from model.text.schema.lower import LEVELS, Unenforced
 from model.text.schema.modern import Schema
-from model.text.schema.patterns import check_pattern
 from model.text.schema.reduce import describe, lower
 from model.text.structural_tag import Languages, tag_grammar
 from model.text.tokenizer import Tokenizer
@@ -363,11 +363,10 @@ def translate(
     if not isinstance(value, str):
         raise GrammarError("must be a string")
     if kind == "regex":
-        check_pattern(value)
-        return Translation(LLMatcher.grammar_from_regex(value))
+        return Translation(_regex_grammar(value))
     assert kind == "lark", kind
     try:
-        return Translation(grammar_from("grammar", value))
+        return Translation(grammar_from("grammar", _with_characters(value)))
     except (ValueError, RecursionError) as error:
         raise GrammarError(_one_line(str(error))) from None
 
@@ -428,6 +427,29 @@ def compile_constraint(
         return found
     assert refusal is not None
     raise refusal
+
+
+def _regex_grammar(expression: str) -> str:
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise GrammarError("the regular expression ends in a lone backslash")
+    return LLMatcher.grammar_from_regex(expression)
+
+
+def _with_characters(grammar: str) -> str:
+    """Replace the escapes of GBNF for characters by these: the library drops leading zeros of their codes."""
+    if "::=" not in grammar:
+        return grammar
+    return _GBNF_ESCAPE.sub(_unescaped, grammar)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    digits = found[1] or found[2]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    return chr(code) if code <= sys.maxunicode and not 0xD800 <= code < 0xE000 else found[0]
 
 
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
@@ -547,6 +569,9 @@ def _is_text(value: object) -> bool:
 
 
 _NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
+_GBNF_ESCAPE: Final = re.compile(
+    r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL
+)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 

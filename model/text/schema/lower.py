@@ -23,6 +23,7 @@ LEVELS: Final = 3
 _UNBOUNDED_LENGTH: Final = 1_000_000
 _UNBOUNDED_COUNT: Final = 100_000
 _MOST_PERMUTED: Final = 3
+_LONG_PATTERN: Final = 24
 _STRINGS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECTS: Final = (
     "properties", "patternProperties", "additionalProperties", "propertyNames", "required", "minProperties",
@@ -265,7 +266,8 @@ class _Lowering:
                 found.update(dict.fromkeys(whole_expressions(rest["pattern"])))
             except UnsupportedPatternError:
                 self._lose("pattern", place)
-        if (known := PATTERNS.get(rest.get("format", ""))) is not None:
+        known = PATTERNS.get(rest.get("format", ""))
+        if known is not None and not (found and _is_whole(rest["pattern"])):
             found.update(dict.fromkeys(whole_expressions(known)))
         for i, expression in enumerate(found):
             pattern = {"pattern": f"^(?:{expression})$"}
@@ -496,6 +498,11 @@ class _Lowering:
             self._definitions[name] = True  # until it is lowered
             self._pending.append(name)
         return {"$ref": reference}
+
+
+def _is_whole(pattern: str) -> bool:
+    """Return whether a pattern is long and anchored, as those that generators write for a format beside it."""
+    return len(pattern) > _LONG_PATTERN and pattern.startswith("^") and pattern.endswith("$")
 
 
 def _is_exact(value: Any) -> bool:  # noqa: ANN401 - a JSON value
