@@ -12,7 +12,7 @@ from model.text.tools.conversation import fit_conversation
 from model.text.tools.formats import find_format
 from server.engine.link.front_end.client import EngineHandle, EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from server.errors import StoppingError, UnavailableError, ValidationError
+from server.errors import PromptTooLongError, StoppingError, UnavailableError, ValidationError
 from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
@@ -280,8 +280,10 @@ class AppContext:
             return
         least = -(-len(text.encode("utf-8", "surrogatepass")) // longest)
         if least > most:
-            raise ValidationError(
-                f"`{field}` must have at most {most} tokens. Given: at least {least} tokens"
+            raise PromptTooLongError(
+                f"`{field}` must have at most {most} tokens. Given: at least {least} tokens",
+                least,
+                most,
             )
 
 

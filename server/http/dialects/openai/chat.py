@@ -144,19 +144,20 @@ class ChatAnswer:
             ValidationError: the model has no chat template, or the conversation is too long.
             UnavailableError: the engine is not ready.
         """
-        request = self._request
         if self._tools is not None:
             await self._tools.check(self._context)
-        tools = None if self._tools is None else self._tools.definitions
-        token_ids = await self._encode(self._messages, tools)
-        older = request.max_completion_tokens is None and request.max_tokens is not None
-        limit = OutputLimit(
-            wanted=request.max_tokens if older else request.max_completion_tokens,
-            default=None,
-            prompt_field=self._prompt_field,
-            field=self._limit_fields[older],
-        )
+        token_ids = await self.prompt()
+        limit = self._output_limit()
         return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    async def prompt(self) -> list[int]:
+        """Render the conversation with the chat template and tokenize it.
+
+        Raises:
+            ValidationError: the model has no chat template, or the conversation is too long.
+        """
+        tools = None if self._tools is None else self._tools.definitions
+        return await self._encode(self._messages, tools)
 
     async def _encode(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -188,6 +189,16 @@ class ChatAnswer:
         """Make the renderer of the stream's events."""
         chunks = self._format(generation)
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
+
+    def _output_limit(self) -> OutputLimit:
+        request = self._request
+        older = request.max_completion_tokens is None and request.max_tokens is not None
+        return OutputLimit(
+            wanted=request.max_tokens if older else request.max_completion_tokens,
+            default=None,
+            prompt_field=self._prompt_field,
+            field=self._limit_fields[older],
+        )
 
     def _format(self, generation: Generation) -> _ChatFormat:
         last = self._messages[-1]

@@ -138,6 +138,38 @@ class ChunkRenderer:
         return self._chunks.begin(completion, index)
 
 
+class TokenJSON:
+    """Appends tokens to a completion and returns their texts as JSON, for streams of events that have names.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: cached texts.
+    """
+
+    __slots__ = ("_texts", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+
+    def push(self, completion: Completion, event: TokenEvent) -> bytes:
+        """Append a token; return what it adds to the text."""
+        context_free = completion.context_free and event.finish_reason is None
+        token_id = event.token_id
+        if context_free:
+            known = self._texts.get(token_id)  # type: ignore[arg-type] # None is in no cache
+            if known is not None:
+                completion.add(known[0])
+                return known[1]
+        text = completion.push(event)
+        encoded = _encode(text)
+        assert token_id is not None
+        free = context_free and completion.context_free
+        if free and not self._tokenizer.is_special(token_id):
+            self._texts[token_id] = (text, encoded)
+        return encoded
+
+
 def event_frame(record: msgspec.Struct) -> bytes:
     """Render one event."""
     return b"data: " + _encode(record) + b"\n\n"

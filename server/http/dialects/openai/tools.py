@@ -61,11 +61,11 @@ class ToolUse:
             self.format, self.tools, atomic=self.atomic, constrained=self.text is not None
         )
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
+    def new_id(self, prefix: str = "call_") -> str:
+        """Return an id for a call; the prefix is left out where the format prescribes the length."""
         name = uuid.uuid4().hex
         length = self.format.id_characters
-        return f"call_{name}" if length is None else name[:length]
+        return f"{prefix}{name}" if length is None else name[:length]
 
     async def check(self, context: AppContext) -> None:
         """Compile the grammar, whose result is kept.
@@ -164,9 +164,14 @@ class CallRenderer:
         self._parser = tools.parser()
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether a call has begun."""
+        return self._parser.num_calls > 0
+
+    @property
     def complete(self) -> bool:
         """Whether the message has calls, and the last one has all of its arguments."""
-        return self._parser.num_calls > 0 and self._parser.call_complete
+        return self.calls_tools and self._parser.call_complete
 
     def push(self, completion: Completion, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Parse the next piece of the message; return its content, and the pieces of calls.
