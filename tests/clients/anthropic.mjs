@@ -3,7 +3,7 @@ import Anthropic from "@anthropic-ai/sdk";
 
 const client = new Anthropic({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "How warm is Rome?" }];
-const common = { model: "bundled", max_tokens: 60, temperature: 0, messages };
+const common = { model: "bundled", max_tokens: 60, messages };
 const tools = [{
   name: "weather",
   description: "Return the weather.",
@@ -43,7 +43,7 @@ const steps = {
     check(counted === usage.input_tokens + cached, `${counted} of ${usage.input_tokens}`);
   },
   async error() {
-    const refused = await client.messages.create({ ...common, max_tokens: 0 }).catch((error) => error);
+    const refused = await client.messages.create({ ...common, messages: [] }).catch((error) => error);
     check(refused instanceof Anthropic.BadRequestError, `${refused}`);
   },
 };

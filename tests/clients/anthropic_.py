@@ -11,9 +11,7 @@ COMMON = {"model": MODEL, "max_tokens": 60, "messages": HELLO}
 
 def create():
     """Ask once."""
-    reply = client.messages.create(
-        **COMMON, system="Answer.", temperature=0.0, stop_sequences=["###"]
-    )
+    reply = client.messages.create(**COMMON, system="Answer.", stop_sequences=["###"])
     assert reply.type == "message"
     assert reply.usage.output_tokens > 0
     assert reply.stop_reason in {"end_turn", "max_tokens", "stop_sequence"}
@@ -31,7 +29,7 @@ def stream():
 def tools():
     """Force a call, and give it back with its result."""
     reply = client.messages.create(
-        **COMMON, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"}, temperature=0.0
+        **COMMON, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"}
     )
     calls = [block for block in reply.content if block.type == "tool_use"]
     assert calls or reply.stop_reason == "max_tokens"
@@ -67,11 +65,12 @@ def models():
 def error():
     """Send a request that is refused."""
     try:
-        client.messages.create(**{**COMMON, "max_tokens": 0})
-    except anthropic.BadRequestError as refused:
-        assert refused.body["error"]["type"] == "invalid_request_error"
+        client.messages.create(**{**COMMON, "messages": []})
+    except anthropic.BadRequestError as error:
+        refused = error
     else:
-        raise AssertionError("max_tokens 0 was accepted")
+        raise AssertionError("no messages were accepted")
+    assert refused.body["error"]["type"] == "invalid_request_error"
 
 
 run({it.__name__: it for it in (create, stream, tools, tools_streamed, count, models, error)})

@@ -2,7 +2,7 @@
 
 import functools
 
-from guidance import gen, json, regex, select, user, assistant
+from guidance import assistant, gen, json, regex, select, user
 from guidance.models.experimental import SglangModel, VLLMModel
 from pydantic import BaseModel
 from scenario import MODEL, run, url

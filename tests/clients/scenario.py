@@ -1,4 +1,4 @@
-"""Runs the steps of a scenario. Imported by scenarios, which run in environments of their own: standard library only."""
+"""Runs the steps of a scenario. Scenarios run in environments of their own, so this is standard library only."""
 
 import asyncio
 import inspect
@@ -38,7 +38,7 @@ def run(
                 loop.run_until_complete(_wait(found))
         except tolerated as error:
             print(f"ok {name} ({type(error).__name__}: {str(error)[:80]!r})")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - every client has errors of its own
             failed += 1
             print(f"FAILED {name}\n    ", *traceback.format_exception(error, limit=-2))
         else:

