@@ -12,14 +12,19 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import venv
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from benchmarks.service import service
+from model.checkpoint.hub import BUNDLED, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _HERE: Final = Path(__file__).parent
 _SCENARIO_SECONDS: Final = 900
@@ -73,8 +78,8 @@ def main() -> int:
     parser.add_argument("--url")
     options = parser.parse_args()
     failed = []
-    started = contextlib.nullcontext((options.url, 0.0)) if options.url else service(())
-    with started as (url, _):
+    with contextlib.ExitStack() as stack:
+        url = options.url or stack.enter_context(_service())
         for name in options.names or CLIENTS:
             command, versions = _install(CLIENTS[name], options.folder / name)
             print(f"== {name}: {', '.join(f'{p} {v}' for p, v in versions.items())}", flush=True)
@@ -134,6 +139,19 @@ def _install(client: Client, folder: Path) -> tuple[list[str], dict[str, str]]:
         [str(python), "-c", script, *names], check=True, capture_output=True, text=True
     )
     return [str(python), str(scenario)], json.loads(found.stdout)
+
+
+@contextlib.contextmanager
+def _service() -> Iterator[str]:
+    """Serve the bundled model with more positions than it was trained with: the prompts of Codex have 13,000 tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(resolve(BUNDLED), folder, dirs_exist_ok=True)
+        path = Path(folder, "config.json")
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 32768})
+        )
+        with service((f"--model={folder}", "--served-model-name=bundled")) as (url, _):
+            yield url
 
 
 if __name__ == "__main__":
