@@ -12,14 +12,14 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from model.errors import GrammarError
 from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
@@ -340,8 +340,6 @@ def translate(
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.
     """
-    if kind == "json_object":
-        return Translation(_json_grammar({"type": "object"}))
     if kind == "json_schema":
         lowered = lower(value, strict=strict, level=level)
         check_size(lowered.schema)
@@ -358,17 +356,7 @@ def translate(
     if kind == "structural_tag":
         return _tag_grammar(value, strict=strict, level=level)
     check_size(value)
-    if kind == "choice":
-        return Translation(_choice_grammar(value))
-    if not isinstance(value, str):
-        raise GrammarError("must be a string")
-    if kind == "regex":
-        return Translation(_regex_grammar(value))
-    assert kind == "lark", kind
-    try:
-        return Translation(grammar_from("grammar", _with_characters(value)))
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_one_line(str(error))) from None
+    return Translation(_TEXT_GRAMMARS[kind](value))
 
 
 def _joint_grammar(
@@ -429,10 +417,25 @@ def compile_constraint(
     raise refusal
 
 
-def _regex_grammar(expression: str) -> str:
+def _object_grammar(_: object) -> str:
+    return _json_grammar({"type": "object"})
+
+
+def _regex_grammar(expression: object) -> str:
+    expression = _string(expression)
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise GrammarError("the regular expression ends in a lone backslash")
     return LLMatcher.grammar_from_regex(expression)
+
+
+def _lark_grammar(grammar: object) -> str:
+    return LLMatcher.grammar_from_lark(_as_lark(_string(grammar)))
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise GrammarError("must be a string")
+    return value
 
 
 def _with_characters(grammar: str) -> str:
@@ -472,6 +475,12 @@ def _choice_grammar(value: object) -> str:
 
 
 _FREE_TEXT: Final = "TEXT: /(?s:.*)/"
+_TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
+    "json_object": _object_grammar,
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
+    "lark": _lark_grammar,
+}
 
 
 def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
@@ -535,8 +544,10 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
 
 def _as_lark(grammar: str) -> str:
     """Return a grammar, as GBNF or Lark, as Lark."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
     try:
-        return any_to_lark(grammar)
+        return gbnf_to_lark(_with_characters(grammar))
     except Exception as error:  # noqa: BLE001 - the library's converter raises no class of its own
         raise GrammarError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
@@ -569,9 +580,8 @@ def _is_text(value: object) -> bool:
 
 
 _NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
-_GBNF_ESCAPE: Final = re.compile(
-    r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL
-)
+_GBNF_RULE: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 

@@ -82,7 +82,12 @@ def accepts(tokenizer, vocabulary):
         ),
         ("lark", 'start: "a" b\nb: /[0-9]+/', ["a1", "a12"], ["a", "b1"]),
         ("lark", 'root ::= "a" [0-9]+\n', ["a1"], ["a"]),
-        ("lark", r'root ::= [\u00e9\u005d\\] "\u00E9\U0001F600"', ["éé😀", "]é😀", "\\é😀"], ["ué"]),
+        (
+            "lark",
+            r'root ::= [\u00e9\u005d\\] "\u00E9\U0001F600"',
+            ["éé😀", "]é😀", "\\é😀"],
+            ["ué"],
+        ),
         (
             "structural_tag",
             TAGS,
