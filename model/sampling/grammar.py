@@ -474,13 +474,13 @@ def _choice_grammar(value: object) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
 
 
-_FREE_TEXT: Final = "TEXT: /(?s:.*)/"
 _TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
     "json_object": _object_grammar,
     "regex": _regex_grammar,
     "choice": _choice_grammar,
     "lark": _lark_grammar,
 }
+_FREE_TEXT: Final = "TEXT: /(?s:.*)/"
 
 
 def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:

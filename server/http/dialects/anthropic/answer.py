@@ -62,7 +62,7 @@ class MessagesAnswer(ChatAnswer):
         warnings: tuple[str, ...],
     ) -> None:
         check_stop_strings(request.stop_sequences or (), context.config, "stop_sequences")
-        conversation = read_conversation(request)
+        conversation = read_conversation(request, parts=context.reads_parts)
         tools = chat_tools(request)
         constraint = find_constraint(request)
         if constraint is not None and conversation.continues:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import UNSET
 
-from model.text.tools.arguments import read_arguments
 from server.http.dialects.anthropic.replies import (
     ContentBlockDelta,
     ContentBlockStart,
@@ -17,15 +15,17 @@ from server.http.dialects.anthropic.replies import (
     TextDelta,
     ToolUseBlock,
 )
-from server.http.dialects.openai.tools import CallRenderer, ToolUse
+from server.http.dialects.openai.tools import read_piece
 
 if TYPE_CHECKING:
+    from model.text.tools.parser import CallDelta
     from server.http.dialects.anthropic.replies import ContentBlock, MessageEvent
-    from server.http.dialects.openai.replies import ToolCallDelta
+    from server.http.dialects.openai.tools import ToolUse
     from server.http.reply.completion import Completion
 
 _ID_PREFIX = "toolu_"
 _NO_INPUT = msgspec.Raw(b"{}")
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ContentBlocks:
@@ -45,7 +45,7 @@ class ContentBlocks:
         self.num_calls = 0
         self._tools = tools
         self._eager = eager
-        self._calls = CallRenderer(tools)
+        self._parser = tools.parser()
         self._index = 0  # of the block that grows, or of the next one
         self._call: ToolUseBlock | None = None  # that grows
         self._open = False  # whether the block that grows has begun in the stream
@@ -56,23 +56,20 @@ class ContentBlocks:
         """Append a piece of the text.
 
         Args:
-            completion: the message, to which the piece was appended.
+            completion: the text, to which the piece was appended.
             text: the piece.
 
         Returns:
             The events that it causes.
         """
         self._events = []
-        follows = self._calls.calls_tools
-        content, deltas = self._calls.push(completion, text)
-        if not follows:
-            self._add_text(content)
-        for delta in deltas:
-            self._add_call(delta)
-        if self._call is not None and self._calls.complete:
-            self._close_call()
-        if follows:
-            self._add_text(content)
+        for delta in read_piece(self._parser, completion, text):
+            self._add_text(delta.content)
+            for call in delta.calls:
+                self._add_call(call)
+            if self._call is not None and self._parser.call_complete:
+                self._close_call()
+            self._add_text(delta.trailing)
         if completion.finish_reason is not None:
             self._close()
         return self._events
@@ -86,27 +83,26 @@ class ContentBlocks:
         self._pieces.append(text)
         self._events.append(ContentBlockDelta(self._index, TextDelta(text)))
 
-    def _add_call(self, delta: ToolCallDelta) -> None:
-        name, piece = delta.function.name, delta.function.arguments
-        if name is not UNSET:
+    def _add_call(self, call: CallDelta) -> None:
+        if call.name is not None:
             if self._call is None:
                 self._close()
             else:
                 self._close_call()
-            call = ToolUseBlock(id=self._tools.new_id(_ID_PREFIX), name=name, input=_NO_INPUT)
-            self._call = call
-            if name in self._eager:
-                self._events.append(ContentBlockStart(self._index, call))
+            call_id = self._tools.new_id(_ID_PREFIX)
+            self._call = ToolUseBlock(id=call_id, name=call.name, input=_NO_INPUT)
+            if call.name in self._eager:
+                self._events.append(ContentBlockStart(self._index, self._call))
                 self._open = True
-        self._pieces.append(piece)
-        if self._open and piece:
-            self._events.append(ContentBlockDelta(self._index, InputDelta(piece)))
+        self._pieces.append(call.arguments)
+        if self._open and call.arguments:
+            self._events.append(ContentBlockDelta(self._index, InputDelta(call.arguments)))
 
     def _close_call(self) -> None:
         """Complete the call that grows."""
         assert self._call is not None
         arguments = "".join(self._pieces)
-        if isinstance(read_arguments(arguments), dict):
+        if _is_object(arguments):
             if not self._open:
                 self._events.append(ContentBlockStart(self._index, self._call))
                 self._events.append(ContentBlockDelta(self._index, InputDelta(arguments)))
@@ -124,3 +120,11 @@ class ContentBlocks:
             self._events.append(ContentBlockStop(self._index))
             self._index += 1
         self._call, self._open, self._pieces = None, False, []
+
+
+def _is_object(text: str) -> bool:
+    try:
+        _object.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
+    return True

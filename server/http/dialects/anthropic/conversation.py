@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
-from server.http.text.messages import read_content
+from server.http.text.messages import read_message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,11 +36,15 @@ class Conversation(NamedTuple):
     continues: bool
 
 
-def read_conversation(request: ConversationFields) -> Conversation:
+def read_conversation(request: ConversationFields, *, parts: bool) -> Conversation:
     """Return the conversation of a request as messages of a chat, its system prompt first.
 
     Messages of one role that follow each other are one message. Calls are `tool_calls` of their message, results are
     messages of the role `tool`, and reasoning is the key `reasoning_content`, which some templates read.
+
+    Args:
+        request: the body.
+        parts: whether content of several texts stays a list, as for `read_messages`.
 
     Raises:
         ValidationError: a message has no known role, or content that the model cannot read.
@@ -55,8 +59,11 @@ def read_conversation(request: ConversationFields) -> Conversation:
             raise ValidationError(
                 f"`{field}.role` must be one of {', '.join(_ROLES)}. Given: {_given(role)}"
             )
-        reader.add(role, message.get("content"), f"{field}.content")
-    return reader.finish()
+        content = message.get("content")
+        if content == [] and role != "assistant":
+            raise ValidationError(f"`{field}.content` cannot be empty")
+        reader.add(role, content, f"{field}.content")
+    return reader.finish(parts=parts)
 
 
 class _Reader:
@@ -94,7 +101,7 @@ class _Reader:
         if role == "assistant":
             self._message(role)  # a message of the service may be empty
 
-    def finish(self) -> Conversation:
+    def finish(self, *, parts: bool) -> Conversation:
         """Return the messages.
 
         Raises:
@@ -111,17 +118,14 @@ class _Reader:
             messages.pop()
             continues = False
         if not messages:
-            raise ValidationError("`messages` cannot be empty")
+            raise ValidationError("`messages` has no text that begins a prompt")
+        read = []
         for message in messages:
-            texts = message["content"]
-            if not texts and "tool_calls" in message:
-                message["content"] = None
-            elif len(texts) < 2:
-                message["content"] = "".join(texts)
-            else:
-                parts = [{"type": "text", "text": text} for text in texts]
-                message["content"] = read_content(parts, "messages")
-        return Conversation(messages, continues)
+            content = [{"type": "text", "text": text} for text in message["content"]]
+            calls_only = "tool_calls" in message and not content
+            message["content"] = None if calls_only else content
+            read.append(read_message(message, "messages", parts=parts))
+        return Conversation(read, continues)
 
     def _message(self, role: str) -> dict[str, Any]:
         """Return the last message, or a new one if that has another role."""

@@ -46,25 +46,33 @@ _TEXT_BLOCK = _block("text", text=_TEXT)
 _TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK}]}
 _RESULT = _block("tool_result", tool_use_id=_TEXT)
 _RESULT["properties"] |= {"content": _TEXTS, "is_error": {"type": "boolean"}}
-_BLOCKS = [
-    _TEXT_BLOCK,
-    _block("tool_use", id=_TEXT, name=_TEXT, input={"type": "object"}),
-    _RESULT,
-    _block("thinking", thinking=_TEXT),
-    _block("redacted_thinking", data=_TEXT),
-]
-_MESSAGE = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": ["user", "assistant", "system"]},
-        "content": {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": _BLOCKS}}]},
-    },
+_BLOCKS = {
+    "user": [_TEXT_BLOCK, _RESULT],
+    "assistant": [
+        _TEXT_BLOCK,
+        _block("tool_use", id=_TEXT, name=_TEXT, input={"type": "object"}),
+        _block("thinking", thinking=_TEXT),
+        _block("redacted_thinking", data=_TEXT),
+    ],
+    "system": [_TEXT_BLOCK],
 }
+
+
+def _message(role: str) -> dict[str, Any]:
+    least = 0 if role == "assistant" else 1
+    blocks = {"type": "array", "minItems": least, "items": {"anyOf": _BLOCKS[role]}}
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"const": role}, "content": {"anyOf": [_TEXT, blocks]}},
+    }
+
+
+_MESSAGES = {"anyOf": [_message(role) for role in _BLOCKS]}
 MessageParams = Annotated[
     list[dict[str, Any]],
     Field(min_length=1, max_length=MAX_MESSAGES),
-    WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}),
+    WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGES}),
 ]
 SystemPrompt = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
 

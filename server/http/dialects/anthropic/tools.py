@@ -92,11 +92,10 @@ def _read_choice(
         if choice.type == "any" and not names:
             raise ValidationError("`tool_choice` must be auto or none without `tools`. Given: any")
         return _MODES[choice.type]
-    if choice.name is None:
-        raise ValidationError("`tool_choice.name` is required with the type `tool`")
-    if choice.name not in names:
+    if choice.name is None or choice.name not in names:
+        given = describe(None) if choice.name is None else quote("", choice.name)
         raise ValidationError(
-            f"`tool_choice.name` must be the name of a tool with a schema. Given: {quote('', choice.name)}"
+            f"`tool_choice.name` must be the name of a tool with a schema. Given: {given}"
         )
     return {"type": "function", "name": choice.name}
 

@@ -130,7 +130,7 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = optional(
         "With `json_schema`: an object with the schema in its field `schema`."
     )
-    schema_: Annotated[Any, WithJsonSchema({"type": ["object", "boolean"]})] = Field(
+    schema_: Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "null"]})] = Field(
         None, alias="schema", description="With `json_schema`, `json_object` or `json`: the schema."
     )
     value: ObjectOrText | None = optional(

@@ -164,14 +164,9 @@ class CallRenderer:
         self._parser = tools.parser()
 
     @property
-    def calls_tools(self) -> bool:
-        """Whether a call has begun."""
-        return self._parser.num_calls > 0
-
-    @property
     def complete(self) -> bool:
         """Whether the message has calls, and the last one has all of its arguments."""
-        return self.calls_tools and self._parser.call_complete
+        return self._parser.num_calls > 0 and self._parser.call_complete
 
     def push(self, completion: Completion, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Parse the next piece of the message; return its content, and the pieces of calls.

@@ -178,6 +178,8 @@ def block(kind, **fields):
     ("messages", "message"),
     [
         ([], "`messages` cannot be empty"),
+        ([USER, {"role": "user", "content": []}], "`messages.1.content` cannot be empty"),
+        ([{"role": "assistant", "content": ""}], "`messages` has no text that begins a prompt"),
         ([{"role": "tool", "content": "x"}], "`messages.0.role` must be one of user, assistant, system. Given: `tool`"),
         ([{"content": "x"}], "`messages.0.role` must be one of user, assistant, system. Given: null"),
         ([{"role": "user"}], "`messages.0.content` must be a string or a list of blocks. Given: null"),

@@ -61,7 +61,7 @@ async def test_a_message_without_calls_ends_its_turn(call, answer, stream):
     assert reply["stop_reason"] == "end_turn"
 
 
-@pytest.mark.parametrize("end", [20, 37, 45, 52, 56, len(CALL) - 17])
+@pytest.mark.parametrize("end", [3, 11, 20, 37, 45, 52, 56, len(CALL) - 17])
 async def test_a_call_that_is_cut_off_is_no_part_of_the_message(call, answer, end):
     answer("Hm." + CALL[:end], FinishReason.LENGTH)
 
@@ -71,7 +71,7 @@ async def test_a_call_that_is_cut_off_is_no_part_of_the_message(call, answer, en
 
     assert reply["stop_reason"] == streamed["stop_reason"] == "max_tokens"
     assert reply["content"] == streamed["content"]
-    assert [block["type"] for block in reply["content"]] == ["text"]
+    assert reply["content"] == [{"type": "text", "text": "Hm."}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -227,7 +227,10 @@ async def test_fields_of_tools_without_effect_are_in_the_warnings(call):
         ({"tools": [SEARCH, {"name": 1, "input_schema": {}}]}, "`tools.1.name` must have 1 to 64 letters"),
         ({"tools": [{"name": {}, "input_schema": {}, "eager_input_streaming": True}]}, "`tools.0.name` must have"),
         ({"tools": [TOOL, TOOL]}, "`tools` has several functions with the name `weather`"),
-        ({"tool_choice": {"type": "tool"}}, "`tool_choice.name` is required with the type `tool`"),
+        (
+            {"tool_choice": {"type": "tool"}},
+            "`tool_choice.name` must be the name of a tool with a schema. Given: null",
+        ),
         (
             {"tool_choice": {"type": "tool", "name": "other"}},
             "`tool_choice.name` must be the name of a tool with a schema. Given: `other`",
