@@ -71,6 +71,7 @@ class ChatAnswer:
     _prompt_field = "messages"
     _nested_tools = True
     _tool_fields: list[str] | None = None
+    _longest_tool_name = 64
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -107,6 +108,7 @@ class ChatAnswer:
             context,
             nested=self._nested_tools,
             fields=self._tool_fields,
+            longest_name=self._longest_tool_name,
             constraint=constraint,
         )
         self.warnings = warnings if tools is None else (*warnings, *tools.warnings)

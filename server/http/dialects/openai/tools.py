@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from server.http.reply.completion import Completion
 
 MAX_TOOLS: Final = 128
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _CHOICES: Final = ("none", "auto", "required")
 
 
@@ -96,6 +96,7 @@ def read_tools(
     *,
     nested: bool = True,
     fields: Sequence[str] | None = None,
+    longest_name: int = 64,
     constraint: StructuredOutput | None = None,
 ) -> ToolUse | None:
     """Read the tools of a request.
@@ -106,6 +107,7 @@ def read_tools(
         nested: whether a definition has its fields in an object `function`, and a choice of several tools in an object
             `allowed_tools`, as in chat; otherwise they are beside `type`, as in responses.
         fields: the field of each definition, for error messages; None if they are all entries of `tools`.
+        longest_name: limit of the characters of a name.
         constraint: on the text, if the body does not state it itself. The message is calls, or text that follows it.
 
     Returns:
@@ -128,7 +130,9 @@ def read_tools(
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(request.tools):
         field = f"tools.{i}" if fields is None else fields[i]
-        tool = _read_tool(definition, field, context.tool_format, nested=nested)
+        tool = _read_tool(
+            definition, field, context.tool_format, nested=nested, longest_name=longest_name
+        )
         if tool.name in tools:
             raise ValidationError(f"`tools` has several functions with the name `{tool.name}`")
         tools[tool.name] = tool
@@ -234,7 +238,12 @@ def _nest(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tool(
-    definition: dict[str, Any], field: str, format_: ToolFormat, *, nested: bool
+    definition: dict[str, Any],
+    field: str,
+    format_: ToolFormat,
+    *,
+    nested: bool,
+    longest_name: int,
 ) -> Tool:
     kind = definition.get("type")
     if kind is None and nested and "function" in definition:
@@ -246,10 +255,11 @@ def _read_tool(
     if not isinstance(function, dict):
         raise ValidationError(f"`{field}` must be an object. Given: {describe(function)}")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) > longest_name or not _NAME.fullmatch(name):
         given = quote("", name) if isinstance(name, str) else describe(name)
         raise ValidationError(
-            f"`{field}.name` must have 1 to 64 letters, digits, `_`, `-` or `.`. Given: {given}"
+            f"`{field}.name` must have 1 to {longest_name} letters, digits, `_`, `-` or `.`. "
+            f"Given: {given}"
         )
     for key, kinds, expected in (
         ("parameters", dict, "a JSON schema, an object"),
