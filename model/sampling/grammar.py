@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from model.errors import GrammarError
 from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
+from model.text.schema.lower import LEVELS, Unenforced
+from model.text.schema.modern import Schema
+from model.text.schema.reduce import describe, lower
 from model.text.structural_tag import Languages, tag_grammar
 from model.text.tokenizer import Tokenizer
+from model.text.tools.translate import Constrained, TranslatedTools, translate_tools
 
 WORD_BITS: Final = 32
 
@@ -297,34 +302,157 @@ def _clear_bits(words: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
         view[token_id // WORD_BITS] &= np.uint32(~(1 << token_id % WORD_BITS) & 0xFFFFFFFF)
 
 
+class Translation(NamedTuple):
+    """A constraint in llguidance's format.
+
+    Attributes:
+        grammar: the serialized grammar.
+        unenforced: for each schema, a phrase that names the keywords that the grammar does not enforce; empty if it
+            enforces all of them.
+    """
+
+    grammar: str
+    unenforced: tuple[str, ...] = ()
+
+
 def serialize(kind: str, value: object) -> str:
+    """Translate a constraint without compiling it, all of which the grammar enforces; see `translate`."""
+    return translate(kind, value, strict=True).grammar
+
+
+def translate(
+    kind: str,
+    value: object,
+    *,
+    strict: bool = False,
+    level: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> Translation:
     """Translate a constraint to llguidance's format, without compiling it.
 
     Args:
-        kind: "json_schema", "json_object", "regex", "choice", "lark" or "structural_tag".
+        kind: "json_schema", "json_object", "regex", "choice", "lark", "structural_tag" or "tools".
         value: of plain JSON types; see `server.http.text.structured_output.StructuredOutput`.
+        strict: whether a keyword of a JSON schema that the grammar cannot enforce is an error.
+        level: of the reduction of JSON schemas; see `model.text.schema.lower.lower_schema`.
+        tokenizer: needed for "tools" only.
 
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.
     """
-    check_size(value)
-    if kind == "json_object":
-        return _json_grammar({"type": "object"})
     if kind == "json_schema":
-        return _json_grammar(_schema(value))
-    if kind == "choice":
-        return _choice_grammar(value)
+        lowered = lower(value, strict=strict, level=level)
+        check_size(lowered.schema)
+        return Translation(_json_grammar(lowered.schema), describe(lowered.unenforced))
+    if kind == "tools":
+        assert tokenizer is not None
+        tools = translate_tools(value, tokenizer, level=level)
+        if (text := tools.text) is None:
+            return Translation(LLMatcher.grammar_from_lark(tools.grammar), tools.unenforced)
+        inner = translate(
+            text.kind, text.value, strict=text.strict, level=level * (not text.strict)
+        )
+        return _joint_grammar(tools, text, inner)
     if kind == "structural_tag":
-        return _tag_grammar(value)
+        return _tag_grammar(value, strict=strict, level=level)
+    check_size(value)
+    return Translation(_TEXT_GRAMMARS[kind](value))
+
+
+def _joint_grammar(
+    tools: TranslatedTools, text: Constrained, translated: Translation
+) -> Translation:
+    """Return the grammar of a message that is calls, or text that follows a constraint.
+
+    Args:
+        tools: with the rule `value` left out.
+        text: the constraint.
+        translated: the same.
+    """
+    inner = translated.grammar
+    part = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    lark, rule = tools.grammar, part.get("lark_grammar") or ""
+    excluded = " | ".join(map(quote, tools.begins))
+    unenforced = (*tools.unenforced, *(f"`{text.field}`: {p}" for p in translated.unenforced))
+    if text.kind in ("regex", "choice") and rule.startswith("start: ") and "\n" not in rule:
+        # One lexeme, which would hide that the same characters begin a call.
+        expression = rule.removeprefix("start: ")
+        lark += f"\nvalue: VALUE\nVALUE: ({expression}) & ~(({excluded}) ANY)\nANY: /(?s:.*)/"
+        return Translation(LLMatcher.grammar_from_lark(lark), unenforced)
+    if text.kind == "structural_tag":
+        free = f"TEXT: ANY & ~(ANY ({excluded}) ANY)\nANY: /(?s:.*)/"
+        part = {"lark_grammar": rule.replace(_FREE_TEXT, free)}
+    parts = [{"name": "calls", "lark_grammar": f"{lark}\nvalue: @text"}, {**part, "name": "text"}]
+    return Translation(json.dumps({"grammars": parts}), unenforced)
+
+
+def compile_constraint(
+    tokenizer: GrammarTokenizer,
+    kind: str,
+    value: object,
+    *,
+    strict: bool = False,
+    text_tokenizer: Tokenizer | None = None,
+) -> Translation:
+    """Translate a constraint and check the grammar. May take long, or end the process.
+
+    A JSON schema that the library refuses is reduced further, unless it is strict.
+
+    Raises:
+        GrammarError: see `translate` and `check`.
+    """
+    refusal: GrammarError | None = None
+    levels = LEVELS if kind in ("json_schema", "structural_tag", "tools") and not strict else 1
+    for level in range(levels):
+        found = translate(kind, value, strict=strict, level=level, tokenizer=text_tokenizer)
+        try:
+            check(tokenizer, found.grammar)
+        except GrammarError as error:
+            refusal = refusal or error
+            if _NOTHING_FOLLOWS.search(str(error)):
+                break
+            continue
+        return found
+    assert refusal is not None
+    raise refusal
+
+
+def _object_grammar(_: object) -> str:
+    return _json_grammar({"type": "object"})
+
+
+def _regex_grammar(expression: object) -> str:
+    expression = _string(expression)
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise GrammarError("the regular expression ends in a lone backslash")
+    return LLMatcher.grammar_from_regex(expression)
+
+
+def _lark_grammar(grammar: object) -> str:
+    return LLMatcher.grammar_from_lark(_as_lark(_string(grammar)))
+
+
+def _string(value: object) -> str:
     if not isinstance(value, str):
         raise GrammarError("must be a string")
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
-    assert kind == "lark", kind
-    try:
-        return grammar_from("grammar", value)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_one_line(str(error))) from None
+    return value
+
+
+def _with_characters(grammar: str) -> str:
+    """Replace the escapes of GBNF for characters by these: the library drops leading zeros of their codes."""
+    if "::=" not in grammar:
+        return grammar
+    return _GBNF_ESCAPE.sub(_unescaped, grammar)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    digits = found[1] or found[2]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    return chr(code) if code <= sys.maxunicode and not 0xD800 <= code < 0xE000 else found[0]
 
 
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
@@ -340,27 +468,22 @@ def _options() -> Any:  # noqa: ANN401 - the library's type lacks that values ma
     return dict(JSON_OPTIONS)
 
 
-def _schema(value: object) -> dict[str, Any] | bool:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"is not valid JSON: {error}") from None
-        check_size(value)
-    if not isinstance(value, dict | bool):
-        raise GrammarError("must be a JSON schema, an object")
-    if isinstance(value, dict) and "x-guidance" in value:
-        raise GrammarError("the JSON schema keyword `x-guidance` is not supported")
-    return value
-
-
 def _choice_grammar(value: object) -> str:
     if not (isinstance(value, list) and value and all(isinstance(choice, str) for choice in value)):
         raise GrammarError("must be a list of strings, at least one")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
 
 
-def _tag_grammar(value: object) -> str:
+_TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
+    "json_object": _object_grammar,
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
+    "lark": _lark_grammar,
+}
+_FREE_TEXT: Final = "TEXT: /(?s:.*)/"
+
+
+def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
     """Translate `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`.
 
     Text is free up to a trigger. From there on one of the structures whose `begin` starts with it must follow.
@@ -370,14 +493,19 @@ def _tag_grammar(value: object) -> str:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"is not valid JSON: {error}") from None
-        check_size(value)
     if not isinstance(value, dict):
         raise GrammarError("must be an object with `structures` and `triggers`")
     if "format" in value and not value.keys() & {"structures", "triggers"}:
-        languages = Languages(
-            json=lambda schema, _: json_rule(_schema(schema)), grammar=_as_lark, regex=pattern
-        )
-        return LLMatcher.grammar_from_lark(tag_grammar(value["format"], languages))
+        kept: list[Unenforced] = []
+
+        def json_of(schema: Any, where: str) -> str:  # noqa: ANN401 - a JSON value
+            lowered = lower(schema, strict=strict, level=level)
+            kept.extend(Unenforced(key, f"/{where}{place}") for key, place in lowered.unenforced)
+            return json_rule(lowered.schema)
+
+        text = tag_grammar(value["format"], Languages(json_of, grammar=_as_lark, regex=pattern))
+        check_size(text)
+        return Translation(LLMatcher.grammar_from_lark(text), describe(kept))
     unknown = [key for key in value if key not in ("type", "structures", "triggers")]
     if unknown:
         raise GrammarError(f"the key `{unknown[0]}` of a structural tag is not supported")
@@ -387,13 +515,20 @@ def _tag_grammar(value: object) -> str:
     if not (isinstance(triggers, list) and triggers and all(_is_text(t) for t in triggers)):
         raise GrammarError("`triggers` must be a list of strings, not empty")
     bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    unenforced: list[Unenforced] = []
     for i, structure in enumerate(structures):
-        trigger, body = _structure(structure, triggers, f"structures.{i}")
+        schema = structure.get("schema", {}) if isinstance(structure, dict) else {}
+        lowered = lower(schema, strict=strict, level=level)
+        unenforced += [
+            Unenforced(keyword, f"/structures/{i}/schema{place}")
+            for keyword, place in lowered.unenforced
+        ]
+        trigger, body = _structure(structure, lowered.schema, triggers, f"structures.{i}")
         bodies[trigger].append(body)
     lines = [
         "start: tag* tail",
         "tail: TAIL",
-        "TEXT: /(?s:.*)/",
+        _FREE_TEXT,
         "TAIL: TEXT" + "".join(f" & ~(TEXT {quote(t)} TEXT)" for t in bodies),
         "tag: " + " | ".join(f"tag_{i}" for i in range(len(bodies))),
     ]
@@ -402,18 +537,24 @@ def _tag_grammar(value: object) -> str:
             raise GrammarError(f"no structure begins with the trigger {quote(trigger)}")
         lines += [f"trigger_{i}[lazy]: TEXT {quote(trigger)}"]
         lines += [f"tag_{i}: trigger_{i} (" + " | ".join(found) + ")"]
-    return LLMatcher.grammar_from_lark("\n".join(lines))
+    text = "\n".join(lines)
+    check_size(text)
+    return Translation(LLMatcher.grammar_from_lark(text), describe(unenforced))
 
 
 def _as_lark(grammar: str) -> str:
     """Return a grammar, as GBNF or Lark, as Lark."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
     try:
-        return any_to_lark(grammar)
+        return gbnf_to_lark(_with_characters(grammar))
     except Exception as error:  # noqa: BLE001 - the library's converter raises no class of its own
         raise GrammarError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
 
-def _structure(structure: object, triggers: list[str], where: str) -> tuple[str, str]:
+def _structure(
+    structure: object, schema: Schema, triggers: list[str], where: str
+) -> tuple[str, str]:
     """Return the trigger of a structure, and the rule for what follows it."""
     if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
         raise GrammarError(f"`{where}` must be an object with `begin`, `schema` and `end`")
@@ -426,7 +567,7 @@ def _structure(structure: object, triggers: list[str], where: str) -> tuple[str,
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
         raise GrammarError(f"`{where}.begin` starts with none of the triggers")
-    parts = [json_rule(_schema(structure.get("schema", {})))]
+    parts = [json_rule(schema)]
     if len(begin) > len(trigger):
         parts.insert(0, quote(begin[len(trigger) :]))
     if end:
@@ -438,6 +579,9 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
+_NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
+_GBNF_RULE: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 

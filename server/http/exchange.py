@@ -50,6 +50,7 @@ class Dialect:
         bodies: types of request bodies, for the OpenAPI document.
         replies: types of replies, for the OpenAPI document.
         token_forms: its forms of /tokenize and /detokenize.
+        id_header: name of a header with the request's id, beside `x-request-id`; None for none.
     """
 
     prefix: str
@@ -60,6 +61,7 @@ class Dialect:
     bodies: tuple[type[BaseModel], ...]
     replies: tuple[type[msgspec.Struct], ...]
     token_forms: tuple[TokenForm, ...] = ()
+    id_header: bytes | None = None
 
 
 class Answer(Protocol):
@@ -70,7 +72,7 @@ class Answer(Protocol):
         num_sequences: sequences to generate.
         streaming: whether the answer is a stream of server-sent events.
         warnings: a sentence for each accepted field without effect; without text from the client, except
-            names of fields.
+            names of fields. The answer also reports those of its `Generation`.
     """
 
     operation: str
@@ -221,4 +223,5 @@ def _figures(record: RequestRecord, generation: Generation | None) -> RequestFig
 
 
 def _headers(answer: Answer, generation: Generation, timings: Timings | None) -> Headers:
-    return [*answer.headers(generation, timings), *warnings_header(answer.warnings)]
+    warnings = (*answer.warnings, *generation.warnings)
+    return [*answer.headers(generation, timings), *warnings_header(warnings)]

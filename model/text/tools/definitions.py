@@ -7,19 +7,18 @@ import re
 from typing import Any, Final
 
 from model.errors import GrammarError
+from model.text.schema.lower import Unenforced, lower_schema
+from model.text.schema.modern import DEFINITIONS, Schema
+from model.text.schema.reduce import read
+from model.text.schema.references import References
 from model.text.tools.formats import ToolFormat
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _PARAMETER_NAME: Final = re.compile(r"[^<>\n\x00]+")
-_NOTES: Final = frozenset(
-    {"title", "description", "default", "examples", "example", "deprecated", "$comment"}
-)
-# A list of elements cannot break `additionalProperties`, as it has declared parameters only.
-_OF_OBJECT: Final = _NOTES | {
-    "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id",
-}  # fmt: skip
-_OF_TEXT: Final = _NOTES | {"type", "minLength", "maxLength", "enum", "const"}
 _MOST_REFERENCES: Final = 8
+# A list of elements cannot break `additionalProperties`, as it has declared parameters only.
+_OF_ELEMENTS: Final = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
+_OF_TEXT: Final = frozenset({"type", "minLength", "maxLength", "enum", "pattern"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,25 +69,33 @@ def make_tool(
     Raises:
         GrammarError: the arguments are not an object, or cannot be written in this format.
     """
-    schema = _NO_PARAMETERS if not schema else {"type": "object", **schema}
-    if schema["type"] != "object":
+    schema = dict(schema) if schema else dict(_NO_PARAMETERS)
+    kind = schema.get("type")
+    if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise GrammarError("the `type` must be `object`")
+    schema["type"] = "object"
     if format_.arguments == "json":
         return Tool(name, schema, strict=strict)
-    return Tool(name, schema, _read_parameters(format_, schema), strict)
+    return Tool(name, schema, _read_parameters(schema), strict)
 
 
-def _read_parameters(format_: ToolFormat, schema: dict[str, Any]) -> tuple[Parameter, ...]:
-    if unknown := [key for key in schema if key not in _OF_OBJECT]:
-        raise _unsupported(format_, unknown[0], "beside `properties`")
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        raise GrammarError("`properties` must be an object and `required` a list")
+def _read_parameters(schema: dict[str, Any]) -> tuple[Parameter, ...]:
+    references = References(schema)
+    base = references.base_of(schema, "")
+    properties: dict[str, Any] = {}
+    required: dict[str, None] = {}
+    for part in _object_parts(references, schema):
+        found, needed = part.get("properties") or {}, part.get("required") or []
+        if not isinstance(found, dict) or not isinstance(needed, list | bool):
+            raise GrammarError("`properties` must be an object and `required` a list")
+        for name, value in found.items():
+            if value is not None:
+                properties.setdefault(name, value)
+        if not isinstance(needed, bool):
+            required.update({name: None for name in needed if isinstance(name, str)})
     for name in required:
-        if not isinstance(name, str) or name not in properties:
-            raise GrammarError("each name in `required` must be in `properties`")
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    found = []
+        properties.setdefault(name, True)
+    parameters = []
     for name, value in properties.items():
         if not _PARAMETER_NAME.fullmatch(name):
             raise GrammarError(
@@ -96,50 +103,110 @@ def _read_parameters(format_: ToolFormat, schema: dict[str, Any]) -> tuple[Param
             )
         if not isinstance(value, dict | bool):
             raise GrammarError("each value in `properties` must be a schema")
-        resolved = _resolve(schema, value)
-        is_text = isinstance(resolved, dict) and resolved.get("type") == "string"
-        if is_text:
-            _check_text(format_, name, resolved)
-        elif isinstance(value, dict):
-            resolved = {**shared, **value}
-        found.append(Parameter(name, name in required, resolved, is_text))
-    return tuple(found)
+        parameters.append(
+            Parameter(name, name in required, value, _is_text(references, value, base))
+        )
+    return tuple(parameters)
 
 
-def _check_text(format_: ToolFormat, name: str, schema: dict[str, Any]) -> None:
-    """Check the schema of a parameter that is text.
+def _object_parts(references: References, schema: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - a JSON value
+    """Return a schema and what it refers to or consists of, as far as it says which properties there are."""
+    parts: list[dict[str, Any]] = []
+    level = [(schema, references.base_of(schema, ""))]
+    while level and len(parts) < _MOST_REFERENCES:
+        node, base = level.pop(0)
+        if not isinstance(node, dict):
+            continue
+        parts.append(node)
+        if isinstance(reference := node.get("$ref"), str):
+            level.append(references.find(reference, base))
+        if isinstance(all_of := node.get("allOf"), list):
+            level += [(part, base) for part in all_of]
+    return parts
 
-    Raises:
-        GrammarError: it cannot be followed.
-    """
-    if unknown := [key for key in schema if key not in _OF_TEXT]:
-        raise _unsupported(format_, unknown[0], f"for the string `{name}`")
-    for key in ("minLength", "maxLength"):
-        if not _is_length(schema.get(key, 0)):
-            raise GrammarError(f"`{key}` must be an integer from 0 to 100000")
 
-
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 100_000
-
-
-def _resolve(root: dict[str, Any], schema: Any) -> Any:  # noqa: ANN401 - a JSON value
-    """Follow references to definitions of the root; return what cannot be followed as it is."""
+def _is_text(references: References, schema: Any, base: str) -> bool:  # noqa: ANN401 - a JSON value
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return schema
-        target: Any = root
-        for key in reference[2:].split("/"):
-            if not isinstance(target, dict) or key not in target:
-                return schema
-            target = target[key]
-        schema = target
-    return schema
+        if not isinstance(reference, str):
+            break
+        schema, base = references.find(reference, base)
+    if not isinstance(schema, dict) or schema.get("nullable") is True:
+        return False
+    return schema.get("type") in ("string", ["string"])
 
 
-def _unsupported(format_: ToolFormat, keyword: str, where: str) -> GrammarError:
-    shown = keyword[:60].encode("unicode_escape").decode()
-    return GrammarError(
-        f"the JSON schema keyword `{shown}` is not supported {where} in calls of the format {format_.name}"
-    )
+def lower_tool(
+    format_: ToolFormat, tool: Tool, level: int = 0
+) -> tuple[Tool, tuple[Unenforced, ...]]:
+    """Return a tool with the schemas for the grammar, and the keywords that they do not enforce.
+
+    Args:
+        format_: in which it is called.
+        tool: as its definition says.
+        level: see `model.text.schema.lower.lower_schema`.
+
+    Raises:
+        GrammarError: a schema is not valid.
+    """
+    modern = read(tool.schema)
+    lowered = lower_schema(modern, level)
+    if format_.arguments == "json":
+        return dataclasses.replace(tool, schema=_as_object(lowered.schema)), lowered.unenforced
+    unenforced = list(lowered.unenforced)
+    known = {item.place for item in unenforced}
+    if isinstance(lowered.schema, dict):
+        beside = set(lowered.schema) - _OF_ELEMENTS - {"$ref", "allOf"}
+        unenforced += [
+            Unenforced(key, f"/{key}") for key in sorted(beside) if f"/{key}" not in known
+        ]
+    nodes: dict[str, list[Schema]] = {}
+    pending: list[Schema] = [modern.root]
+    for _ in range(_MOST_REFERENCES):
+        node = pending.pop(0) if pending else True
+        if not isinstance(node, dict):
+            continue
+        for name, value in node.get("properties", {}).items():
+            nodes.setdefault(name, []).append(value)
+        if "$ref" in node:
+            pending.append(modern.definitions[node["$ref"].removeprefix(DEFINITIONS)])
+        pending += node.get("allOf", [])
+    parameters = []
+    for parameter in tool.parameters:
+        found = nodes.get(parameter.name, [True])
+        node = found[0] if len(found) == 1 else {"allOf": found}
+        schema = lower_schema(modern._replace(root=node), level).schema
+        if parameter.is_text:
+            schema, lost = _of_text(schema, f"/properties/{parameter.name}")
+            unenforced += lost
+        if schema is False and not parameter.required:
+            continue
+        parameters.append(dataclasses.replace(parameter, schema=schema))
+    return dataclasses.replace(tool, parameters=tuple(parameters)), tuple(unenforced)
+
+
+def _as_object(schema: Schema) -> dict[str, Any]:
+    return {"allOf": [schema]} if isinstance(schema, bool) else schema
+
+
+def _of_text(schema: Schema, place: str) -> tuple[Schema, list[Unenforced]]:
+    """Return what the grammar of a parameter that is text reads of a schema, and what it does not read."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, dict) or set(schema) != {"$ref", "$defs"}:
+            break
+        definitions = schema["$defs"]
+        schema = definitions[schema["$ref"].removeprefix(DEFINITIONS)]
+        if isinstance(schema, dict):
+            schema = {**schema, "$defs": definitions}
+    if isinstance(schema, bool):
+        return schema, []
+    patterns = [schema["pattern"]] if "pattern" in schema else []
+    lost = []
+    for part in schema.get("allOf", []):
+        if isinstance(part, dict) and set(part) == {"pattern"}:
+            patterns.append(part["pattern"])
+        else:
+            lost.append(Unenforced("allOf", f"{place}/allOf"))
+    lost += [Unenforced(key, f"{place}/{key}") for key in ("anyOf", "$ref") if key in schema]
+    kept = {key: value for key, value in schema.items() if key in _OF_TEXT}
+    return {**kept, "patterns": patterns}, lost

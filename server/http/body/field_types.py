@@ -131,12 +131,12 @@ MESSAGE_SCHEMA = {
     },
 }
 # Reading 40,000 messages takes the event loop 60 ms.
-_MAX_MESSAGES = 16_384
+MAX_MESSAGES = 16_384
 MessageList = Annotated[
     list[dict[str, Any]],
-    Field(min_length=1, max_length=_MAX_MESSAGES),
+    Field(min_length=1, max_length=MAX_MESSAGES),
     WithJsonSchema(
-        {"type": "array", "minItems": 1, "maxItems": _MAX_MESSAGES, "items": MESSAGE_SCHEMA}
+        {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": MESSAGE_SCHEMA}
     ),
 ]
 """Messages of a conversation; rendering them checks the rest."""

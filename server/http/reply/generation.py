@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from server.engine.core.request import GenerateRequest
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.http.body.request_options import RequestOptions
 from server.http.metrics.usage import RequestUsage
 from server.http.reply.completion import Completion, Prompt, StopStrings
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from model.sampling.parameters import SamplingParams
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
+    from server.http.text.structured_output import CompiledConstraint
 
 GENERATION = "tessera.generation"
 """Key of a request's `Generation` in its ASGI scope, from its submission on."""
 
 _SEEDS = 2**64
+_COMPLETE = (FinishReason.EOS, FinishReason.STOP)
 _DEFAULTS = RequestOptions()
 
 
@@ -56,11 +58,15 @@ class Generation:
         keep_tokens: whether `finish` keeps the tokens in addition to the text.
         skip_special_tokens: whether special tokens add no text.
         options: how the engine schedules the completions.
+        constraint: on the texts; None for none.
 
     Attributes:
         completions: in order of the prompts.
+        checks_texts: whether the texts are checked when all has ended; until then `settled` is false.
         returned: the completions that the answer consists of: all, unless `select_best` was called.
         prompt_tokens: tokens of the prompts; each prompt counts once.
+        warnings: a sentence for each schema that the grammar enforces in part; when all has ended, also for each way
+            in which a complete text violates its schema.
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
@@ -78,6 +84,7 @@ class Generation:
         keep_tokens: bool = False,
         skip_special_tokens: bool = True,
         options: RequestOptions = _DEFAULTS,
+        constraint: CompiledConstraint | None = None,
     ) -> None:
         self.submitted = time.perf_counter()
         self._context = context
@@ -85,6 +92,10 @@ class Generation:
         self.completions: list[Completion] = []
         self._per_prompt = completions_per_prompt
         self._keep_tokens = keep_tokens
+        self._constraint = constraint
+        self.warnings = () if constraint is None else constraint.warnings
+        self.checks_texts = bool(self.warnings)
+        self._checked = not self.checks_texts
         request = current_request()
         deadline = None
         if options.timeout_ms is not None:
@@ -151,6 +162,14 @@ class Generation:
         parts = [c.finish(record.clock(), keep_tokens=self._keep_tokens) for c in self.completions]
         # The usual single completion needs no task of its own.
         await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
+        await self._check_texts()
+
+    async def _check_texts(self) -> None:
+        if self._checked or self._constraint is None:
+            return
+        self._checked = True
+        complete = [c.text for c in self.completions if c.finish_reason in _COMPLETE]
+        self.warnings += await self._constraint.violations(self._context, complete)
 
     @property
     def max_new_tokens(self) -> int:
@@ -159,13 +178,14 @@ class Generation:
 
     @property
     def settled(self) -> bool:
-        """Whether the engine has reported what each completion used, so that `usage` is complete."""
-        return all(completion.stream.finished for completion in self.completions)
+        """Whether `usage` and `warnings` are complete: the engine has reported what each completion used."""
+        return self._checked and all(completion.stream.finished for completion in self.completions)
 
     async def settle(self) -> None:
         """Wait until `settled`. Call when all completions have ended."""
         for completion in self.completions:
             await completion.stream.settle()
+        await self._check_texts()
 
     def usage(self) -> RequestUsage:
         """Return what the request used, of all completions; final if `settled`."""

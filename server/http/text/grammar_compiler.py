@@ -17,7 +17,7 @@ import subprocess
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -25,13 +25,16 @@ from server.engine.link.spawn import interrupts_blocked, module_command, use_saf
 from server.errors import OverloadedError
 from server.http.text.tokenizing import run_in_place
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 log = logging.getLogger("tessera")
 
 SECONDS: Final = 2.0
 """How long compiling and checking a constraint may take."""
 
-# A worker has an exact limit; this one bounds what is sent to it.
-_MAX_BYTES: Final = 512 * 1024
+# Of what is sent to a worker, which counts what it compiles. Descriptions in schemas may be much longer than that.
+_MAX_BYTES: Final = 8 << 20
 _WORKERS: Final = 2
 _QUEUE_SECONDS: Final = 5 * SECONDS
 _KEPT: Final = 256
@@ -57,6 +60,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
     kind: str
     value: Any
+    strict: bool = False
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -65,10 +69,30 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
         grammar: the serialized grammar; empty if the constraint is refused.
         error: why it is refused.
+        unenforced: phrases that name what the grammar does not enforce; empty if it enforces the whole constraint.
     """
 
     grammar: str = ""
     error: str = ""
+    unenforced: tuple[str, ...] = ()
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a worker does: compiles a constraint, or checks texts that were generated with it.
+
+    Attributes:
+        constraint: see above.
+        texts: those to check; None to compile the constraint.
+    """
+
+    constraint: Constraint
+    texts: tuple[str, ...] | None = None
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """How texts violate a constraint: phrases, none if they do not."""
+
+    violations: tuple[str, ...] = ()
 
 
 class GrammarCompiler:
@@ -94,13 +118,45 @@ class GrammarCompiler:
         Raises:
             OverloadedError: no worker becomes free in time.
         """
-        line = msgspec.json.encode(constraint) + b"\n"
+        line = msgspec.json.encode(Task(constraint)) + b"\n"
         if len(line) > _MAX_BYTES:
             return Verdict(error=f"must have at most {_MAX_BYTES} bytes")
         key = hashlib.sha256(line).digest()
         if (known := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return known
+        reply = await self._run(line, vocab_size)
+        if isinstance(reply, bytes):
+            verdict = msgspec.json.decode(reply, type=Verdict)
+        elif reply == -signal.SIGALRM:
+            verdict = Verdict(error=f"takes longer than {SECONDS:g} seconds to compile")
+        else:
+            verdict = Verdict(error="is too complex to compile")
+        self._cache[key] = verdict
+        if len(self._cache) > _KEPT:
+            self._cache.popitem(last=False)
+        return verdict
+
+    async def find_violations(
+        self, constraint: Constraint, texts: Sequence[str], vocab_size: int
+    ) -> tuple[str, ...] | None:
+        """Check finished texts; return how they violate the constraint, or None if that takes too long to find out.
+
+        Raises:
+            OverloadedError: no worker becomes free in time.
+        """
+        line = msgspec.json.encode(Task(constraint, tuple(texts))) + b"\n"
+        reply = await self._run(line, vocab_size)
+        if not isinstance(reply, bytes):
+            return None
+        return msgspec.json.decode(reply, type=Findings).violations
+
+    async def _run(self, line: bytes, vocab_size: int) -> bytes | int:
+        """Return a worker's reply, or the code with which it ended.
+
+        Raises:
+            OverloadedError: no worker becomes free in time.
+        """
         config = WorkerConfig(self._folder, vocab_size, self._eos_token_ids)
         try:
             async with asyncio.timeout(_QUEUE_SECONDS):
@@ -108,18 +164,14 @@ class GrammarCompiler:
         except TimeoutError:
             raise OverloadedError("too many grammars wait to be compiled") from None
         ask = functools.partial(self._ask, config, line)
-        verdict = await run_in_place(self._threads, self._places, ask)
-        self._cache[key] = verdict
-        if len(self._cache) > _KEPT:
-            self._cache.popitem(last=False)
-        return verdict
+        return await run_in_place(self._threads, self._places, ask)
 
     def close(self) -> None:
         """End the worker processes; a check that is running fails."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _ask(self, config: WorkerConfig, line: bytes) -> Verdict:
+    def _ask(self, config: WorkerConfig, line: bytes) -> bytes | int:
         # The one that was used last, so that the others need not start.
         worker = self._workers.get()
         try:
@@ -135,8 +187,8 @@ class _Worker:
         self._processes = processes
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, config: WorkerConfig, line: bytes) -> Verdict:
-        """Check an encoded constraint."""
+    def ask(self, config: WorkerConfig, line: bytes) -> bytes | int:
+        """Return the reply to an encoded task, or the code with which the process ended."""
         process = self._process or self._start(config)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -147,14 +199,13 @@ class _Worker:
         except BrokenPipeError:
             reply = b""
         if reply.endswith(b"\n"):
-            return msgspec.json.decode(reply, type=Verdict)
+            return reply
         self._process = None
         self._processes.remove(process)
         _end(process)
-        if process.returncode == -signal.SIGALRM:
-            return Verdict(error=f"takes longer than {SECONDS:g} seconds to compile")
-        log.warning("compiling a grammar ended its process with code %d", process.returncode)
-        return Verdict(error="is too complex to compile")
+        if process.returncode != -signal.SIGALRM:
+            log.warning("a grammar ended its process with code %d", process.returncode)
+        return process.returncode
 
     def _start(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
         use_safe_path()

@@ -1,9 +1,8 @@
-"""A process that checks constraints, since some of them crash the library or keep it busy for hours.
+"""A process that compiles constraints and checks texts, since some of them crash the library or keep it busy for hours.
 
 `server.http.text.grammar_compiler` starts it as `python -m server.http.text.grammar_worker`. Each line of its standard
-input is a JSON value: first a `WorkerConfig`, then one constraint after the other. It answers each constraint with one
-line, and ends when its input ends, when a constraint takes too long (by SIGALRM), or when it runs out of stack or
-memory.
+input is a JSON value: first a `WorkerConfig`, then one `Task` after the other. It answers each with one line, and ends
+when its input ends, when a task takes too long (by SIGALRM), or when it runs out of stack or memory.
 """
 
 from __future__ import annotations
@@ -17,9 +16,16 @@ from typing import Final
 import msgspec
 
 from model.errors import ModelError
-from model.sampling.grammar import GrammarTokenizer, check, serialize
+from model.sampling.grammar import GrammarTokenizer, compile_constraint
 from model.text.tokenizer import Tokenizer
-from server.http.text.grammar_compiler import SECONDS, Constraint, Verdict, WorkerConfig
+from server.http.text.grammar_compiler import (
+    SECONDS,
+    Constraint,
+    Findings,
+    Task,
+    Verdict,
+    WorkerConfig,
+)
 
 # Smaller than those of the engine's threads, so that what compiles here does not overflow there.
 _STACK_BYTES: Final = 1 << 20
@@ -41,30 +47,50 @@ def main() -> None:
 def _serve() -> None:
     lines, replies = sys.stdin.buffer, sys.stdout.buffer
     config = msgspec.json.decode(lines.readline(), type=WorkerConfig)
-    failure, tokenizer = "", None
+    failure, tokenizer, text_tokenizer = "", None, None
     try:
-        tokenizer = GrammarTokenizer(
-            Tokenizer.from_folder(config.folder), config.vocab_size, config.eos_token_ids
-        )
+        text_tokenizer = Tokenizer.from_folder(config.folder)
+        tokenizer = GrammarTokenizer(text_tokenizer, config.vocab_size, config.eos_token_ids)
     except ModelError as error:
         failure = str(error)
     while line := lines.readline():
-        verdict = Verdict(error=failure)
+        answer: Verdict | Findings = Verdict(error=failure)
         if tokenizer is not None:
+            assert text_tokenizer is not None
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
-            verdict = _check(tokenizer, msgspec.json.decode(line, type=Constraint))
+            task = msgspec.json.decode(line, type=Task)
+            if task.texts is None:
+                answer = _compile(tokenizer, text_tokenizer, task.constraint)
+            else:
+                answer = _find_violations(task.constraint, task.texts)
             signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(msgspec.json.encode(verdict) + b"\n")
+        replies.write(msgspec.json.encode(answer) + b"\n")
         replies.flush()
 
 
-def _check(tokenizer: GrammarTokenizer, constraint: Constraint) -> Verdict:
+def _compile(
+    tokenizer: GrammarTokenizer, text_tokenizer: Tokenizer, constraint: Constraint
+) -> Verdict:
     try:
-        grammar = serialize(constraint.kind, constraint.value)
-        check(tokenizer, grammar)
+        found = compile_constraint(
+            tokenizer,
+            constraint.kind,
+            constraint.value,
+            strict=constraint.strict,
+            text_tokenizer=text_tokenizer,
+        )
     except ModelError as error:
         return Verdict(error=str(error))
-    return Verdict(grammar=grammar)
+    return Verdict(grammar=found.grammar, unenforced=found.unenforced)
+
+
+def _find_violations(constraint: Constraint, texts: tuple[str, ...]) -> Findings:
+    from model.text.outputs import violations  # noqa: PLC0415 - its library is needed rarely
+
+    found = [
+        phrase for text in texts for phrase in violations(constraint.kind, constraint.value, text)
+    ]
+    return Findings(tuple(dict.fromkeys(found)))
 
 
 if __name__ == "__main__":

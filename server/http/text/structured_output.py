@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from server.errors import ValidationError
+from server.errors import OverloadedError, UnavailableError, ValidationError
 from server.http.text.grammar_compiler import Constraint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from server.http.context import AppContext
 
 
@@ -16,20 +18,50 @@ class StructuredOutput(NamedTuple):
 
     Attributes:
         kind: the language of `value`.
-        value: a JSON schema, a regular expression, a list of choices, a Lark grammar or a structural tag; None for
-            `json_object`.
+        value: a JSON schema, a regular expression, a list of choices, a Lark grammar, a structural tag or a
+            `model.text.tools.translate.ToolsConstraint`; None for `json_object`.
         field: the request's field that holds it, for error messages.
         strict: whether a keyword of a JSON schema that the grammar cannot enforce is an error.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
+    kind: Literal[
+        "json_schema", "json_object", "regex", "choice", "lark", "structural_tag", "tools"
+    ]
     value: object
     field: str
     strict: bool = False
 
 
-async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> str:
-    """Compile a constraint to a serialized grammar, for `SamplingParams.grammar`.
+class CompiledConstraint(NamedTuple):
+    """A constraint with its grammar.
+
+    Attributes:
+        grammar: for `SamplingParams.grammar`.
+        constraint: as it was compiled.
+        warnings: a sentence for each schema of which the grammar does not enforce all; empty if it enforces everything.
+    """
+
+    grammar: str
+    constraint: Constraint
+    warnings: tuple[str, ...] = ()
+
+    async def violations(self, context: AppContext, texts: Sequence[str]) -> tuple[str, ...]:
+        """Return a sentence for each way in which complete texts violate what the grammar does not enforce."""
+        if not self.warnings or not texts:
+            return ()
+        try:
+            found = await context.grammars.find_violations(
+                self.constraint, texts, context.engine_info().vocab_size
+            )
+        except (OverloadedError, UnavailableError):
+            found = None
+        if found is None:
+            return ("whether the value matches the schema could not be checked in time",)
+        return tuple(f"the value does not match the schema: {phrase}" for phrase in found)
+
+
+async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> CompiledConstraint:
+    """Compile a constraint to a serialized grammar.
 
     Does not block the event loop. Results are cached by content.
 
@@ -38,9 +70,9 @@ async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> str:
         OverloadedError: too many constraints wait.
         UnavailableError: the engine is not ready.
     """
-    verdict = await context.grammars.check(
-        Constraint(wanted.kind, wanted.value), context.engine_info().vocab_size
-    )
+    constraint = Constraint(wanted.kind, wanted.value, wanted.strict)
+    verdict = await context.grammars.check(constraint, context.engine_info().vocab_size)
     if verdict.error:
         raise ValidationError(f"`{wanted.field}`: {verdict.error}")
-    return verdict.grammar
+    warnings = tuple(f"`{wanted.field}`: {phrase}" for phrase in verdict.unenforced)
+    return CompiledConstraint(verdict.grammar, constraint, warnings)

@@ -36,13 +36,13 @@ async def context(tokenizer, anyio_backend):
     return Context(tokenizer.folder)
 
 
-async def compiled(context, kind, value, field="grammar"):
-    return await compile_grammar(context, StructuredOutput(kind, value, field))
+async def compiled(context, kind, value, field="grammar", strict=False):
+    return await compile_grammar(context, StructuredOutput(kind, value, field, strict))
 
 
-async def refusal(context, kind, value):
+async def refusal(context, kind, value, strict=True):
     with pytest.raises(ValidationError) as error:
-        await compiled(context, kind, value, "the_field")
+        await compiled(context, kind, value, "the_field", strict)
     prefix = "Input validation error: `the_field`: "
     assert error.value.message.startswith(prefix)
     return error.value.message.removeprefix(prefix)
@@ -97,7 +97,6 @@ HOSTILE = {
     ),
     "a remote reference": ("json_schema", {"$ref": "http://localhost/schema.json"}),
     "2 MB": ("json_schema", {"enum": ["x" * 2_000_000]}),
-    "a long description": ("json_schema", {"description": "x" * 200_000}),
     "a long pattern": ("regex", "ab" * 100_000),
     "an enormous enum": ("json_schema", {"enum": [f"value {i}" for i in range(20_000)]}),
     "exponentially many alternatives": (
@@ -191,16 +190,42 @@ async def test_a_constraint_that_waits_too_long_for_a_worker_is_refused_as_overl
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        ({"not": {}}, "`not`"),
+        ({"not": {"minimum": 1}}, "`not`"),
         ({"type": "array", "uniqueItems": True}, "`uniqueItems`"),
-        ({"if": {}, "then": {}}, "`if`, `then`"),
-        ({"properties": {"a": {"contains": {}}}}, "`contains`"),
-        ({"type": "string", "format": "unheard-of"}, "unheard-of"),
+        ({"if": {"minimum": 1}, "then": {"maximum": 5}}, "`if`"),
+        ({"properties": {"a": {"contains": {}}}}, "`/properties/a/contains`"),
         ({"x-guidance": {"lenient": True}}, "`x-guidance`"),
     ],
 )
-async def test_keywords_that_are_not_supported_are_refused_by_name(context, schema, keyword):
+async def test_keywords_that_are_not_supported_are_refused_by_name_if_strict(
+    context, schema, keyword
+):
     assert keyword in await refusal(context, "json_schema", schema)
+
+
+async def test_keywords_that_are_not_supported_are_warnings_if_not_strict(context):
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+    found = await compiled(context, "json_schema", schema, "the_field")
+
+    assert found.warnings == ("`the_field`: the grammar does not enforce `/uniqueItems`",)
+    assert await found.violations(context, ["[1, 2]", "[1, 2"]) == ()
+    assert await found.violations(context, ["[1, 1]"]) == (
+        "the value does not match the schema: `uniqueItems` at `/`",
+    )
+
+
+async def test_a_check_that_takes_too_long_is_a_warning(context):
+    schema = {"type": "string", "pattern": "^(?=(a|aa)+$)(?!b).*x$"}
+    found = await compiled(context, "json_schema", schema, "the_field")
+
+    assert "could not be checked" in (await found.violations(context, [f'"{"a" * 60}c"']))[0]
+
+
+async def test_descriptions_do_not_count_as_grammar(context):
+    schema = {"description": "x" * 1_000_000, "properties": {"a": {"title": "x" * 200_000}}}
+
+    assert not (await compiled(context, "json_schema", schema)).warnings
 
 
 async def test_a_model_without_a_usable_tokenizer_refuses_every_constraint(tmp_path, anyio_backend):

@@ -30,10 +30,8 @@ from server.http.dialects.openai.schema import ChatBody
 from server.http.dialects.openai.tools import (
     CallRenderer,
     ToolUse,
-    messages_for_template,
     read_tools,
     whole_message,
-    with_tool_calls,
     with_tools,
 )
 from server.http.text.messages import encode_conversation, read_messages
@@ -73,6 +71,7 @@ class ChatAnswer:
     _prompt_field = "messages"
     _nested_tools = True
     _tool_fields: list[str] | None = None
+    _longest_tool_name = 64
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -98,7 +97,6 @@ class ChatAnswer:
             request = with_tools(request)
             self._nested_tools = False
             self._tool_fields = [f"functions.{i}" for i in range(len(request.functions or ()))]
-        self.warnings = warnings
         self.streaming = bool(request.stream)
         self._context = context
         self._info = info
@@ -110,8 +108,10 @@ class ChatAnswer:
             context,
             nested=self._nested_tools,
             fields=self._tool_fields,
+            longest_name=self._longest_tool_name,
             constraint=constraint,
         )
+        self.warnings = warnings if tools is None else (*warnings, *tools.warnings)
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),
@@ -136,7 +136,7 @@ class ChatAnswer:
             UnknownModelError: it names a model that is not served.
         """
         request, warnings = parse_body(ChatBody, body, context.config)
-        messages = read_messages(with_tool_calls(request.messages))
+        messages = read_messages(request.messages, parts=context.reads_parts)
         return cls(context, info, request, messages, texts, warnings)
 
     async def generate(self) -> Generation:
@@ -146,19 +146,20 @@ class ChatAnswer:
             ValidationError: the model has no chat template, or the conversation is too long.
             UnavailableError: the engine is not ready.
         """
-        request = self._request
         if self._tools is not None:
             await self._tools.check(self._context)
-        messages, tools = messages_for_template(self._context, self._messages, self._tools)
-        token_ids = await self._encode(messages, tools)
-        older = request.max_completion_tokens is None and request.max_tokens is not None
-        limit = OutputLimit(
-            wanted=request.max_tokens if older else request.max_completion_tokens,
-            default=None,
-            prompt_field=self._prompt_field,
-            field=self._limit_fields[older],
-        )
+        token_ids = await self.prompt()
+        limit = self._output_limit()
         return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    async def prompt(self) -> list[int]:
+        """Render the conversation with the chat template and tokenize it.
+
+        Raises:
+            ValidationError: the model has no chat template, or the conversation is too long.
+        """
+        tools = None if self._tools is None else self._tools.definitions
+        return await self._encode(self._messages, tools)
 
     async def _encode(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -191,10 +192,24 @@ class ChatAnswer:
         chunks = self._format(generation)
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
 
+    def _output_limit(self) -> OutputLimit:
+        request = self._request
+        older = request.max_completion_tokens is None and request.max_tokens is not None
+        return OutputLimit(
+            wanted=request.max_tokens if older else request.max_completion_tokens,
+            default=None,
+            prompt_field=self._prompt_field,
+            field=self._limit_fields[older],
+        )
+
     def _format(self, generation: Generation) -> _ChatFormat:
         last = self._messages[-1]
-        echoed = last["content"] if self._request.echo and last["role"] == _ASSISTANT else None
-        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed or "")
+        echoed = ""
+        if self._request.echo and last["role"] == _ASSISTANT:
+            content: Any = last["content"] or ""
+            is_text = isinstance(content, str)
+            echoed = content if is_text else "".join(part["text"] for part in content)
+        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed)
         if self._tools is None:
             return _ChatFormat(*fields)
         return (_FunctionFormat if self._has_functions else _ToolFormat)(*fields, self._tools)
@@ -250,7 +265,7 @@ class _ChatFormat(ReplyFormat):
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
-    ) -> ChatChunk:
+    ) -> ChatChunk | None:
         """Build the event of a token; see `ChunkFormat`."""
         tokens = () if token is None else (token,)
         ended = completion.finish_reason is not None
@@ -343,26 +358,31 @@ class _ToolFormat(_ChatFormat):
     ) -> None:
         super().__init__(generation, options, tokenizer, warnings, echoed)
         self.plain = False  # the text of an event depends on those before it
-        self._tools = tools
         self._calls = {c: CallRenderer(tools) for c in generation.completions}
-        self._with_calls: set[Completion] = set()
+        self._reports_tokens = (
+            options.logprobs.reported or options.token_ids or options.running_usage
+        )
 
     def finish_reason(self, completion: Completion) -> str | None:
-        """Return why a completion ended: `tool_calls` if it ended by itself and calls tools."""
+        """Return why a completion ended: `tool_calls` if it ended by itself, and its last call is complete."""
         reason = super().finish_reason(completion)
-        return "tool_calls" if reason == "stop" and completion in self._with_calls else reason
+        return "tool_calls" if reason == "stop" and self._calls[completion].complete else reason
+
+    def chunk(
+        self, completion: Completion, index: int, text: str, token: Token | None
+    ) -> ChatChunk | None:
+        """Build the event of a token; None if it would report nothing."""
+        chunk = super().chunk(completion, index, text, token)
+        if chunk is None or self._reports_tokens or completion.finish_reason is not None:
+            return chunk
+        return None if chunk.choices[0].delta == ChatDelta() else chunk
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
-        calls = self._calls[completion]
-        content, deltas = calls.push(text, ended=completion.finish_reason is not None)
-        if calls.calls_tools:
-            self._with_calls.add(completion)
+        content, deltas = self._calls[completion].push(completion, text)
         return ChatDelta(content=content or UNSET, tool_calls=deltas or UNSET)
 
     def _message(self, completion: Completion) -> ChatMessage:
-        content, calls = whole_message(self._tools, completion.text)
-        if calls:
-            self._with_calls.add(completion)
+        content, calls = whole_message(self._calls[completion], completion)
         content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)
 

@@ -45,6 +45,8 @@ _MAX_PATTERN_CHARACTERS: Final = 100
 def find_constraint(body: ConstraintFields) -> StructuredOutput | None:
     """Return the constraint that a body states; None if the text is free.
 
+    Several fields may state the same one.
+
     Raises:
         ValidationError: there are several that differ, one lacks its value, or JSON cannot have the form that is asked
             for.
@@ -153,6 +155,9 @@ def _at(value: object, path: str) -> object:
 _FIELDS: Final[tuple[tuple[str, Callable[[Any, str], StructuredOutput | None]], ...]] = (
     ("response_format", _response_format),
     ("text.format", _response_format),
+    # Anthropic.
+    ("output_config.format", _response_format),
+    ("output_format", _response_format),
     ("structured_outputs.json", _of_kind("json_schema")),
     ("structured_outputs.regex", _of_kind("regex")),
     ("structured_outputs.choice", _of_kind("choice")),

@@ -101,9 +101,21 @@ _ANY_MODEL_PREFIXES = ("http://", "https://")
 
 
 def parse_body(
-    model: type[BodyT], body: object, config: HTTPConfig
+    model: type[BodyT],
+    body: object,
+    config: HTTPConfig,
+    *,
+    no_effect: Mapping[str, tuple[object, ...]] = NO_EFFECT,
+    model_prefixes: tuple[str, ...] = (),
 ) -> tuple[BodyT, tuple[str, ...]]:
     """Check a decoded JSON body and convert it.
+
+    Args:
+        model: type of the body.
+        body: the JSON.
+        config: the names of the served model, and whether unknown fields are refused.
+        no_effect: known fields without effect, as `NO_EFFECT`.
+        model_prefixes: names that begin with one of these are accepted too.
 
     Returns:
         The body, and a warning for each field that has no effect.
@@ -115,11 +127,11 @@ def parse_body(
     """
     ignored: list[_Ignored] = []
     if isinstance(body, dict):
-        body, ignored = _without_extra(model, body, strict=config.strict_fields)
+        body, ignored = _without_extra(model, body, no_effect, strict=config.strict_fields)
     parsed = parse(model, body)
     name = getattr(parsed, "model", None)
     current_request().model = name
-    check_model(name, config)
+    check_model(name, config, model_prefixes)
     return parsed, _warnings(ignored)
 
 
@@ -128,15 +140,15 @@ def served_names(config: HTTPConfig) -> tuple[str, ...]:
     return config.served_model_name or (config.model_id,)
 
 
-def check_model(name: str | None, config: HTTPConfig) -> None:
-    """Check that a request's model is the served one.
+def check_model(name: str | None, config: HTTPConfig, prefixes: tuple[str, ...] = ()) -> None:
+    """Check that a request's model is the served one, or that its name begins with one of the prefixes.
 
     Raises:
         UnknownModelError: it is not.
     """
     if name is None or name in served_names(config):
         return
-    if name in _ANY_MODEL or name.startswith(_ANY_MODEL_PREFIXES):
+    if name in _ANY_MODEL or name.startswith((*_ANY_MODEL_PREFIXES, *prefixes)):
         return
     raise UnknownModelError(
         f"the `model` {quote('', name)} does not exist; this server has "
@@ -154,7 +166,11 @@ def _warnings(ignored: list[_Ignored]) -> tuple[str, ...]:
 
 
 def _without_extra(
-    model: type[pydantic.BaseModel], body: dict[str, object], *, strict: bool
+    model: type[pydantic.BaseModel],
+    body: dict[str, object],
+    no_effect: Mapping[str, tuple[object, ...]],
+    *,
+    strict: bool,
 ) -> tuple[dict[str, object], list[_Ignored]]:
     """Return a body without the fields that have no effect, and these fields if they ask for anything.
 
@@ -171,8 +187,8 @@ def _without_extra(
                 continue
             kept[name] = value
             ignored += _ignored_within(model, name, value)
-        elif name in NO_EFFECT:
-            if value is not None and value not in NO_EFFECT[name]:
+        elif name in no_effect:
+            if value is not None and value not in no_effect[name]:
                 ignored.append(("", name, True))
         elif name in REFUSED:
             if value is not None and value not in REFUSED[name]:

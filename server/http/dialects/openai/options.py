@@ -193,9 +193,10 @@ async def submit(
     if options.bad_words:
         bad_words = await context.encode_words(options.bad_words, "bad_words")
         sampling = msgspec.structs.replace(sampling, bad_words=bad_words)
+    constraint = None
     if options.constraint is not None:
-        grammar = await compile_grammar(context, options.constraint)
-        sampling = msgspec.structs.replace(sampling, grammar=grammar)
+        constraint = await compile_grammar(context, options.constraint)
+        sampling = msgspec.structs.replace(sampling, grammar=constraint.grammar)
     made = []
     for token_ids in prompts:
         check_vocabulary(token_ids, limit.prompt_field, info)
@@ -212,6 +213,7 @@ async def submit(
         keep_tokens=options.logprobs.reported or options.token_ids,
         options=options.request,
         skip_special_tokens=options.skip_special_tokens,
+        constraint=constraint,
     )
 
 

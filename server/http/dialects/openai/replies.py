@@ -348,7 +348,7 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model. `root` is the name of its checkpoint."""
+    """A served model. `root` is the name of its checkpoint. From `type` on, as in Anthropic's API."""
 
     id: str
     object: str
@@ -357,13 +357,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None
     max_model_len: int
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    max_input_tokens: int
+    max_tokens: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model, once for each of its names."""
+    """The served model, once for each of its names. From `has_more` on, as in Anthropic's API."""
 
     object: str
     data: list[Model]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):

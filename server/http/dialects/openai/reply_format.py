@@ -34,7 +34,6 @@ class ReplyFormat:
         created: when it was made, in seconds since 1970.
         plain: whether an event reports nothing but text, unless it is the first or last of its choice.
         names: names tokens.
-        warnings: `UNSET` if there are none.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ReplyFormat:
         self.created = int(time.time())
         self.plain = not (options.logprobs.reported or options.token_ids or options.running_usage)
         self.names = TokenNames(tokenizer, as_ids=options.tokens_as_ids)
-        self.warnings: tuple[str, ...] | UnsetType = warnings or UNSET
+        self._warnings = warnings
         self.generation = generation
         self.options = options
 
@@ -62,6 +61,11 @@ class ReplyFormat:
         if self.options.running_usage:
             return self.usage()
         return None if self.options.usage_event else UNSET
+
+    @property
+    def warnings(self) -> tuple[str, ...] | UnsetType:
+        """The warnings so far; `UNSET` if there are none."""
+        return (*self._warnings, *self.generation.warnings) or UNSET
 
     def event_warnings(self, completion: Completion) -> tuple[str, ...] | UnsetType:
         """Return the warnings in the event of a token: in the last one, unless an event for the usage follows."""

@@ -130,7 +130,7 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = optional(
         "With `json_schema`: an object with the schema in its field `schema`."
     )
-    schema_: Annotated[Any, WithJsonSchema({"type": ["object", "boolean"]})] = Field(
+    schema_: Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "null"]})] = Field(
         None, alias="schema", description="With `json_schema`, `json_object` or `json`: the schema."
     )
     value: ObjectOrText | None = optional(
@@ -323,9 +323,12 @@ class TokenizeMessagesBody(BaseModel):
     continue_final_message: bool | None = optional(
         "Leave the last message open; excludes `add_generation_prompt`."
     )
+    tools: list[dict[str, Any]] | None = optional("Functions that the model may call.")
+    tool_choice: ObjectOrText | None = optional("`none` leaves `tools` out of the prompt.")
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables for the chat template."
     )
+    chat_template: None = optional("Not supported: null. The model's own template is used.")
     return_token_strs: bool | None = optional("Report the names of the tokens in the vocabulary.")
 
 

@@ -73,8 +73,9 @@ class TokenRenderer:
             or not is_json_logprob(event.logprob)
         ):
             token = completion.describe(event, text)
-            if completion.finish_reason is not None and self._options.details:
-                self._last = completion, token  # its details are not complete yet
+            holds = self._options.details or self._generation.checks_texts
+            if completion.finish_reason is not None and holds:
+                self._last = completion, token  # its details or warnings are not complete yet
                 return b""
             return self._full_frame(completion, token)
         token_id = event.token_id
@@ -99,8 +100,8 @@ class TokenRenderer:
         warnings = b""
         if completion.finish_reason is not None:
             generated_text = self._options.full_text(completion.text)
-            if self._options.warnings:
-                warnings = b',"warnings":' + _encode(self._options.warnings)
+            if found := (*self._options.warnings, *self._generation.warnings):
+                warnings = b',"warnings":' + _encode(found)
             if self._options.details:
                 details = StreamDetails(
                     finish_reason=FINISH_REASONS[completion.finish_reason],

@@ -119,9 +119,10 @@ class GenerateAnswer:
         if options.bad_words:
             bad_words = await self._context.encode_words(options.bad_words, "bad_words")
             sampling = msgspec.structs.replace(sampling, bad_words=bad_words)
+        constraint = None
         if options.grammar is not None:
-            grammar = await compile_grammar(self._context, options.grammar)
-            sampling = msgspec.structs.replace(sampling, grammar=grammar)
+            constraint = await compile_grammar(self._context, options.grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=constraint.grammar)
         return Generation(
             self._context,
             [Prompt(token_ids, sampling)],
@@ -130,6 +131,7 @@ class GenerateAnswer:
             stop=StopStrings(options.stop, included=True, engine_first=True),
             keep_tokens=options.details,
             options=options.request,
+            constraint=constraint,
         )
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:
@@ -167,8 +169,8 @@ class GenerateAnswer:
             ]
             details = Details(best_of_sequences=sequences or UNSET, **self._details(best))
             reply = msgspec.structs.replace(reply, details=details)
-        if self.warnings:
-            reply = msgspec.structs.replace(reply, warnings=list(self.warnings))
+        if warnings := (*self.warnings, *generation.warnings):
+            reply = msgspec.structs.replace(reply, warnings=list(warnings))
         return _encode([reply] if self._as_list else reply)
 
     def renderer(self, generation: Generation) -> TokenRenderer:

@@ -6,6 +6,8 @@ import pytest
 from server.engine.core.request import FinishReason
 from server.http.dialects.openai import options, tools
 from server.http.dialects.openai.replies import ChatChunk, ChatReply
+from server.http.text.grammar_compiler import Constraint
+from server.http.text.structured_output import CompiledConstraint
 from tests.http.dialects.openai.events import chunks, failing
 from tests.http.fakes import EOS_ID, say
 
@@ -227,7 +229,7 @@ async def test_the_last_message_is_echoed_if_it_is_the_assistants(
     chat, engine, tokenizer, monkeypatch, messages, fields, begin
 ):
     async def compile_grammar(_context, _wanted):
-        return "grammar"
+        return CompiledConstraint("grammar", Constraint("lark", ""))
 
     monkeypatch.setattr(options, "compile_grammar", compile_grammar)
     monkeypatch.setattr(tools, "compile_grammar", compile_grammar)

@@ -4,7 +4,8 @@ import pytest
 
 from server.engine.core.request import FinishReason
 from server.http.dialects.openai import options
-from server.http.text.structured_output import StructuredOutput
+from server.http.text.grammar_compiler import Constraint
+from server.http.text.structured_output import CompiledConstraint, StructuredOutput
 from tests.http.fakes import say
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +45,8 @@ def compiled(monkeypatch):
 
     async def compile_grammar(_context, wanted):
         found.append(wanted)
-        return f"grammar of {wanted.kind}"
+        constraint = Constraint(wanted.kind, wanted.value)
+        return CompiledConstraint(f"grammar of {wanted.kind}", constraint)
 
     monkeypatch.setattr(options, "compile_grammar", compile_grammar)
     return found

@@ -121,9 +121,9 @@ async def test_the_prompt_is_that_of_the_same_tools(ask, engine, tokenizer, temp
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
+            "tool_calls": [{"id": "weather", "type": "function", "function": call}],
         },
-        {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "rain"},
+        {"role": "tool", "tool_call_id": "weather", "name": "weather", "content": "rain"},
     ]
 
     response = await ask(older, template)

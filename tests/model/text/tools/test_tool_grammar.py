@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.errors import GrammarError
-from model.text.tools.definitions import make_tool
+from model.text.tools.definitions import lower_tool, make_tool
 from model.text.tools.formats import BY_NAME, FORMATS, find_format
 from model.text.tools.grammar import calls_grammar
 from model.text.tools.parser import CallParser
@@ -25,7 +25,8 @@ def tokenizer(request):
 def grammar_of(name, tokenizer, *, required=False, parallel=True, schemas=None):
     format_ = BY_NAME[name]
     tools = make_tools(format_) if schemas is None else make_tools(format_, schemas)
-    return calls_grammar(format_, tools, tokenizer, required=required, parallel=parallel)
+    lowered = [lower_tool(format_, tool)[0] for tool in tools]
+    return calls_grammar(format_, lowered, tokenizer, required=required, parallel=parallel)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,17 +100,40 @@ def test_references_of_parameters_are_followed(tokenizer):
     ("name", "schema", "message"),
     [
         ("hermes", {"type": "string"}, "must be `object`"),
-        ("qwen3-coder", {"patternProperties": {}}, "`patternProperties` is not supported"),
-        ("qwen3-coder", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "`pattern` is not supported"),
         ("qwen3-coder", {"properties": {"a>": {}}}, "the names in `properties`"),
-        ("qwen3-coder", {"required": ["a"]}, "each name in `required`"),
+        ("qwen3-coder", {"required": 5}, "`required` a list"),
         ("qwen3-coder", {"properties": 1}, "must be an object"),
         ("qwen3-coder", {"properties": {"a": {"type": "string", "maxLength": "x"}}}, "`maxLength`"),
     ],
 )  # fmt: skip
 def test_parameters_that_cannot_be_written_are_refused(name, schema, message):
     with pytest.raises(GrammarError, match=message):
-        make_tool(BY_NAME[name], "f", schema)
+        lower_tool(BY_NAME[name], make_tool(BY_NAME[name], "f", schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "pattern": "^a+$"}, "aa", "ab"),
+        ({"type": "string", "format": "date", "maxLength": 10}, "2024-02-01", "2024-02-31"),
+        ({"$ref": "#/$defs/A"}, "x", "y"),
+        ({"type": "string", "format": "unheard-of", "x-note": 1}, "x", None),
+        ({"type": "string", "minLength": 2, "allOf": [{"pattern": "b$"}]}, "ab", "b"),
+    ],
+)
+def test_text_parameters_obey_every_keyword(schema, good, bad, tokenizer):
+    schema = {
+        "patternProperties": {},
+        "properties": {"a": schema},
+        "$defs": {"A": {"type": "string", "enum": ["x"]}},
+    }
+    grammar = grammar_of("qwen3-coder", tokenizer, schemas={"f": schema})
+
+    def call(value):
+        return f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+    assert follows(grammar, tokenizer, call(good)) is True
+    assert bad is None or not follows(grammar, tokenizer, call(bad))
 
 
 @pytest.mark.parametrize(

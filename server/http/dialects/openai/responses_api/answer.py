@@ -49,7 +49,7 @@ class ResponseAnswer(ChatAnswer):
         include = request.include or ()
         wants_logprobs = _LOGPROBS in include or bool(request.top_logprobs)
         shared = {name: getattr(request, name) for name in SamplingFields.model_fields}
-        messages, skipped = read_input(request)
+        messages, skipped = read_input(request, parts=context.reads_parts)
         tools = read_response_tools(request)
         if any(value != _LOGPROBS for value in include):
             warnings += (f"values of `include` other than {_LOGPROBS} have no effect",)
@@ -113,7 +113,7 @@ class ResponseAnswer(ChatAnswer):
             item = reply.text_item(completion.text, completion.tokens)
             return _encode(reply.finished([item], self.warnings))
         items = OutputItems(self._tools, self._called, reply)
-        items.push(completion.text, completion.tokens, ended=True)
+        items.push(completion, completion.text, completion.tokens)
         return _encode(reply.finished(items.finished, self.warnings))
 
     def renderer(self, generation: Generation) -> StreamRenderer:

@@ -103,7 +103,7 @@ class ResponseFormat:
                 total_tokens=usage.total_tokens,
                 tessera=usage.tessera,
             ),
-            warnings=warnings or UNSET,
+            warnings=(*warnings, *self._generation.warnings) or UNSET,
         )
 
     def text_item(self, text: str, tokens: Sequence[Token]) -> OutputMessage:

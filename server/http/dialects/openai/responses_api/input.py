@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
 from server.http.dialects.openai.responses_api.tools import INPUT, qualified
-from server.http.dialects.openai.tools import decode_arguments
 from server.http.text.messages import read_content, read_message
 
 if TYPE_CHECKING:
@@ -50,11 +49,15 @@ class Conversation(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def read_input(request: ResponseBody) -> Conversation:
+def read_input(request: ResponseBody, *, parts: bool = False) -> Conversation:
     """Return the conversation of a request.
 
     Calls are `tool_calls` of the assistant's message before them, or of one of their own; results are messages of the
     role `tool`.
+
+    Args:
+        request: the body.
+        parts: as for `server.http.text.messages.read_messages`.
 
     Raises:
         ValidationError: the input is neither a text nor a list of items, or an item is not valid.
@@ -70,7 +73,7 @@ def read_input(request: ResponseBody) -> Conversation:
         raise ValidationError(
             f"`input` must be a string or a list of messages. Given: {describe(value)}"
         )
-    reader = _Reader()
+    reader = _Reader(parts=parts)
     if isinstance(instructions, str):
         instructions = [{"role": "system", "content": instructions}] if instructions else []
     for i, item in enumerate(instructions or ()):
@@ -94,8 +97,9 @@ class _Reader:
         skipped: types of the items that are not in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, parts: bool) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._parts = parts
         self.skipped: set[str] = set()
         self._call_ids: set[str] = set()
 
@@ -108,7 +112,7 @@ class _Reader:
         kind = item.get("type") or (_REFERENCE if item.keys() <= {"id", "type"} else _MESSAGE)
         if kind == _MESSAGE:
             message = {key: item[key] for key in ("role", "content") if key in item}
-            self.messages.append(read_message(message, field))
+            self.messages.append(read_message(message, field, parts=self._parts))
         elif kind == _CALL:
             self._add_call(item, _seen_name(item, field), _arguments(item, field), field)
         elif kind == "custom_tool_call":
@@ -136,7 +140,7 @@ class _Reader:
             )
 
     def _add_call(
-        self, item: Mapping[str, Any], name: str, arguments: dict[str, Any], field: str
+        self, item: Mapping[str, Any], name: str, arguments: dict[str, Any] | str, field: str
     ) -> str:
         call_id = _call_id(item, field)
         self._call_ids.add(call_id)
@@ -186,11 +190,9 @@ def _seen_name(item: Mapping[str, Any], field: str) -> str:
     return qualified(_text(item, "name", field), item.get("namespace"))
 
 
-def _arguments(item: Mapping[str, Any], field: str) -> dict[str, Any]:
-    arguments = decode_arguments(_text(item, "arguments", field))
-    if arguments is None:
-        raise ValidationError(f"`{field}.arguments` must be the text of a JSON object")
-    return arguments
+def _arguments(item: Mapping[str, Any], field: str) -> str:
+    """Return the arguments of a call; those of a call that was cut off are incomplete, or missing."""
+    return "" if item.get("arguments") is None else _text(item, "arguments", field)
 
 
 def _as_text(value: object) -> str:

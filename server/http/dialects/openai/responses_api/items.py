@@ -17,13 +17,14 @@ from server.http.dialects.openai.replies import (
 )
 from server.http.dialects.openai.responses_api.format import ResponseFormat, new_message_id
 from server.http.dialects.openai.responses_api.tools import CalledTool, InputDecoder
+from server.http.dialects.openai.tools import read_piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from model.text.tools.parser import CallDelta
     from server.http.dialects.openai.tools import ToolUse
-    from server.http.reply.completion import Token
+    from server.http.reply.completion import Completion, Token
 
 Event: TypeAlias = tuple[str, dict[str, Any]]
 """Type and fields of an event."""
@@ -57,13 +58,13 @@ class OutputItems:
         self._length = 0  # of the texts of all tokens
         self._shown = 0  # characters of the text before the calls
 
-    def push(self, text: str, tokens: Sequence[Token], *, ended: bool) -> list[Event]:
+    def push(self, completion: Completion, text: str, tokens: Sequence[Token]) -> list[Event]:
         """Append a piece of the text.
 
         Args:
+            completion: the text, to which the piece was appended.
             text: the piece.
             tokens: its tokens, if log-probabilities are reported.
-            ended: whether it is the last piece.
 
         Returns:
             The events that it causes, without those of the response.
@@ -72,15 +73,12 @@ class OutputItems:
         for token in tokens:
             self._waiting.append((self._length, token))
             self._length += len(token.text)
-        deltas = [self._parser.push(text)]
-        if ended:
-            deltas.append(self._parser.finish())
-        for delta in deltas:
+        for delta in read_piece(self._parser, completion, text):
             self._add_text(delta.content, self._take_tokens(delta.content))
             for call in delta.calls:
                 self._add_call(call)
             self._add_text(delta.trailing, ())
-        if ended:
+        if completion.finish_reason is not None:
             self._end()
         return self._events
 
@@ -138,7 +136,7 @@ class OutputItems:
     def _end(self) -> None:
         # A token without text, such as the last one, is of the text too.
         if not self._parser.num_calls:
-            tokens = [token for _, token in self._waiting]
+            tokens = [token for _, token in self._waiting if not token.text]
             self._add_text("", tokens)
             if self._item is None:
                 self._begin_message()

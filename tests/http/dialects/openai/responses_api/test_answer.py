@@ -8,6 +8,8 @@ import pytest
 from server.engine.core.request import FinishReason
 from server.http.dialects.openai import options
 from server.http.dialects.openai.replies import ResponseEvent, ResponseReply
+from server.http.text.grammar_compiler import Constraint
+from server.http.text.structured_output import CompiledConstraint
 from tests.http.dialects.openai.events import failing
 from tests.http.fakes import EOS_ID, say
 
@@ -117,7 +119,8 @@ async def test_an_error_during_a_stream_is_the_last_event(respond, engine):
 
 async def test_the_format_of_the_text_is_a_constraint(respond, engine, monkeypatch):
     async def compile_grammar(_context, wanted):
-        return f"{wanted.kind} in {wanted.field}"
+        constraint = Constraint(wanted.kind, wanted.value)
+        return CompiledConstraint(f"{wanted.kind} in {wanted.field}", constraint)
 
     monkeypatch.setattr(options, "compile_grammar", compile_grammar)
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}

@@ -1,0 +1,76 @@
+"""Checks finished texts against the JSON schemas that they were generated for. May take very long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from model.text.schema.reduce import printable, read
+from model.text.schema.validation import first_violation
+from model.text.tools.formats import BY_NAME
+from model.text.tools.parser import CallParser
+from model.text.tools.translate import ToolsConstraint
+
+_MOST: Final = 4
+
+
+def violations(kind: str, value: Any, text: str) -> list[str]:  # noqa: ANN401 - a constraint
+    """Return how the values in a text violate their schemas, as phrases.
+
+    Args:
+        kind: of the constraint; see `model.sampling.grammar.translate`.
+        value: the constraint.
+        text: that ended where the grammar allowed it.
+    """
+    if kind == "tools":
+        return _of_message(ToolsConstraint.decoded(value), text)[:_MOST]
+    if kind == "structural_tag":
+        return _of_tags(json.loads(value) if isinstance(value, str) else value, text)[:_MOST]
+    if kind != "json_schema":
+        return []
+    found = _of_value(value, text)
+    return [] if found is None else [found]
+
+
+def _of_value(schema: Any, text: str) -> str | None:  # noqa: ANN401 - a JSON schema
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # a stop string cut it off
+    return first_violation(read(schema), value)
+
+
+def _of_message(constraint: ToolsConstraint, text: str) -> list[str]:
+    tools = {tool.name: tool for tool in constraint.read()}
+    constrained = constraint.text is not None
+    format_ = BY_NAME[constraint.format]  # type: ignore[index]
+    parser = CallParser(format_, list(tools.values()), constrained=constrained)
+    calls: dict[int, tuple[str, str]] = {}
+    for delta in (parser.push(text), parser.finish()):
+        for call in delta.calls:
+            name, arguments = calls.get(call.index, (call.name or "", ""))
+            calls[call.index] = (name, arguments + call.arguments)
+    if constraint.text is not None and not calls:
+        return violations(constraint.text.kind, constraint.text.value, text)
+    return [
+        f"the call of `{name}`: {found}"
+        for name, arguments in calls.values()
+        if (found := _of_value(tools[name].schema, arguments)) is not None
+    ]
+
+
+def _of_tags(tags: dict[str, Any], text: str) -> list[str]:
+    found = []
+    decoder = json.JSONDecoder()
+    for structure in tags["structures"]:
+        begin, place = structure["begin"], 0
+        while (place := text.find(begin, place)) >= 0:
+            place += len(begin)
+            try:
+                value, _ = decoder.raw_decode(text, place)
+            except (ValueError, RecursionError):
+                continue
+            violation = first_violation(read(structure.get("schema") or {}), value)
+            if violation is not None:
+                found.append(f"after `{printable(begin)}`: {violation}")
+    return found

@@ -1,0 +1,1 @@
+"""JSON schemas of any draft: read, reduced to what a grammar can enforce, and values checked against them."""
