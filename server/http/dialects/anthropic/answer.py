@@ -52,6 +52,7 @@ class MessagesAnswer(ChatAnswer):
     """
 
     _nested_tools = False
+    _longest_tool_name = 128
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class MessagesAnswer(ChatAnswer):
             **shared,
             messages=conversation.messages,
             continue_final_message=conversation.continues,
-            chat_template_kwargs=_variables(request, context),
+            chat_template_kwargs=_variables(context),
             tools=tools.definitions,
             tool_choice=tools.choice,
             parallel_tool_calls=tools.parallel,
@@ -162,16 +163,11 @@ async def count_tokens(context: AppContext, body: object) -> TokenReply:
     return TokenReply(iter([b'{"input_tokens":%d}' % count]), warnings=answer.warnings)
 
 
-def _variables(request: ConversationFields, context: AppContext) -> dict[str, bool] | None:
-    """Return variables of the chat template: the model reasons only if the request asks for it."""
+def _variables(context: AppContext) -> dict[str, bool] | None:
+    """Return variables of the chat template: the model does not reason, since clients would show it as the answer."""
     template = context.chat_template
-    if template is None or not any("enable_thinking" in source for source in template.sources):
-        return None
-    return {"enable_thinking": _thinks(request)}
-
-
-def _thinks(request: ConversationFields) -> bool:
-    return request.thinking is not None and request.thinking.type != "disabled"
+    reasons = template is not None and any("enable_thinking" in s for s in template.sources)
+    return {"enable_thinking": False} if reasons else None
 
 
 def _warnings(request: ConversationFields, config: HTTPConfig) -> tuple[str, ...]:
@@ -179,7 +175,7 @@ def _warnings(request: ConversationFields, config: HTTPConfig) -> tuple[str, ...
     name, names = request.model or "", served_names(config)
     if name.startswith(_MODEL_PREFIXES) and name not in names:
         warnings.append(f"`model` has no effect: the model is `{names[0]}`")
-    if _thinks(request):
+    if request.thinking is not None and request.thinking.type != "disabled":
         warnings.append("`thinking` has no effect")
     if request.output_config is not None and request.output_config.effort is not None:
         warnings.append("`output_config.effort` has no effect")

@@ -12,7 +12,6 @@ from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
-from server.http.dialects.openai.functions import with_tools
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
@@ -33,6 +32,7 @@ from server.http.dialects.openai.tools import (
     ToolUse,
     read_tools,
     whole_message,
+    with_tools,
 )
 from server.http.text.messages import encode_conversation, read_messages
 
@@ -71,6 +71,7 @@ class ChatAnswer:
     _prompt_field = "messages"
     _nested_tools = True
     _tool_fields: list[str] | None = None
+    _longest_tool_name = 64
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -107,6 +108,7 @@ class ChatAnswer:
             context,
             nested=self._nested_tools,
             fields=self._tool_fields,
+            longest_name=self._longest_tool_name,
             constraint=constraint,
         )
         self.warnings = warnings if tools is None else (*warnings, *tools.warnings)

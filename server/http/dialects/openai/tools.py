@@ -1,4 +1,7 @@
-"""The tools of a request: reads their definitions and `tool_choice`, constrains the message, and renders calls."""
+"""The tools of a request: reads their definitions and `tool_choice`, constrains the message, and renders calls.
+
+`functions` and `function_call` are their older form.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from server.http.reply.completion import Completion
 
 MAX_TOOLS: Final = 128
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _CHOICES: Final = ("none", "auto", "required")
 
 
@@ -96,6 +99,7 @@ def read_tools(
     *,
     nested: bool = True,
     fields: Sequence[str] | None = None,
+    longest_name: int = 64,
     constraint: StructuredOutput | None = None,
 ) -> ToolUse | None:
     """Read the tools of a request.
@@ -106,6 +110,7 @@ def read_tools(
         nested: whether a definition has its fields in an object `function`, and a choice of several tools in an object
             `allowed_tools`, as in chat; otherwise they are beside `type`, as in responses.
         fields: the field of each definition, for error messages; None if they are all entries of `tools`.
+        longest_name: limit of the characters of a name.
         constraint: on the text, if the body does not state it itself. The message is calls, or text that follows it.
 
     Returns:
@@ -128,7 +133,9 @@ def read_tools(
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(request.tools):
         field = f"tools.{i}" if fields is None else fields[i]
-        tool = _read_tool(definition, field, context.tool_format, nested=nested)
+        tool = _read_tool(
+            definition, field, context.tool_format, nested=nested, longest_name=longest_name
+        )
         if tool.name in tools:
             raise ValidationError(f"`tools` has several functions with the name `{tool.name}`")
         tools[tool.name] = tool
@@ -234,7 +241,12 @@ def _nest(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tool(
-    definition: dict[str, Any], field: str, format_: ToolFormat, *, nested: bool
+    definition: dict[str, Any],
+    field: str,
+    format_: ToolFormat,
+    *,
+    nested: bool,
+    longest_name: int,
 ) -> Tool:
     kind = definition.get("type")
     if kind is None and nested and "function" in definition:
@@ -246,10 +258,11 @@ def _read_tool(
     if not isinstance(function, dict):
         raise ValidationError(f"`{field}` must be an object. Given: {describe(function)}")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) > longest_name or not _NAME.fullmatch(name):
         given = quote("", name) if isinstance(name, str) else describe(name)
         raise ValidationError(
-            f"`{field}.name` must have 1 to 64 letters, digits, `_`, `-` or `.`. Given: {given}"
+            f"`{field}.name` must have 1 to {longest_name} letters, digits, `_`, `-` or `.`. "
+            f"Given: {given}"
         )
     for key, kinds, expected in (
         ("parameters", dict, "a JSON schema, an object"),
@@ -328,3 +341,35 @@ def _named(entry: object, field: str, tools: dict[str, Tool], *, nested: bool) -
             f"`{field}.name` must be the name of a tool: {known}. Given: {quote('', name)}"
         )
     return name
+
+
+def with_tools(request: ChatBody) -> ChatBody:
+    """Return a request whose functions are tools, of which a message calls one at most.
+
+    The definitions and the choice have their fields beside `type`, as in responses.
+
+    Raises:
+        ValidationError: the request has tools too, or `function_call` is not valid.
+    """
+    for older, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, older) is not None and getattr(request, newer) is not None:
+            raise ValidationError(f"`{older}` and `{newer}` exclude each other")
+    functions = [{**function, "type": "function"} for function in request.functions or ()]
+    return request.model_copy(
+        update={
+            "tools": functions,
+            "tool_choice": _read_function_call(request.function_call),
+            "parallel_tool_calls": False,
+        }
+    )
+
+
+def _read_function_call(choice: object) -> object:
+    if choice in (None, "none", "auto"):
+        return choice
+    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+        return {"type": "function", "name": choice["name"]}
+    given = quote("", choice) if isinstance(choice, str) else describe(choice)
+    raise ValidationError(
+        f"`function_call` must be none, auto or an object with the `name` of a function. Given: {given}"
+    )

@@ -210,6 +210,32 @@ async def test_only_tools_without_a_schema_are_no_tools(call, engine):
     assert engine.requests[0].sampling.grammar is None
 
 
+async def test_a_name_may_have_128_characters(call, answer):
+    answer("Hi")
+
+    statuses = [
+        (await call(tools=[TOOL | {"name": "f" * length}])).status_code for length in (128, 129)
+    ]
+
+    assert statuses == [200, 400]
+
+
+async def test_tools_and_a_schema_go_together(call, answer):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    fields = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+
+    answer(CALL)
+    called = (await call(**fields)).json()
+    answer('{"a": 1}')
+    text = (await call(**fields)).json()
+
+    assert (called["stop_reason"], called["content"][0]["name"]) == ("tool_use", "weather")
+    assert (text["stop_reason"], text["content"]) == (
+        "end_turn",
+        [{"type": "text", "text": '{"a": 1}'}],
+    )
+
+
 async def test_fields_of_tools_without_effect_are_in_the_warnings(call):
     tool = TOOL | {"defer_loading": True, "input_examples": [{"city": "K"}]}
     response = await call(tools=[tool, CLOCK | {"defer_loading": False}])
@@ -224,7 +250,7 @@ async def test_fields_of_tools_without_effect_are_in_the_warnings(call):
     ("fields", "message"),
     [
         ({"tools": [{"name": "f"}]}, "`tools.0.input_schema` must be a JSON schema, an object. Given: null"),
-        ({"tools": [SEARCH, {"name": 1, "input_schema": {}}]}, "`tools.1.name` must have 1 to 64 letters"),
+        ({"tools": [SEARCH, {"name": 1, "input_schema": {}}]}, "`tools.1.name` must have 1 to 128 letters"),
         ({"tools": [{"name": {}, "input_schema": {}, "eager_input_streaming": True}]}, "`tools.0.name` must have"),
         ({"tools": [TOOL, TOOL]}, "`tools` has several functions with the name `weather`"),
         (
