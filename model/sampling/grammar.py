@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +25,6 @@ from model.errors import GrammarError
 from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
 from model.text.schema.lower import LEVELS, Unenforced
 from model.text.schema.modern import Schema
-from model.text.schema.patterns import check_pattern
 from model.text.schema.reduce import describe, lower
 from model.text.structural_tag import Languages, tag_grammar
 from model.text.tokenizer import Tokenizer
@@ -340,8 +340,6 @@ def translate(
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.
     """
-    if kind == "json_object":
-        return Translation(_json_grammar({"type": "object"}))
     if kind == "json_schema":
         lowered = lower(value, strict=strict, level=level)
         check_size(lowered.schema)
@@ -358,18 +356,7 @@ def translate(
     if kind == "structural_tag":
         return _tag_grammar(value, strict=strict, level=level)
     check_size(value)
-    if kind == "choice":
-        return Translation(_choice_grammar(value))
-    if not isinstance(value, str):
-        raise GrammarError("must be a string")
-    if kind == "regex":
-        check_pattern(value)
-        return Translation(LLMatcher.grammar_from_regex(value))
-    assert kind == "lark", kind
-    try:
-        return Translation(grammar_from("grammar", value))
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_one_line(str(error))) from None
+    return Translation(_TEXT_GRAMMARS[kind](value))
 
 
 def _joint_grammar(
@@ -430,6 +417,47 @@ def compile_constraint(
     raise refusal
 
 
+def _object_grammar(_: object) -> str:
+    return _json_grammar({"type": "object"})
+
+
+def _regex_grammar(expression: object) -> str:
+    expression = _string(expression)
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise GrammarError("the regular expression ends in a lone backslash")
+    return LLMatcher.grammar_from_regex(expression)
+
+
+def _lark_grammar(grammar: object) -> str:
+    try:
+        return grammar_from("grammar", _with_characters(_string(grammar)))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_one_line(str(error))) from None
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise GrammarError("must be a string")
+    return value
+
+
+def _with_characters(grammar: str) -> str:
+    """Replace the escapes of GBNF for characters by these: the library drops leading zeros of their codes."""
+    if "::=" not in grammar:
+        return grammar
+    return _GBNF_ESCAPE.sub(_unescaped, grammar)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    digits = found[1] or found[2]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    return chr(code) if code <= sys.maxunicode and not 0xD800 <= code < 0xE000 else found[0]
+
+
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
     if isinstance(schema, bool):
         schema = {"allOf": [schema]}
@@ -447,6 +475,14 @@ def _choice_grammar(value: object) -> str:
     if not (isinstance(value, list) and value and all(isinstance(choice, str) for choice in value)):
         raise GrammarError("must be a list of strings, at least one")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
+
+
+_TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
+    "json_object": _object_grammar,
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
+    "lark": _lark_grammar,
+}
 
 
 _FREE_TEXT: Final = "TEXT: /(?s:.*)/"
@@ -547,6 +583,7 @@ def _is_text(value: object) -> bool:
 
 
 _NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
+_GBNF_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 

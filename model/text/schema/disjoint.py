@@ -134,12 +134,8 @@ def _item(schema: dict[str, Any], index: int) -> Schema:
 
 def _property(schema: dict[str, Any], name: str) -> Schema:
     properties = schema.get("properties", {})
-    if name in properties:
-        found: Schema = properties[name]
-        return found
-    if "patternProperties" in schema:
-        return True
-    found = schema.get("additionalProperties", True)
+    other = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    found: Schema = properties.get(name, other)
     return found
 
 

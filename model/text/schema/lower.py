@@ -23,19 +23,13 @@ LEVELS: Final = 3
 _UNBOUNDED_LENGTH: Final = 1_000_000
 _UNBOUNDED_COUNT: Final = 100_000
 _MOST_PERMUTED: Final = 3
+_LONG_PATTERN: Final = 24
 _STRINGS: Final = ("minLength", "maxLength", "pattern", "format")
 _OBJECTS: Final = (
     "properties", "patternProperties", "additionalProperties", "propertyNames", "required", "minProperties",
     "maxProperties",
 )  # fmt: skip
 _IN_PLACE: Final = ("$ref", "allOf", "anyOf", "oneOf")
-_CONDITIONS: Final = (
-    "if",
-    "dependentRequired",
-    "dependentSchemas",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-)
 
 
 class Unenforced(NamedTuple):
@@ -96,9 +90,9 @@ class _Lowering:
             return self._of_values(node, place)
         rest = dict(node)
         parts: list[Schema] = []
-        for key in _CONDITIONS:
+        for key, condition in _CONDITIONS.items():
             if key in rest:
-                self._condition(key, rest, parts, place)
+                condition(self, rest.pop(key), rest, parts, place)
         if "not" in rest and (found := self._negation(rest, place)) is not None:
             return found
         out: dict[str, Any] = {}
@@ -127,44 +121,57 @@ class _Lowering:
         self._lose(keyword, place)
         return self._schema({k: v for k, v in node.items() if k not in ("enum", "const")}, place)
 
-    # Conditions are removed from `rest`; what replaces them is added to it or to `parts`.
+    # The keyword of a condition was removed from `rest`; what replaces it is added to `rest` or to `parts`.
 
-    def _condition(self, key: str, rest: dict[str, Any], parts: list[Schema], place: str) -> None:
-        value = rest.pop(key)
-        match key:
-            case "if":
-                branches = {name: rest.pop(name, True) for name in ("then", "else")}
-                if isinstance(value, bool) or not value:
-                    name = "then" if value is not False else "else"
-                    parts.append(self._schema(branches[name], pointer(place, name)))
-                elif branches != {"then": True, "else": True}:
-                    self._lose("if", place)
-            case "dependentRequired":
-                required = dict.fromkeys(rest.get("required", []))
-                for name, needed in value.items():
-                    if name in required:
-                        required.update(dict.fromkeys(needed))
-                    elif not set(needed) <= set(required):
-                        self._lose(key, place)
-                if required:
-                    rest["required"] = list(required)
-            case "dependentSchemas":
-                for name, schema in value.items():
-                    if name in rest.get("required", []) and rest.get("type") == ["object"]:
-                        parts.append(self._schema(schema, pointer(place, key, name)))
-                    elif schema is not True and schema != {}:
-                        self._lose(key, place)
-            case "unevaluatedProperties":
-                if value is not True and value != {}:
-                    self._unevaluated_properties(value, rest, place)
-            case _:
-                if any(k in rest for k in (*_IN_PLACE, "if", "contains")):
-                    if value is not True and value != {}:
-                        self._lose(key, place)
-                else:
-                    rest.setdefault("items", value)
+    def conditional(
+        self, value: Schema, rest: dict[str, Any], parts: list[Schema], place: str
+    ) -> None:
+        """Replace `if`, where it is certain."""
+        branches = {name: rest.pop(name, True) for name in ("then", "else")}
+        if isinstance(value, bool) or not value:
+            name = "then" if value is not False else "else"
+            parts.append(self._schema(branches[name], pointer(place, name)))
+        elif branches != {"then": True, "else": True}:
+            self._lose("if", place)
 
-    def _unevaluated_properties(self, value: Schema, rest: dict[str, Any], place: str) -> None:
+    def dependent_required(
+        self, value: dict[str, list[str]], rest: dict[str, Any], _: list[Schema], place: str
+    ) -> None:
+        """Replace `dependentRequired`, where it is certain."""
+        required = dict.fromkeys(rest.get("required", []))
+        for name, needed in value.items():
+            if name in required:
+                required.update(dict.fromkeys(needed))
+            elif not set(needed) <= set(required):
+                self._lose("dependentRequired", place)
+        if required:
+            rest["required"] = list(required)
+
+    def dependent_schemas(
+        self, value: dict[str, Schema], rest: dict[str, Any], parts: list[Schema], place: str
+    ) -> None:
+        """Replace `dependentSchemas`, where it is certain."""
+        for name, schema in value.items():
+            if name in rest.get("required", []) and rest.get("type") == ["object"]:
+                parts.append(self._schema(schema, pointer(place, "dependentSchemas", name)))
+            elif not _is_any(schema):
+                self._lose("dependentSchemas", place)
+
+    def unevaluated_items(
+        self, value: Schema, rest: dict[str, Any], _: list[Schema], place: str
+    ) -> None:
+        """Replace `unevaluatedItems` where nothing beside it evaluates any."""
+        if not any(key in rest for key in (*_IN_PLACE, "contains")):
+            rest.setdefault("items", value)
+        elif not _is_any(value):
+            self._lose("unevaluatedItems", place)
+
+    def unevaluated_properties(
+        self, value: Schema, rest: dict[str, Any], _: list[Schema], place: str
+    ) -> None:
+        """Replace `unevaluatedProperties` where what is beside it lists the evaluated ones."""
+        if _is_any(value):
+            return
         names: dict[str, Schema] = {}
         options = [self._followed(part) for part in rest.get("allOf", [])]
         if "$ref" in rest:
@@ -247,32 +254,37 @@ class _Lowering:
     ) -> None:
         if "string" not in out.get("type", TYPES):
             return
-        if self._level >= 1 and "pattern" in rest:
-            self._lose("pattern", place)
-            del rest["pattern"]
-        if self._level >= 2:
-            for key in ("minLength", "maxLength"):
-                if key in rest:
-                    self._lose(key, place)
-            return
+        left_out = (
+            [["pattern"], ["pattern", "minLength", "maxLength"]][self._level - 1]
+            if self._level
+            else []
+        )
+        for key in left_out:
+            if rest.pop(key, None) is not None:
+                self._lose(key, place)
         if rest.get("minLength"):
             out["minLength"] = rest["minLength"]
         if rest.get("maxLength", _UNBOUNDED_LENGTH) < _UNBOUNDED_LENGTH:
             out["maxLength"] = rest["maxLength"]
+        for i, expression in enumerate(self._expressions(rest, place)):
+            pattern = {"pattern": f"^(?:{expression})$"}
+            if i:
+                parts.append(pattern)
+            else:
+                out.update(pattern)
+
+    def _expressions(self, rest: dict[str, Any], place: str) -> list[str]:
+        """Return the regular expressions of a string, each of which the whole string matches."""
         found: dict[str, None] = {}
         if "pattern" in rest:
             try:
                 found.update(dict.fromkeys(whole_expressions(rest["pattern"])))
             except UnsupportedPatternError:
                 self._lose("pattern", place)
-        if (known := PATTERNS.get(rest.get("format", ""))) is not None:
+        known = PATTERNS.get(rest.get("format", ""))
+        if known is not None and self._level < 2 and not (found and _is_whole(rest["pattern"])):
             found.update(dict.fromkeys(whole_expressions(known)))
-        for i, expression in enumerate(found):
-            pattern = {"pattern": f"^(?:{expression})$"}
-            if i:
-                parts.append(pattern)
-            else:
-                out.update(pattern)
+        return list(found)
 
     def _arrays(
         self, rest: dict[str, Any], out: dict[str, Any], parts: list[Schema], place: str
@@ -287,16 +299,7 @@ class _Lowering:
             ]
         if "items" in rest:
             out["items"] = self._schema(items, pointer(place, "items"))
-        least, most = rest.get("minItems", 0), rest.get("maxItems", _UNBOUNDED_COUNT)
-        if self._level >= 2:
-            for key in ("minItems", "maxItems"):
-                if key in rest:
-                    self._lose(key, place)
-        else:
-            if least:
-                out["minItems"] = least
-            if most < _UNBOUNDED_COUNT:
-                out["maxItems"] = most
+        least, most = self._lengths(rest, out, place)
         if "uniqueItems" in rest and most > 1:
             permuted = None if prefix else self._permuted(items, least, most)
             if permuted is None:
@@ -305,6 +308,20 @@ class _Lowering:
                 parts.append(permuted)
         if "contains" in rest and not self._contains_is_sure(rest, least):
             self._lose("contains", place)
+
+    def _lengths(self, rest: dict[str, Any], out: dict[str, Any], place: str) -> tuple[int, int]:
+        """Write the bounds of an array's length, and return them."""
+        least, most = rest.get("minItems", 0), rest.get("maxItems", _UNBOUNDED_COUNT)
+        if self._level >= 2:
+            for key in ("minItems", "maxItems"):
+                if key in rest:
+                    self._lose(key, place)
+            return least, most
+        if least:
+            out["minItems"] = least
+        if most < _UNBOUNDED_COUNT:
+            out["maxItems"] = most
+        return least, most
 
     def _permuted(self, items: Schema, least: int, most: int) -> Schema | None:
         """Return a schema of arrays of different values, None if there are too many."""
@@ -352,7 +369,7 @@ class _Lowering:
             additional = self._patterns(patterns, additional, out, place)
         if required:
             out["required"] = required
-        if additional is not True and additional != {}:
+        if not _is_any(additional):
             out["additionalProperties"] = self._schema(
                 additional, pointer(place, "additionalProperties")
             )
@@ -387,36 +404,23 @@ class _Lowering:
         if not set(names) - {"type"}:
             return "type" not in names or "string" in names["type"]
         valid = _validity(names, self._modern.definitions)
-        properties = rest.get("properties", {})
-        allowed = {name: value if valid(name) else False for name, value in properties.items()}
+        allowed = {
+            name: value if valid(name) else False
+            for name, value in rest.get("properties", {}).items()
+        }
         additional = rest.get("additionalProperties", True)
-        if "enum" in names or "const" in names:
-            values = names["enum"] if "enum" in names else [names["const"]]
-            more = {
-                v: additional
-                for v in values
-                if isinstance(v, str) and v not in allowed and valid(v)
-            }
-            rest["properties"] = {**allowed, **more}
-            rest["additionalProperties"] = False
-            return True
-        if additional is False:
-            rest["properties"] = allowed
-            return True
-        if self._level >= 1 or set(names) - {"type", *_STRINGS}:
-            return False
-        least, most = names.get("minLength", 0), names.get("maxLength")
-        given = [names["pattern"]] if "pattern" in names else []
-        given += [PATTERNS[names["format"]]] if names.get("format") in PATTERNS else []
-        if len(given) > 1 or (given and (least or most is not None)):
-            return False
-        if not given and not least and most is None:
-            return True
-        pattern = given[0] if given else f"^[\\s\\S]{{{least},{'' if most is None else most}}}$"
+        values = names.get("enum", [names["const"]] if "const" in names else None)
+        if values is not None:
+            more = [value for value in values if isinstance(value, str) and valid(value)]
+            allowed = {**dict.fromkeys(more, additional), **allowed}
+        elif additional is not False:
+            pattern = None if self._level else _pattern_of_names(names)
+            if pattern is None or not all(map(valid, rest.get("required", []))):
+                return False
+            rest["patternProperties"] = {pattern: additional}
         rest["properties"] = allowed
-        rest["patternProperties"] = {pattern: additional}
         rest["additionalProperties"] = False
-        return all(valid(name) or name in allowed for name in rest.get("required", []))
+        return True
 
     def _sizes(self, rest: dict[str, Any], out: dict[str, Any], place: str) -> None:
         least, most = rest.get("minProperties", 0), rest.get("maxProperties")
@@ -448,13 +452,7 @@ class _Lowering:
         for key in ("anyOf", "oneOf"):
             if key in rest:
                 found = self._alternatives(key, rest[key], place)
-                if key == "anyOf" or "anyOf" not in out:
-                    if isinstance(found, bool):
-                        parts.append(found)
-                    else:
-                        out["anyOf"] = found
-                else:
-                    parts.append(found if isinstance(found, bool) else {"anyOf": found})
+                parts.append(found if isinstance(found, bool) else {"anyOf": found})
         for i, part in enumerate(rest.get("allOf", ())):
             parts.append(self._schema(part, pointer(place, "allOf", i)))
         if "$ref" in rest:
@@ -465,16 +463,21 @@ class _Lowering:
                 self._lose("$ref", place)
             else:
                 parts.insert(0, reference)
+        return self._joined(out, parts, place)
+
+    def _joined(self, out: dict[str, Any], parts: list[Schema], place: str) -> Schema:
+        """Return the intersection of a schema and others."""
         if any(part is False for part in parts):
             return False
-        parts = [part for part in parts if part is not True and part != {}]
+        parts = [part for part in parts if not _is_any(part)]
         if not out and len(parts) == 1:
             return parts[0]
-        if parts:
-            if self._level >= 2:
-                self._lose("allOf", place)
-            else:
-                out["allOf"] = parts
+        if len(parts) == 1 and isinstance(parts[0], dict) and set(parts[0]) == {"anyOf"}:
+            return {**out, **parts[0]}
+        if parts and self._level >= 2:
+            self._lose("allOf", place)
+        elif parts:
+            out["allOf"] = parts
         return out
 
     def _alternatives(self, key: str, options: list[Schema], place: str) -> list[Schema] | bool:
@@ -485,7 +488,7 @@ class _Lowering:
             ]
             if not Disjointness(self._modern.definitions).all_disjoint(possible):
                 self._lose("oneOf", place)
-        if any(option is True or option == {} for option in found):
+        if any(_is_any(option) for option in found):
             return True
         kept = [option for option in found if option is not False]
         return kept or False
@@ -496,6 +499,27 @@ class _Lowering:
             self._definitions[name] = True  # until it is lowered
             self._pending.append(name)
         return {"$ref": reference}
+
+
+def _is_any(schema: Schema) -> bool:
+    return schema is True or schema == {}
+
+
+def _pattern_of_names(names: dict[str, Any]) -> str | None:
+    """Return the pattern that texts match which follow a schema, None if no single one is known."""
+    if set(names) - {"type", *_STRINGS}:
+        return None
+    least, most = names.get("minLength", 0), names.get("maxLength")
+    if least or most is not None:
+        pattern = f"^[\\s\\S]{{{least},{'' if most is None else most}}}$"
+        return None if "pattern" in names else pattern
+    pattern = names.get("pattern") or PATTERNS.get(names.get("format", ""))
+    return pattern or "^[\\s\\S]*$"
+
+
+def _is_whole(pattern: str) -> bool:
+    """Return whether a pattern is long and anchored, as those that generators write for a format beside it."""
+    return len(pattern) > _LONG_PATTERN and pattern.startswith("^") and pattern.endswith("$")
 
 
 def _is_exact(value: Any) -> bool:  # noqa: ANN401 - a JSON value
@@ -522,3 +546,14 @@ def _validity(node: dict[str, Any], definitions: Mapping[str, Schema]) -> Callab
     from model.text.schema.validation import validator  # noqa: PLC0415 - imported for few schemas
 
     return functools.partial(validator(node, definitions).is_valid)
+
+
+_CONDITIONS: Final[
+    dict[str, Callable[[_Lowering, Any, dict[str, Any], list[Schema], str], None]]
+] = {
+    "if": _Lowering.conditional,
+    "dependentRequired": _Lowering.dependent_required,
+    "dependentSchemas": _Lowering.dependent_schemas,
+    "unevaluatedProperties": _Lowering.unevaluated_properties,
+    "unevaluatedItems": _Lowering.unevaluated_items,
+}

@@ -29,7 +29,8 @@ _MAPS: Final = frozenset({"properties", "patternProperties", "dependentSchemas"}
 _NUMBERS: Final = frozenset({"minimum", "maximum", "multipleOf"})
 _COUNTS: Final = frozenset(
     {
-        "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
+        "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
+        "maxContains",
     }
 )  # fmt: skip
 _REFERENCES: Final = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
@@ -120,31 +121,40 @@ class _Reader:
         elif key in _SUBSCHEMAS:
             out[key] = self._schema(value, base, place)
         elif key in _LISTS:
-            if found := self._list(value, base, place):
-                out[key] = found
-            elif key in ("anyOf", "oneOf"):
-                raise _wrong(place, "must not be empty")
-        elif key in _MAPS:
-            out[key] = self._map(value, base, place)
-            if key == "properties":
-                # As in draft 3.
-                needed = [
-                    k for k, v in value.items() if isinstance(v, dict) and v.get("required") is True
-                ]
-                if needed:
-                    out["required"] = [*needed, *out.get("required", [])]
-        elif key in _REFERENCES:
-            reference = _text(value, place)
-            if key == "$recursiveRef":
-                reference = "#"
-            out["$ref" if "$ref" not in out else "$dynamicRef"] = self._define(reference, base)
-            if "$dynamicRef" in out:
-                out.setdefault("allOf", []).append({"$ref": out.pop("$dynamicRef")})
+            out[key] = [*out.get(key, []), *self._list(value, base, place)]
+            if not value:
+                del out[key]
+                if key in ("anyOf", "oneOf"):
+                    raise _wrong(place, "must not be empty")
         elif reader := _READERS.get(key):
             if (read := reader(value, place)) is not None:
                 out[key] = [*out.get(key, []), *read] if key == "required" else read
         elif rule := _RULES.get(key):
             rule(self, out, node, base, place)
+
+    def map(self, out: dict[str, Any], node: dict[str, Any], base: str, place: str) -> None:
+        """Read a keyword whose value has a schema for each name."""
+        key = place.rpartition("/")[2]
+        value = node[key]
+        out[key] = self._map(value, base, place)
+        if key == "properties":
+            # As in draft 3.
+            needed = [
+                name
+                for name, item in value.items()
+                if isinstance(item, dict) and item.get("required") is True
+            ]
+            if needed:
+                out["required"] = [*needed, *out.get("required", [])]
+
+    def reference(self, out: dict[str, Any], node: dict[str, Any], base: str, place: str) -> None:
+        """Read a reference of any kind."""
+        key = place.rpartition("/")[2]
+        name = self._define("#" if key == "$recursiveRef" else _text(node[key], place), base)
+        if "$ref" in out:
+            out.setdefault("allOf", []).append({"$ref": name})
+        else:
+            out["$ref"] = name
 
     def _list(self, value: Any, base: str, place: str) -> list[Schema]:  # noqa: ANN401 - a JSON value
         if not isinstance(value, list):
@@ -216,6 +226,8 @@ def _exclusive(bound: str) -> Callable[[_Reader, dict[str, Any], dict[str, Any],
 
 
 _RULES: Final[dict[str, Callable[[_Reader, dict[str, Any], dict[str, Any], str, str], None]]] = {
+    **dict.fromkeys(_MAPS, _Reader.map),
+    **dict.fromkeys(_REFERENCES, _Reader.reference),
     "items": _Reader.items,
     "dependencies": _Reader.dependencies,
     "exclusiveMinimum": _exclusive("minimum"),

@@ -131,7 +131,7 @@ def _all_digits() -> _Ranges:
 
 
 def _class(letter: str) -> _Set:
-    """Return the set of `\\d`, `\\D`, `\\w`, `\\W`, `\\s` or `\\S`."""
+    """Return the set of a letter after a backslash: d, D, w, W, s or S."""
     sure, possible = {
         "d": (_DIGITS, _all_digits()),
         "w": (_WORD, _POSSIBLE_WORD),
@@ -245,29 +245,37 @@ class _Parser:
         self.place += 1
         if letter in "dDwWsS":
             return _class(letter)
-        if letter in _CONTROLS:
-            if letter == "0" and self.text[self.place : self.place + 1].isdigit():
-                raise UnsupportedPatternError
-            return _literal(ord(_CONTROLS[letter]))
-        if letter in "xuc":
+        if letter in "xuc" or letter in _CONTROLS or (letter == "b" and in_set):
             return _literal(self._code(letter))
-        if letter == "b" and in_set:
-            return _literal(8)
+        if in_set and (letter in "pP" or (letter.isascii() and letter.isalnum())):
+            raise UnsupportedPatternError
+        return (
+            self._outside(letter)
+            if letter.isascii() and letter.isalnum()
+            else _literal(ord(letter))
+        )
+
+    def _outside(self, letter: str) -> _Node:
+        """Return the node of an escaped letter or digit outside of sets."""
         if letter in "pP":
             found = re.compile(r"\{[\w=]+\}").match(self.text, self.place)
-            if in_set or not found:
+            if not found:
                 raise UnsupportedPatternError
             self.place = found.end()
             return _Raw("\\" + letter + found[0])
-        if letter in "AzZ" and not in_set:
+        if letter in "AzZ":
             return _Anchor(letter == "A")
         if letter in _CASED:
             return _Assertion("\\" + letter)
-        if letter.isascii() and letter.isalpha():
-            raise UnsupportedPatternError
-        return _literal(ord(letter))
+        raise UnsupportedPatternError
 
     def _code(self, letter: str) -> int:
+        if letter == "b":
+            return 8
+        if letter in _CONTROLS:
+            if letter == "0" and self.text[self.place : self.place + 1].isdigit():
+                raise UnsupportedPatternError
+            return ord(_CONTROLS[letter])
         if letter == "c":
             found = re.compile("[A-Za-z]").match(self.text, self.place)
             if not found:
@@ -377,28 +385,24 @@ class _Writer:
         return found
 
     def _parts(self, node: _Node) -> list[_Part]:
+        if isinstance(node, _Sequence):
+            return self._joined(node.parts)
+        if not _is_special(node):
+            return [_Part(False, self._text(node), False)]
+        parts: list[_Part] = []
         match node:
             case _Anchor():
-                return [_Part(node.start, "", not node.start)]
-            case _Assertion():
-                if node.ahead is None:
-                    raise UnsupportedPatternError
-                return [_Part(False, "", False, (node.ahead,))]
+                parts = [_Part(node.start, "", not node.start)]
+            case _Assertion(ahead=ahead) if ahead is not None:
+                parts = [_Part(False, "", False, (ahead,))]
             case _Choice():
-                if not _is_special(node):
-                    return [_Part(False, self._text(node), False)]
                 parts = [part for option in node.options for part in self._parts(option)]
-                if len(parts) > _MOST_ALTERNATIVES:
-                    raise UnsupportedPatternError
-                return parts
-            case _Repeat() if _is_special(node):
-                if node.most != 1:
-                    raise UnsupportedPatternError
+            case _Repeat(most=1):
                 parts = self._parts(node.node)
-                return parts if node.least else [*parts, _Part(False, "", False)]
-            case _Sequence():
-                return self._joined(node.parts)
-        return [_Part(False, self._text(node), False)]
+                parts += [] if node.least else [_Part(False, "", False)]
+        if not parts or len(parts) > _MOST_ALTERNATIVES:
+            raise UnsupportedPatternError
+        return parts
 
     def _joined(self, nodes: tuple[_Node, ...]) -> list[_Part]:
         whole = [_Part(False, "", False)]
@@ -498,8 +502,12 @@ def _join(first: _Part, second: _Part) -> _Part | None:
     )
 
 
-# Patterns of common generators that look around, and others that mean the same.
+# Patterns of common generators that look around, and others that match a part of the same texts.
 _WITHOUT_ASSERTIONS: Final = {
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": (
+        r"^[a-zA-Z0-9](?:[a-zA-Z0-9\-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[\-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?){0,2}$"
+    ),
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     ),

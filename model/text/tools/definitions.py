@@ -103,7 +103,9 @@ def _read_parameters(schema: dict[str, Any]) -> tuple[Parameter, ...]:
             )
         if not isinstance(value, dict | bool):
             raise GrammarError("each value in `properties` must be a schema")
-        parameters.append(Parameter(name, name in required, value, _is_text(references, value, base)))
+        parameters.append(
+            Parameter(name, name in required, value, _is_text(references, value, base))
+        )
     return tuple(parameters)
 
 

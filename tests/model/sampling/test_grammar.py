@@ -83,6 +83,12 @@ def accepts(tokenizer, vocabulary):
         ("lark", 'start: "a" b\nb: /[0-9]+/', ["a1", "a12"], ["a", "b1"]),
         ("lark", 'root ::= "a" [0-9]+\n', ["a1"], ["a"]),
         (
+            "lark",
+            r'root ::= [\u00e9\u005d\\] "\u00E9\U0001F600"',
+            ["éé😀", "]é😀", "\\é😀"],
+            ["ué"],
+        ),
+        (
             "structural_tag",
             TAGS,
             ["text", "x <f=b>12</f> y", '<f=a>{"a": 1}</f><f=b>2</f>'],
@@ -133,6 +139,7 @@ def test_every_choice_is_accepted_and_nothing_else(accepts, choices, other):
         ("regex", 5, "must be a string"),
         ("regex", "(", "unclosed group"),
         ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "(ab|cd)\\", "ends in a lone backslash"),
         ("regex", r"[^\s\S]", "no text follows this grammar"),
         ("lark", "start: missing", 'unknown name: "missing"'),
         ("lark", "root ::= (", "expected"),

@@ -144,7 +144,7 @@ def test_a_format_accepts_what_follows_it(accepts, value, yes, no):
         (CALLS | {"triggers": ["<f=", "<g"]}, "no tag begins with the trigger"),
         (CALLS | {"at_least_one": 1}, "`format.at_least_one` must be true or false"),
         (CALLS | {"tags": [ANY]}, "`format.tags.0` must be a tag"),
-        ({"type": "dispatch", "rules": [["a", INTEGER]]}, "`format`: a trigger must have at least two bytes"),
+        ({"type": "dispatch", "rules": [["a", INTEGER]]}, "`format`: a trigger must have two bytes or more"),
         ({"type": "dispatch", "rules": [["a"]]}, "`format.rules.0` must be a list of a string and a format"),
     ],
 )  # fmt: skip

@@ -128,7 +128,9 @@ def test_every_type_is_accepted_as_parameters_of_a_tool(tokenizer, vocabulary, n
             assert parser.call_complete, text
             num_calls += 1
             if not found.unenforced and violations("tools", value, text):
-                wrong.append((row["generator"], row["type"], text, violations("tools", value, text)))
+                wrong.append(
+                    (row["generator"], row["type"], text, violations("tools", value, text))
+                )
 
     assert refused == []
     assert wrong == []

@@ -3,6 +3,8 @@
 pip install pydantic[email] genson && python pydantic_types.py > pydantic.jsonl
 """
 
+# ruff: noqa: T201, UP007, UP045
+
 import dataclasses
 import datetime
 import decimal
@@ -60,7 +62,9 @@ class Node(BaseModel):
 
 
 class Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid", title="A closed one", json_schema_extra={"examples": [{}]})
+    model_config = ConfigDict(
+        extra="forbid", title="A closed one", json_schema_extra={"examples": [{}]}
+    )
     a: int
     b: str | None = None
 
@@ -107,32 +111,104 @@ class Root(pydantic.RootModel[list[int]]):
 
 
 TYPES: dict[str, Any] = {
-    "int": int, "float": float, "bool": bool, "str": str, "bytes": bytes, "None": type(None), "Any": Any, "object": object,
-    "Decimal": decimal.Decimal, "condecimal": pydantic.condecimal(max_digits=5, decimal_places=2), "date": datetime.date,
-    "datetime": datetime.datetime, "time": datetime.time, "timedelta": datetime.timedelta, "UUID": uuid.UUID, "UUID4": pydantic.UUID4,
-    "Path": pathlib.Path, "FilePath": pydantic.FilePath, "IPv4Address": ipaddress.IPv4Address, "IPv6Address": ipaddress.IPv6Address,
-    "IPv4Network": ipaddress.IPv4Network, "IPv6Interface": ipaddress.IPv6Interface, "IPvAnyAddress": pydantic.IPvAnyAddress,
-    "Pattern": re.Pattern, "list": list, "list[int]": list[int], "tuple": tuple, "tuple[int, str]": tuple[int, str],
-    "tuple[int, ...]": tuple[int, ...], "set[int]": set[int], "frozenset[str]": frozenset[str], "set[Color]": set[Color],
-    "deque[int]": deque[int], "dict": dict, "dict[str, int]": dict[str, int], "dict[int, str]": dict[int, str],
-    "dict[Color, int]": dict[Color, int], "dict[UUID, int]": dict[uuid.UUID, int],
-    "dict[constr, int]": dict[Annotated[str, Field(pattern="^[a-z]+$", max_length=4)], int], "Enum": Color, "IntEnum": Level, "IntFlag": Flag,
-    "Literal": Literal["a", 1, None, True], "Optional[int]": Optional[int], "Union": Union[int, str, None], "Annotated": Annotated[int, Field(ge=0, lt=10)],
-    "multiple_of": Annotated[int, Field(multiple_of=3, gt=0, le=30)], "float multiple_of": Annotated[float, Field(multiple_of=0.1)],
-    "float bounds": Annotated[float, Field(gt=0, lt=0.1)], "finite": pydantic.FiniteFloat, "constr": Annotated[str, Field(min_length=1, max_length=5, pattern="^a")],
-    "conlist": Annotated[list[int], Field(min_length=1, max_length=2)], "conset": Annotated[set[int], Field(min_length=1)],
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "bytes": bytes,
+    "None": type(None),
+    "Any": Any,
+    "object": object,
+    "Decimal": decimal.Decimal,
+    "condecimal": pydantic.condecimal(max_digits=5, decimal_places=2),
+    "date": datetime.date,
+    "datetime": datetime.datetime,
+    "time": datetime.time,
+    "timedelta": datetime.timedelta,
+    "UUID": uuid.UUID,
+    "UUID4": pydantic.UUID4,
+    "Path": pathlib.Path,
+    "FilePath": pydantic.FilePath,
+    "IPv4Address": ipaddress.IPv4Address,
+    "IPv6Address": ipaddress.IPv6Address,
+    "IPv4Network": ipaddress.IPv4Network,
+    "IPv6Interface": ipaddress.IPv6Interface,
+    "IPvAnyAddress": pydantic.IPvAnyAddress,
+    "Pattern": re.Pattern,
+    "list": list,
+    "list[int]": list[int],
+    "tuple": tuple,
+    "tuple[int, str]": tuple[int, str],
+    "tuple[int, ...]": tuple[int, ...],
+    "set[int]": set[int],
+    "frozenset[str]": frozenset[str],
+    "set[Color]": set[Color],
+    "deque[int]": deque[int],
+    "dict": dict,
+    "dict[str, int]": dict[str, int],
+    "dict[int, str]": dict[int, str],
+    "dict[Color, int]": dict[Color, int],
+    "dict[UUID, int]": dict[uuid.UUID, int],
+    "dict[constr, int]": dict[Annotated[str, Field(pattern="^[a-z]+$", max_length=4)], int],
+    "Enum": Color,
+    "IntEnum": Level,
+    "IntFlag": Flag,
+    "Literal": Literal["a", 1, None, True],
+    "Optional[int]": Optional[int],
+    "Union": Union[int, str, None],
+    "Annotated": Annotated[int, Field(ge=0, lt=10)],
+    "multiple_of": Annotated[int, Field(multiple_of=3, gt=0, le=30)],
+    "float multiple_of": Annotated[float, Field(multiple_of=0.1)],
+    "float bounds": Annotated[float, Field(gt=0, lt=0.1)],
+    "finite": pydantic.FiniteFloat,
+    "constr": Annotated[str, Field(min_length=1, max_length=5, pattern="^a")],
+    "conlist": Annotated[list[int], Field(min_length=1, max_length=2)],
+    "conset": Annotated[set[int], Field(min_length=1)],
     "condict": Annotated[dict[str, int], Field(min_length=1, max_length=2)],
-    "PositiveInt": pydantic.PositiveInt, "NegativeFloat": pydantic.NegativeFloat, "NonNegativeInt": pydantic.NonNegativeInt,
-    "StrictStr": pydantic.StrictStr, "EmailStr": pydantic.EmailStr, "NameEmail": pydantic.NameEmail, "AnyUrl": pydantic.AnyUrl, "HttpUrl": pydantic.HttpUrl,
-    "PostgresDsn": pydantic.PostgresDsn, "Json": pydantic.Json, "Json[list[int]]": pydantic.Json[list[int]], "SecretStr": pydantic.SecretStr,
-    "Base64Str": pydantic.Base64Str, "Base64Bytes": pydantic.Base64Bytes, "PastDate": pydantic.PastDate, "FutureDatetime": pydantic.FutureDatetime,
-    "AwareDatetime": pydantic.AwareDatetime, "ByteSize": pydantic.ByteSize, "Model": Closed, "Open": Open, "Computed": Computed, "Node": Node,
-    "Box[int]": Box[int], "list[Box[int]]": list[Box[int]], "discriminated": Annotated[Union[Cat, Dog], Field(discriminator="kind")],
-    "plain union": Union[Cat, Dog], "TypedDict": Typed, "NamedTuple": Named, "dataclass": Data, "pydantic dataclass": PydanticData, "RootModel": Root,
-    "JsonValue": pydantic.JsonValue, "list[Any]": list[Any], "nested": dict[str, list[Optional[Closed]]], "Sequence": typing.Sequence[int],
-    "Iterable": typing.Iterable[int], "Mapping": typing.Mapping[str, float], "Optional[Model]": Optional[Closed], "ImportString": pydantic.ImportString,
-    "Callable": typing.Callable[[int], int], "type": type[int], "complex": complex, "Fraction": fractions.Fraction,
-}  # fmt: skip
+    "PositiveInt": pydantic.PositiveInt,
+    "NegativeFloat": pydantic.NegativeFloat,
+    "NonNegativeInt": pydantic.NonNegativeInt,
+    "StrictStr": pydantic.StrictStr,
+    "EmailStr": pydantic.EmailStr,
+    "NameEmail": pydantic.NameEmail,
+    "AnyUrl": pydantic.AnyUrl,
+    "HttpUrl": pydantic.HttpUrl,
+    "PostgresDsn": pydantic.PostgresDsn,
+    "Json": pydantic.Json,
+    "Json[list[int]]": pydantic.Json[list[int]],
+    "SecretStr": pydantic.SecretStr,
+    "Base64Str": pydantic.Base64Str,
+    "Base64Bytes": pydantic.Base64Bytes,
+    "PastDate": pydantic.PastDate,
+    "FutureDatetime": pydantic.FutureDatetime,
+    "AwareDatetime": pydantic.AwareDatetime,
+    "ByteSize": pydantic.ByteSize,
+    "Model": Closed,
+    "Open": Open,
+    "Computed": Computed,
+    "Node": Node,
+    "Box[int]": Box[int],
+    "list[Box[int]]": list[Box[int]],
+    "discriminated": Annotated[Cat | Dog, Field(discriminator="kind")],
+    "plain union": Union[Cat, Dog],
+    "TypedDict": Typed,
+    "NamedTuple": Named,
+    "dataclass": Data,
+    "pydantic dataclass": PydanticData,
+    "RootModel": Root,
+    "JsonValue": pydantic.JsonValue,
+    "list[Any]": list[Any],
+    "nested": dict[str, list[Closed | None]],
+    "Sequence": typing.Sequence[int],
+    "Iterable": typing.Iterable[int],
+    "Mapping": typing.Mapping[str, float],
+    "Optional[Model]": Optional[Closed],
+    "ImportString": pydantic.ImportString,
+    "Callable": typing.Callable[[int], int],
+    "type": type[int],
+    "complex": complex,
+    "Fraction": fractions.Fraction,
+}
 
 
 def write(generator, version, kind, schema):
@@ -151,7 +227,14 @@ def main():
             if (text := json.dumps(schema, sort_keys=True)) not in seen:
                 seen.add(text)
                 write("pydantic", pydantic.VERSION, f"{name} {mode}", schema)
-    values = [{}, {"a": 1}, {"a": [1, 2.5, "x", None]}, {"a": {"b": [{"c": True}, {"d": 1}]}}, {"a": []}, {"a": [[1], ["x"]]}]
+    values = [
+        {},
+        {"a": 1},
+        {"a": [1, 2.5, "x", None]},
+        {"a": {"b": [{"c": True}, {"d": 1}]}},
+        {"a": []},
+        {"a": [[1], ["x"]]},
+    ]
     for i, value in enumerate(values):
         builder = genson.SchemaBuilder()
         builder.add_object(value)
