@@ -23,7 +23,8 @@ KEYWORDS: Final[tuple[str, ...]] = (
 _MOST_INTEGER: Final = 2**63 - 1024
 # Up to here a float has a fraction, and the library writes no exponents within bounds.
 _MOST_FLOAT: Final = float(2**53)
-_MOST_STEP: Final = 10**6
+# Of the digits of a step: the states for its multiples within bounds are many times as many.
+_MOST_STEP: Final = 360
 
 
 def integer_bounds(node: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -64,7 +65,8 @@ def number_bounds(node: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if (step := node.get("multipleOf")) is not None:
         scaled = step * 1024
         # The multiples of other fractions are no floats, so that readers disagree about them.
-        if scaled == scaled // 1 and step <= _MOST_STEP:
+        digits = Decimal(repr(step)).as_tuple().digits
+        if scaled == scaled // 1 and int("".join(map(str, digits))) <= _MOST_STEP:
             out["multipleOf"] = step
         else:
             lost.append("multipleOf")
