@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from model.errors import GrammarError
 from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
@@ -429,10 +429,7 @@ def _regex_grammar(expression: object) -> str:
 
 
 def _lark_grammar(grammar: object) -> str:
-    try:
-        return grammar_from("grammar", _with_characters(_string(grammar)))
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_one_line(str(error))) from None
+    return LLMatcher.grammar_from_lark(_as_lark(_string(grammar)))
 
 
 def _string(value: object) -> str:
@@ -483,8 +480,6 @@ _TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
     "choice": _choice_grammar,
     "lark": _lark_grammar,
 }
-
-
 _FREE_TEXT: Final = "TEXT: /(?s:.*)/"
 
 
@@ -549,8 +544,10 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
 
 def _as_lark(grammar: str) -> str:
     """Return a grammar, as GBNF or Lark, as Lark."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
     try:
-        return any_to_lark(grammar)
+        return gbnf_to_lark(_with_characters(grammar))
     except Exception as error:  # noqa: BLE001 - the library's converter raises no class of its own
         raise GrammarError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
@@ -583,6 +580,7 @@ def _is_text(value: object) -> bool:
 
 
 _NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
+_GBNF_RULE: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _GBNF_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 

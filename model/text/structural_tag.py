@@ -321,7 +321,8 @@ class _Writer:
                 "%json" in b and b.endswith("}") for _, b in rules
             ):
                 raise GrammarError(
-                    f"`{where}`: a trigger must have two bytes or more where JSON ends a region. Given: {quote(trigger)}"
+                    f"`{where}`: a trigger must have two bytes or more where JSON ends a region. Given: "
+                    + quote(trigger)
                 )
         excludes = _strings(value, "excludes", where, required=False)
         text = self._text(excludes)

@@ -123,7 +123,7 @@ def _apart(low: Limit, high: Limit) -> bool:
 
 def _counts_differ(a: dict[str, Any], b: dict[str, Any], least: str, most: str) -> bool:
     infinite = float("inf")
-    return a.get(least, 0) > b.get(most, infinite) or b.get(least, 0) > a.get(most, infinite)
+    return bool(a.get(least, 0) > b.get(most, infinite) or b.get(least, 0) > a.get(most, infinite))
 
 
 def _item(schema: dict[str, Any], index: int) -> Schema:

@@ -490,7 +490,7 @@ class _Lowering:
                 self._lose("oneOf", place)
         if any(_is_any(option) for option in found):
             return True
-        kept = [option for option in found if option is not False]
+        kept: list[Schema] = [option for option in found if option is not False]
         return kept or False
 
     def _reference(self, reference: str) -> Schema:
@@ -513,8 +513,8 @@ def _pattern_of_names(names: dict[str, Any]) -> str | None:
     if least or most is not None:
         pattern = f"^[\\s\\S]{{{least},{'' if most is None else most}}}$"
         return None if "pattern" in names else pattern
-    pattern = names.get("pattern") or PATTERNS.get(names.get("format", ""))
-    return pattern or "^[\\s\\S]*$"
+    given: str | None = names.get("pattern") or PATTERNS.get(names.get("format", ""))
+    return given or "^[\\s\\S]*$"
 
 
 def _is_whole(pattern: str) -> bool:

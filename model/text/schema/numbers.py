@@ -12,7 +12,13 @@ from typing import Any, Final, TypeAlias
 Limit: TypeAlias = tuple[int | float, bool] | None
 """A bound, and whether it is excluded; None for none."""
 
-KEYWORDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+KEYWORDS: Final[tuple[str, ...]] = (
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+)
 # The last integers of 64 bits that are floats too.
 _MOST_INTEGER: Final = 2**63 - 1024
 # Up to here a float has a fraction, and the library writes no exponents within bounds.

@@ -56,11 +56,12 @@ class References:
         Raises:
             GrammarError: nothing in the document.
         """
+        uri, fragment = reference, ""
         try:
             uri, fragment = urldefrag(reference)
             target = urldefrag(urljoin(base, uri)).url if uri else base
         except ValueError:
-            target, fragment = reference, ""
+            target = reference
         for document, start in ((self._ids.get(target), target), (self._root, "")):
             if document is None or (start != target and uri):
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
@@ -21,7 +21,7 @@ def _pattern(_: object, pattern: str, value: object, __: object) -> Iterator[Val
         yield ValidationError("does not match its pattern")
 
 
-_Validator: Final = extend(Draft202012Validator, {"pattern": _pattern})
+_Validator: Final = extend(Draft202012Validator, {"pattern": _pattern})  # type: ignore[no-untyped-call]
 
 
 def validator(node: Schema, definitions: Mapping[str, Schema]) -> Validator:
@@ -32,7 +32,7 @@ def validator(node: Schema, definitions: Mapping[str, Schema]) -> Validator:
     return found
 
 
-def first_violation(schema: ModernSchema, value: object) -> str | None:
+def first_violation(schema: ModernSchema, value: Any) -> str | None:
     """Return where and how a value violates a schema, None if it does not."""
     checker = validator(schema.root, schema.definitions)
     for error in checker.iter_errors(value):

@@ -111,7 +111,8 @@ def _read_parameters(schema: dict[str, Any]) -> tuple[Parameter, ...]:
 
 def _object_parts(references: References, schema: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - a JSON value
     """Return a schema and what it refers to or consists of, as far as it says which properties there are."""
-    parts, level = [], [(schema, references.base_of(schema, ""))]
+    parts: list[dict[str, Any]] = []
+    level = [(schema, references.base_of(schema, ""))]
     while level and len(parts) < _MOST_REFERENCES:
         node, base = level.pop(0)
         if not isinstance(node, dict):

@@ -122,7 +122,7 @@ def _format(wanted: dict[str, Any], field: str) -> StructuredOutput | None:
         given = quote("", kind) if isinstance(kind, str) else describe(kind)
         known = ", ".join(["text", *_FORMATS, "structural_tag"])
         raise ValidationError(f"`{field}.type` must be one of {known}. Given: {given}")
-    language, places = _FORMATS.get(kind, ("json_schema", ()))
+    language, places = _FORMATS.get(str(kind), ("json_schema", ()))
     if field == "text.format":
         places = ("schema", *places)
     found = [(place, value) for place in places if (value := _at(wanted, place)) is not None]

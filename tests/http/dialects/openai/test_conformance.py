@@ -3,6 +3,7 @@
 The client builds its types from any JSON without checking it, so the types are made strict here.
 """
 
+import functools
 import itertools
 import json
 from typing import Any
@@ -31,10 +32,14 @@ TOOL = {"type": "function"} | FUNCTION
 FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
 
 
+# Making the type of an event takes seconds.
+adapter = functools.cache(TypeAdapter)
+
+
 def check(model: Any, record):
     """Check a record against a type of the client, which ignores fields that it does not know."""
     try:
-        TypeAdapter(model).validate_python(record)
+        adapter(model).validate_python(record)
     except ValidationError as error:
         pytest.fail(f"{json.dumps(record)[:500]}: {error}")
 

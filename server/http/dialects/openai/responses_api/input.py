@@ -116,18 +116,18 @@ class _Reader:
         elif kind == _CALL:
             self._add_call(item, _seen_name(item, field), _arguments(item, field), field)
         elif kind == "custom_tool_call":
-            arguments = {INPUT: _text(item, "input", field)}
-            self._add_call(item, _seen_name(item, field), arguments, field)
+            text = {INPUT: _text(item, "input", field)}
+            self._add_call(item, _seen_name(item, field), text, field)
         elif kind == "mcp_call":
             self._add_remote_call(item, field)
         elif kind in _OTHER_CALLS:
             name, key = _OTHER_CALLS[kind]
-            arguments = item.get(key)
-            if not isinstance(arguments, dict):
+            action = item.get(key)
+            if not isinstance(action, dict):
                 raise ValidationError(
-                    f"`{field}.{key}` must be an object. Given: {describe(arguments)}"
+                    f"`{field}.{key}` must be an object. Given: {describe(action)}"
                 )
-            self._add_call(item, name, arguments, field)
+            self._add_call(item, name, action, field)
         elif kind in _RESULTS:
             self._add_result(item, field)
         elif kind in _SKIPPED:

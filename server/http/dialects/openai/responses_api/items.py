@@ -111,7 +111,7 @@ class OutputItems:
             self._event(f"response.{kind}.delta", delta=piece)
 
     def _new_call(self, tool: CalledTool) -> OutputItem:
-        place = {
+        place: dict[str, Any] = {
             "call_id": self._tools.new_id(),
             "name": tool.name,
             "namespace": tool.namespace or UNSET,

@@ -1,0 +1,62 @@
+"""Values that follow the grammars of random schemas are valid, or the grammar says what it does not enforce."""
+
+import random
+
+import jsonschema
+import pytest
+
+from model.checkpoint.hub import resolve
+from model.sampling.grammar import GrammarTokenizer
+from model.text.tokenizer import Tokenizer
+from tests.model.text.schema.schema_maker import SchemaMaker, outputs
+
+# Schemas without any value, and references that consist of themselves.
+REFUSALS = ("unsatisfiable", "no text follows", "a reference leads back to itself")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(resolve("bundled"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return GrammarTokenizer(tokenizer, 4096, [0])
+
+
+def follow(tokenizer, vocabulary, seeds):
+    refused, invalid, num_valid, num_whole = [], [], 0, 0
+    for seed in seeds:
+        schema = SchemaMaker(random.Random(seed)).make()
+        found, documents = outputs(tokenizer, vocabulary, schema, seed, walks=3)
+        if found is None:
+            if not any(reason in documents.lower() for reason in REFUSALS):
+                refused.append((seed, documents, schema))
+            continue
+        if found.unenforced:
+            continue
+        num_whole += 1
+        checker = jsonschema.Draft202012Validator(schema)
+        for document in documents:
+            if checker.is_valid(document):
+                num_valid += 1
+            else:
+                invalid.append((seed, document, schema))
+    assert refused == []
+    assert invalid == []
+    return num_valid, num_whole
+
+
+def test_values_of_some_random_schemas_are_valid_or_announced(tokenizer, vocabulary):
+    num_valid, _ = follow(tokenizer, vocabulary, range(5000, 5020))
+
+    assert num_valid > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_values_of_1000_random_schemas_are_valid_or_announced(tokenizer, vocabulary):
+    num_valid, num_whole = follow(tokenizer, vocabulary, range(1000))
+
+    assert num_whole > 400
+    assert num_valid > 1000
