@@ -32,7 +32,7 @@ def validator(node: Schema, definitions: Mapping[str, Schema]) -> Validator:
     return found
 
 
-def first_violation(schema: ModernSchema, value: Any) -> str | None:
+def first_violation(schema: ModernSchema, value: Any) -> str | None:  # noqa: ANN401 - a JSON value
     """Return where and how a value violates a schema, None if it does not."""
     checker = validator(schema.root, schema.definitions)
     for error in checker.iter_errors(value):
