@@ -118,7 +118,9 @@ async def _openai_rows(client: httpx.AsyncClient) -> list[str]:
         "|---|---|" + "---|" * len(_OPENAI_ROUTES),
     ]
     for name in sorted({name for _, _, table in _OPENAI_ROUTES for name in table}):
-        apis = [api for api in ("OpenAI", "vLLM") if any(api in p.api for p in _named(name))]
+        apis = [
+            api for api in ("OpenAI", "vLLM", "others") if any(api in p.api for p in _named(name))
+        ]
         cells = [await _cell(client, *route, name) for route in _OPENAI_ROUTES]
         rows.append(f"| `{name}` | {', '.join(apis)} | {' | '.join(cells)} |")
     return rows

@@ -1,7 +1,8 @@
 """The parameters of requests in the APIs of TGI, OpenAI and vLLM, with a value that asks for something.
 
 `docs.parameter_table` sends each to the service and reports what happens. Sources: TGI 3.3.6 (router/src/lib.rs), the
-types of OpenAI's Python package 3.54, vLLM 0.32 (vllm/entrypoints/openai/*/protocol.py).
+types of OpenAI's Python package 3.57, vLLM 0.32 (vllm/entrypoints/openai/*/protocol.py), SGLang
+(python/sglang/srt/entrypoints/openai/protocol.py), llama.cpp (tools/server/README.md), Ollama.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ OPENAI = "OpenAI"
 TGI = "TGI"
 VLLM = "vLLM"
 BOTH = "OpenAI, vLLM"
+OTHERS = "others"
+"""SGLang, llama.cpp, Ollama and NVIDIA NIM: the names that state a constraint on the text."""
 
 
 class Parameter(NamedTuple):
@@ -60,7 +63,25 @@ GENERATE: Mapping[str, Parameter] = {
 }
 """Fields of `parameters` on TGI's routes. Those of other clients are in `server.http.dialects.tgi.legacy`."""
 
+_CONSTRAINTS: Mapping[str, Parameter] = {
+    "ebnf": Parameter(OTHERS, 'root ::= "a"'),
+    "format": Parameter(OTHERS, _SCHEMA),
+    "grammar": Parameter(OTHERS, 'root ::= "a"'),
+    "guided_choice": Parameter(OTHERS, ["a"]),
+    "guided_decoding_backend": Parameter(OTHERS, "auto"),
+    "guided_grammar": Parameter(OTHERS, 'root ::= "a"'),
+    "guided_json": Parameter(OTHERS, _SCHEMA),
+    "guided_regex": Parameter(OTHERS, "a+"),
+    "guided_whitespace_pattern": Parameter(OTHERS, " ?", {"guided_json": _SCHEMA}),
+    "json_schema": Parameter(OTHERS, _SCHEMA),
+    "logits_processors": Parameter(OTHERS, ["a"]),
+    "nvext": Parameter(OTHERS, {"guided_regex": "a+"}),
+    "regex": Parameter(OTHERS, "a+"),
+    "stop_regex": Parameter(OTHERS, "a+"),
+}
+
 _SHARED: Mapping[str, Parameter] = {
+    **_CONSTRAINTS,
     "allowed_token_ids": Parameter(VLLM, [1, 2]),
     "bad_words": Parameter(VLLM, ["x"]),
     "cache_salt": Parameter(VLLM, "salt"),
@@ -76,9 +97,12 @@ _SHARED: Mapping[str, Parameter] = {
     "min_tokens": Parameter(VLLM, 1),
     "model": Parameter(BOTH, "tgi"),
     "n": Parameter(BOTH, 2),
+    "n_predict": Parameter(OTHERS, 2),
+    "n_probs": Parameter(OTHERS, 2),
     "presence_penalty": Parameter(BOTH, 0.5),
     "priority": Parameter(VLLM, 1),
     "prompt_logprobs": Parameter(VLLM, 1),
+    "repeat_penalty": Parameter(OTHERS, 1.1),
     "repetition_detection": Parameter(VLLM, {"max_pattern_size": 4, "min_count": 3}),
     "repetition_penalty": Parameter(VLLM, 1.1),
     "request_id": Parameter(VLLM, "mine"),
@@ -99,6 +123,7 @@ _SHARED: Mapping[str, Parameter] = {
     "stream": Parameter(BOTH, True),
     "stream_interval": Parameter(VLLM, 2, _STREAM),
     "stream_options": Parameter(BOTH, {"include_usage": True}, _STREAM),
+    "stop_sequences": Parameter(OTHERS, ["x"]),
     "structured_outputs": Parameter(VLLM, {"regex": "a+"}),
     "temperature": Parameter(BOTH, 0.5),
     "thinking_token_budget": Parameter(VLLM, 5),
@@ -168,6 +193,7 @@ CHAT: Mapping[str, Parameter] = {
 _RESPONSE_TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 
 RESPONSES: Mapping[str, Parameter] = {
+    **_CONSTRAINTS,
     **{name: _SHARED[name] for name in ("model", "stream", "temperature", "top_p", "user")},
     **{
         name: _SHARED[name]._replace(api=VLLM)

@@ -14,6 +14,7 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     │   ├── BodyTooLargeError                 413  body_too_large
     │   ├── MediaTypeError                    415  unsupported_media_type
     │   └── ValidationError                   422  validation
+    │       └── PromptTooLongError            422  validation
     ├── CapacityError                              the same request may succeed later
     │   ├── OverloadedError                   429  overloaded
     │   └── UnavailableError                  503  unavailable
@@ -137,6 +138,20 @@ class ValidationError(ClientError):
     def __init__(self, message: str) -> None:
         super().__init__(f"Input validation error: {message}")
         self.reason = message
+
+
+class PromptTooLongError(ValidationError):
+    """The prompt has more tokens than fit.
+
+    Attributes:
+        given: tokens of the prompt; at least, if it was not tokenized.
+        most: the limit.
+    """
+
+    def __init__(self, message: str, given: int, most: int) -> None:
+        super().__init__(message)
+        self.given = given
+        self.most = most
 
 
 class UnknownModelError(ClientError):

@@ -18,15 +18,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from model.errors import GrammarError
-from model.text.lark import JSON_OPTIONS, check_size, json_rule, quote
+from model.text.lark import JSON_OPTIONS, check_size, json_rule, pattern, quote
 from model.text.schema.lower import LEVELS, Unenforced
 from model.text.schema.modern import Schema
 from model.text.schema.reduce import describe, lower
+from model.text.structural_tag import Languages, tag_grammar
 from model.text.tokenizer import Tokenizer
-from model.text.tools.translate import translate_tools
+from model.text.tools.translate import Constrained, TranslatedTools, translate_tools
 
 WORD_BITS: Final = 32
 
@@ -344,12 +346,44 @@ def translate(
         return Translation(_json_grammar(lowered.schema), describe(lowered.unenforced))
     if kind == "tools":
         assert tokenizer is not None
-        translated = translate_tools(value, tokenizer, level=level)
-        return Translation(LLMatcher.grammar_from_lark(translated.grammar), translated.unenforced)
+        tools = translate_tools(value, tokenizer, level=level)
+        if (text := tools.text) is None:
+            return Translation(LLMatcher.grammar_from_lark(tools.grammar), tools.unenforced)
+        inner = translate(
+            text.kind, text.value, strict=text.strict, level=level * (not text.strict)
+        )
+        return _joint_grammar(tools, text, inner)
     if kind == "structural_tag":
         return _tag_grammar(value, strict=strict, level=level)
     check_size(value)
     return Translation(_TEXT_GRAMMARS[kind](value))
+
+
+def _joint_grammar(
+    tools: TranslatedTools, text: Constrained, translated: Translation
+) -> Translation:
+    """Return the grammar of a message that is calls, or text that follows a constraint.
+
+    Args:
+        tools: with the rule `value` left out.
+        text: the constraint.
+        translated: the same.
+    """
+    inner = translated.grammar
+    part = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    lark, rule = tools.grammar, part.get("lark_grammar") or ""
+    excluded = " | ".join(map(quote, tools.begins))
+    unenforced = (*tools.unenforced, *(f"`{text.field}`: {p}" for p in translated.unenforced))
+    if text.kind in ("regex", "choice") and rule.startswith("start: ") and "\n" not in rule:
+        # One lexeme, which would hide that the same characters begin a call.
+        expression = rule.removeprefix("start: ")
+        lark += f"\nvalue: VALUE\nVALUE: ({expression}) & ~(({excluded}) ANY)\nANY: /(?s:.*)/"
+        return Translation(LLMatcher.grammar_from_lark(lark), unenforced)
+    if text.kind == "structural_tag":
+        free = f"TEXT: ANY & ~(ANY ({excluded}) ANY)\nANY: /(?s:.*)/"
+        part = {"lark_grammar": rule.replace(_FREE_TEXT, free)}
+    parts = [{"name": "calls", "lark_grammar": f"{lark}\nvalue: @text"}, {**part, "name": "text"}]
+    return Translation(json.dumps({"grammars": parts}), unenforced)
 
 
 def compile_constraint(
@@ -395,10 +429,7 @@ def _regex_grammar(expression: object) -> str:
 
 
 def _lark_grammar(grammar: object) -> str:
-    try:
-        return grammar_from("grammar", _with_characters(_string(grammar)))
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_one_line(str(error))) from None
+    return LLMatcher.grammar_from_lark(_as_lark(_string(grammar)))
 
 
 def _string(value: object) -> str:
@@ -449,6 +480,7 @@ _TEXT_GRAMMARS: Final[dict[str, Callable[[object], str]]] = {
     "choice": _choice_grammar,
     "lark": _lark_grammar,
 }
+_FREE_TEXT: Final = "TEXT: /(?s:.*)/"
 
 
 def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
@@ -463,6 +495,17 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
             raise GrammarError(f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise GrammarError("must be an object with `structures` and `triggers`")
+    if "format" in value and not value.keys() & {"structures", "triggers"}:
+        kept: list[Unenforced] = []
+
+        def json_of(schema: Any, where: str) -> str:  # noqa: ANN401 - a JSON value
+            lowered = lower(schema, strict=strict, level=level)
+            kept.extend(Unenforced(key, f"/{where}{place}") for key, place in lowered.unenforced)
+            return json_rule(lowered.schema)
+
+        text = tag_grammar(value["format"], Languages(json_of, grammar=_as_lark, regex=pattern))
+        check_size(text)
+        return Translation(LLMatcher.grammar_from_lark(text), describe(kept))
     unknown = [key for key in value if key not in ("type", "structures", "triggers")]
     if unknown:
         raise GrammarError(f"the key `{unknown[0]}` of a structural tag is not supported")
@@ -485,7 +528,7 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
     lines = [
         "start: tag* tail",
         "tail: TAIL",
-        "TEXT: /(?s:.*)/",
+        _FREE_TEXT,
         "TAIL: TEXT" + "".join(f" & ~(TEXT {quote(t)} TEXT)" for t in bodies),
         "tag: " + " | ".join(f"tag_{i}" for i in range(len(bodies))),
     ]
@@ -497,6 +540,16 @@ def _tag_grammar(value: object, *, strict: bool, level: int) -> Translation:
     text = "\n".join(lines)
     check_size(text)
     return Translation(LLMatcher.grammar_from_lark(text), describe(unenforced))
+
+
+def _as_lark(grammar: str) -> str:
+    """Return a grammar, as GBNF or Lark, as Lark."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(_with_characters(grammar))
+    except Exception as error:  # noqa: BLE001 - the library's converter raises no class of its own
+        raise GrammarError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
 
 def _structure(
@@ -527,6 +580,7 @@ def _is_text(value: object) -> bool:
 
 
 _NOTHING_FOLLOWS: Final = re.compile("unsatisfiable|no text follows|unknown name", re.IGNORECASE)
+_GBNF_RULE: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _GBNF_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 

@@ -6,7 +6,7 @@ in messages stay text (`model.text.special_text`).
 
 from __future__ import annotations
 
-import json
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,11 @@ import jinja2
 from model.errors import ChatTemplateError
 from model.text.special_text import SpecialText, special_tokens
 from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
+from model.text.template_form import PROBE_TOOL, TemplateForm, find_form
 from model.text.template_limits import TemplateLimitError, TemplateRefusalError
 from model.text.template_sandbox import BoundedEnvironment
 from model.text.tokenizer import Tokenizer, TokenSpans
+from model.text.tools.arguments import read_arguments
 
 _MAX_MESSAGE = 500
 _WITH_TOOLS: Final = "tool_use"
@@ -72,7 +74,9 @@ class ChatTemplate:
 
     Attributes:
         sources: Jinja source of each template.
-        reads_tools: whether the template for conversations with tools reads their definitions.
+        form: of the template for conversations without tools.
+        form_with_tools: of the template for conversations with tools, when it is given some.
+        reads_parts: whether every template reads content that is a list of parts.
 
     Raises:
         ChatTemplateError: a template cannot be compiled or used.
@@ -89,8 +93,6 @@ class ChatTemplate:
                 f"no chat template is named {DEFAULT!r}; there are: {', '.join(sorted(templates))}"
             )
         self.sources = tuple(templates.values())
-        with_tools = templates.get(_WITH_TOOLS, templates[DEFAULT])
-        self.reads_tools = re.search(r"\btools\b", with_tools) is not None
         tokens = dict(tokens or {})
         for name, text in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
             if text is not None:
@@ -118,6 +120,9 @@ class ChatTemplate:
         )
         self._composed = tuple(text for text in known if len(text) > 1 and text in marked)
         self._find_composed = re.compile("|".join(map(re.escape, self._composed)))
+        self.reads_parts = all(template.reads_parts for template in self._templates.values())
+        self.form = self._templates[DEFAULT].find_form(None)
+        self.form_with_tools = self._templates[self._name(tools=True)].find_form([PROBE_TOOL])
 
     @classmethod
     def from_folder(
@@ -172,9 +177,7 @@ class ChatTemplate:
                 raise ChatTemplateError(
                     f"`{_printable(name, 60)}` cannot be a variable of the chat template"
                 )
-        template = self._templates[DEFAULT]
-        if tools and _WITH_TOOLS in self._templates:
-            template = self._templates[_WITH_TOOLS]
+        template = self._templates[self._name(tools=bool(tools))]
         adapted = [
             template.adapt(message, f"messages.{number}") for number, message in enumerate(messages)
         ]
@@ -202,6 +205,10 @@ class ChatTemplate:
             text = self._find_composed.sub(lambda found: self._special.mark(found[0]), text)
             text = text.replace(self._special.breaker, "")
         return RenderedChat(text, self._special)
+
+    def _name(self, *, tools: bool) -> str:
+        """Return the name of the template for conversations with or without tools."""
+        return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else DEFAULT
 
     def _run(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
         try:
@@ -240,18 +247,42 @@ class ChatTemplate:
 
 
 class _Template:
-    """One compiled template, and the forms of `content` that it understands."""
+    """One compiled template, and the forms of messages that it understands.
+
+    Attributes:
+        compiled: the template.
+        reads_parts: whether it reads content that is a list of parts.
+    """
 
     def __init__(
         self, environment: BoundedEnvironment, source: str, tokens: Mapping[str, object]
     ) -> None:
         self.compiled = _compile(environment, source)
+        self._environment, self._tokens = environment, tokens
         as_text, as_parts = (
             _renders(environment, self.compiled, tokens, content)
             for content in (_PROBE, [{"type": "text", "text": _PROBE}])
         )
-        self._parts = as_parts
+        self.reads_parts = as_parts
         self._texts = as_text or not as_parts
+        self._object_arguments = False
+
+    def find_form(self, tools: Sequence[Mapping[str, object]] | None) -> TemplateForm:
+        """Return what the template does with messages beside these tools; called before `adapt`."""
+
+        def render(
+            messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = tools
+        ) -> str:
+            adapted = [self.adapt(message, "") for message in messages]
+            try:
+                return _try(self._environment, self.compiled, self._tokens, adapted, tools)
+            except ChatTemplateError:
+                return ""
+
+        self._object_arguments = False
+        form = find_form(render, functools.partial(render, tools=None) if tools else None)
+        self._object_arguments = form.object_arguments
+        return form
 
     def adapt(self, message: Message, place: str) -> dict[str, Any]:
         """Return a message with `content` in a form that the template understands.
@@ -267,7 +298,7 @@ class _Template:
         content = adapted.get("content")
         if isinstance(content, list | tuple):
             texts = [_part_text(part, f"{place}.content.{i}") for i, part in enumerate(content)]
-            if not self._parts:
+            if not self.reads_parts:
                 adapted["content"] = "\n".join(texts)
         elif isinstance(content, str):
             if not self._texts:
@@ -276,7 +307,8 @@ class _Template:
             raise ChatTemplateError(f"`{place}.content` must be a string or a list of parts")
         calls = adapted.get("tool_calls")
         if isinstance(calls, list | tuple):
-            adapted["tool_calls"] = [_with_arguments(call) for call in calls]
+            if self._object_arguments:
+                adapted["tool_calls"] = [_with_arguments(call) for call in calls]
         elif calls is None:
             adapted.pop("tool_calls", None)
         return adapted
@@ -326,13 +358,14 @@ def _try(
     template: jinja2.Template,
     tokens: Mapping[str, object],
     messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
     """Return what a template makes of messages; empty if it rejects them.
 
     Raises:
         ChatTemplateError: it reaches a limit even here.
     """
-    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
     try:
         return environment.render(template, {**tokens, **given})
     except TemplateLimitError as error:
@@ -388,15 +421,11 @@ def _with_arguments(call: object) -> object:
     """Return a tool call whose arguments are an object, as templates expect, not JSON in a string."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        try:
-            arguments = json.loads(function["arguments"])
-        except (ValueError, RecursionError):
-            return call
-        if isinstance(arguments, dict):
-            function["arguments"] = arguments
-    return {**call, "function": function}
+    function = call["function"]
+    if not isinstance(function.get("arguments"), str):
+        return call
+    arguments = read_arguments(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _with_end(message: Mapping[str, Any], end: str, number: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 
 from model.errors import GrammarError
@@ -30,6 +31,12 @@ def quote(text: str) -> str:
     """Return a literal."""
     # The lexer of Lark grammars refuses a raw DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def pattern(expression: str) -> str:
+    """Return the terminal for a regular expression."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression, flags=re.DOTALL)
+    return "/" + escaped.replace("\r", r"\r").replace("\n", r"\n") + "/"
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:

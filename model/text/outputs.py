@@ -23,9 +23,11 @@ def violations(kind: str, value: Any, text: str) -> list[str]:  # noqa: ANN401 -
         text: that ended where the grammar allowed it.
     """
     if kind == "tools":
-        return _of_calls(ToolsConstraint(*value), text)[:_MOST]
+        return _of_message(ToolsConstraint.decoded(value), text)[:_MOST]
     if kind == "structural_tag":
         return _of_tags(json.loads(value) if isinstance(value, str) else value, text)[:_MOST]
+    if kind != "json_schema":
+        return []
     found = _of_value(value, text)
     return [] if found is None else [found]
 
@@ -38,14 +40,18 @@ def _of_value(schema: Any, text: str) -> str | None:  # noqa: ANN401 - a JSON sc
     return first_violation(read(schema), value)
 
 
-def _of_calls(constraint: ToolsConstraint, text: str) -> list[str]:
+def _of_message(constraint: ToolsConstraint, text: str) -> list[str]:
     tools = {tool.name: tool for tool in constraint.read()}
-    parser = CallParser(BY_NAME[constraint.format], list(tools.values()))  # type: ignore[index]
+    constrained = constraint.text is not None
+    format_ = BY_NAME[constraint.format]  # type: ignore[index]
+    parser = CallParser(format_, list(tools.values()), constrained=constrained)
     calls: dict[int, tuple[str, str]] = {}
     for delta in (parser.push(text), parser.finish()):
         for call in delta.calls:
             name, arguments = calls.get(call.index, (call.name or "", ""))
             calls[call.index] = (name, arguments + call.arguments)
+    if constraint.text is not None and not calls:
+        return violations(constraint.text.kind, constraint.text.value, text)
     return [
         f"the call of `{name}`: {found}"
         for name, arguments in calls.values()

@@ -203,12 +203,7 @@ class Tokenizer:
         Raises:
             TokenizerError: not a token id.
         """
-        pieces = self.pieces(skip_special_tokens=False)
-        if pieces.rules is None:
-            return self.decode([token_id], skip_special_tokens=False)
-        piece = pieces.loaded.get(token_id)
-        if piece is None:
-            piece = pieces.load(token_id)
+        piece = self.token_piece(token_id)
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -217,13 +212,20 @@ class Tokenizer:
         Raises:
             TokenizerError: not a token id.
         """
+        piece = self.token_piece(token_id)
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def token_piece(self, token_id: int) -> str | bytes:
+        """Return the text of one token by itself, special or not; bytes if it may be a part of a character.
+
+        Raises:
+            TokenizerError: not a token id.
+        """
         pieces = self.pieces(skip_special_tokens=False)
         if pieces.rules is None:
-            return self.decode([token_id], skip_special_tokens=False).encode()
+            return self.decode([token_id], skip_special_tokens=False)
         piece = pieces.loaded.get(token_id)
-        if piece is None:
-            piece = pieces.load(token_id)
-        return piece.encode() if isinstance(piece, str) else piece
+        return pieces.load(token_id) if piece is None else piece
 
     def token_name(self, token_id: int) -> str:
         """Return the name of a token in the vocabulary; an id without a token has none."""

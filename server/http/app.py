@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from server.http import abort, service_routes, token_routes
 from server.http.context import AppContext
+from server.http.dialects.anthropic.routes import ANTHROPIC
 from server.http.dialects.openai.routes import OPENAI
 from server.http.dialects.sagemaker.routes import SAGEMAKER
 from server.http.dialects.tgi.routes import TGI
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from server.http.exchange import Dialect
     from server.http.metrics.shared_counters import SharedCounters
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI, SAGEMAKER, TGI)
+DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, OPENAI, SAGEMAKER, TGI)
 """All dialects. The first dialect whose prefix matches a path renders that path's errors; the last prefix is "/"."""
 
 
@@ -89,7 +90,8 @@ def create_app(
     )
     app.state.lifecycle = lifecycle
     app.state.close = context.close
-    install_edge(app, config, lifecycle, _render_error)
+    id_headers = {d.prefix: d.id_header for d in DIALECTS if d.id_header is not None}
+    install_edge(app, config, lifecycle, _render_error, id_headers)
     return app
 
 

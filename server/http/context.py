@@ -8,10 +8,11 @@ from model.errors import ChatTemplateError, TokenizerError
 from model.text.chat_template import ChatTemplate, RenderedChat
 from model.text.special_text import MARK_BYTES
 from model.text.token_length import longest_token
+from model.text.tools.conversation import fit_conversation
 from model.text.tools.formats import find_format
 from server.engine.link.front_end.client import EngineHandle, EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from server.errors import StoppingError, UnavailableError, ValidationError
+from server.errors import PromptTooLongError, StoppingError, UnavailableError, ValidationError
 from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
@@ -100,6 +101,11 @@ class AppContext:
             raise self.unavailable() from None
 
     @property
+    def reads_parts(self) -> bool:
+        """Whether the chat template reads content that is a list of parts."""
+        return self.chat_template is not None and self.chat_template.reads_parts
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests should be sent here: the engine is ready, and the service is not about to end."""
         return self.client.state is EngineState.READY and not self.lifecycle.is_draining
@@ -142,7 +148,7 @@ class AppContext:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: Sequence[dict[str, Any]],
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
@@ -153,7 +159,7 @@ class AppContext:
         """Render a conversation with the model's chat template and tokenize it, in a thread.
 
         Args:
-            messages: as in the OpenAI API: `role`, `content` and further keys that the template may use.
+            messages: from `server.http.text.messages.read_messages`.
             tools: definitions of tools, as in the OpenAI API.
             add_generation_prompt: whether to end with the beginning of the assistant's next message.
             continue_final_message: whether to leave the last message open, so that the model continues it.
@@ -185,12 +191,15 @@ class AppContext:
     async def convert_chat(
         self,
         convert: Callable[[RenderedChat], ResultT],
-        messages: Sequence[Mapping[str, object]],
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         **options: Any,  # noqa: ANN401 - those of `ChatTemplate.render`
     ) -> ResultT:
         """Render a conversation and pass it to a function, both in a thread; otherwise like `encode_chat`.
 
-        The event loop never waits for a template, whose time depends on more than the length of the text.
+        Messages and tools are fitted to the template first. The event loop never waits for a template, whose time
+        depends on more than the length of the text.
         """
         template = self.chat_template
         if template is None:
@@ -199,7 +208,9 @@ class AppContext:
             )
 
         def work() -> ResultT:
-            return convert(template.render(messages, **options))
+            forms = template.form, template.form_with_tools
+            fitted, definitions = fit_conversation(messages, tools, forms, self.tool_format)
+            return convert(template.render(fitted, tools=definitions, **options))
 
         try:
             return await self._workers.run(work, current_request().body_bytes)
@@ -269,8 +280,10 @@ class AppContext:
             return
         least = -(-len(text.encode("utf-8", "surrogatepass")) // longest)
         if least > most:
-            raise ValidationError(
-                f"`{field}` must have at most {most} tokens. Given: at least {least} tokens"
+            raise PromptTooLongError(
+                f"`{field}` must have at most {most} tokens. Given: at least {least} tokens",
+                least,
+                most,
             )
 
 

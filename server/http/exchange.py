@@ -50,6 +50,7 @@ class Dialect:
         bodies: types of request bodies, for the OpenAPI document.
         replies: types of replies, for the OpenAPI document.
         token_forms: its forms of /tokenize and /detokenize.
+        id_header: name of a header with the request's id, beside `x-request-id`; None for none.
     """
 
     prefix: str
@@ -60,6 +61,7 @@ class Dialect:
     bodies: tuple[type[BaseModel], ...]
     replies: tuple[type[msgspec.Struct], ...]
     token_forms: tuple[TokenForm, ...] = ()
+    id_header: bytes | None = None
 
 
 class Answer(Protocol):

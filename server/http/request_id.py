@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -113,10 +113,15 @@ class RequestIdMiddleware:
     """ASGI middleware that gives each request its id and adds the id to the headers of the response.
 
     It touches only the first message of a response, so a stream's frames cost nothing here.
+
+    Args:
+        app: the application.
+        headers: names of a second header with the id, by the prefix of the request's path.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, headers: Mapping[str, bytes]) -> None:
         self._app = app
+        self._headers = tuple(headers.items())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -126,12 +131,14 @@ class RequestIdMiddleware:
         value = _given(scope) or secrets.token_hex(16).encode("ascii")
         address = scope.get("client")
         client = address[0] if address else ""
+        path, more = scope["path"], self._headers
         scope[_KEY] = request = CurrentRequest(value.decode("ascii"), client)
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 request.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (_HEADER, value)]
+                ids = [(name, value) for prefix, name in more if path.startswith(prefix)]
+                message["headers"] = [*message.get("headers", ()), (_HEADER, value), *ids]
             return send(message)
 
         token = _current.set(request)

@@ -16,6 +16,7 @@ ROUTES = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
     "/invocations": {"prompt": "x"},
 }
 

@@ -19,6 +19,7 @@ TOOL = {"name": "f", "parameters": PARAMETERS}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": %s}}\n</tool_call>'
 UNENFORCED = "the grammar does not enforce"
 MISMATCH = "the value does not match the schema"
+ENDS = ("[DONE]", '{"type":"message_stop"}')
 CASES = {
     "chat": (
         "/v1/chat/completions",
@@ -64,6 +65,26 @@ CASES = {
         CALL,
         "tools",
     ),
+    "messages": (
+        "/v1/messages",
+        {
+            "messages": [USER],
+            "max_tokens": 60,
+            "output_config": {"format": {"type": "json_schema", "schema": ITEMS}},
+        },
+        "%s",
+        "output_config.format.schema",
+    ),
+    "messages with tools": (
+        "/v1/messages",
+        {
+            "messages": [USER],
+            "max_tokens": 200,
+            "tools": [{"name": TOOL["name"], "input_schema": TOOL["parameters"]}],
+        },
+        CALL,
+        "tools",
+    ),
     "TGI": (
         "/generate",
         {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": ITEMS}}},
@@ -106,7 +127,7 @@ async def ask(open_client, tokenizer, engine):
         if not stream:
             return reply.json(), reply.headers
         lines = [line[5:].strip() for line in reply.text.splitlines() if line.startswith("data:")]
-        return [json.loads(line) for line in lines if line != "[DONE]"], reply.headers
+        return [json.loads(line) for line in lines if line not in ENDS], reply.headers
 
     return post
 

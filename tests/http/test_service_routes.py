@@ -153,11 +153,21 @@ async def test_the_document_declares_the_mark_that_ends_a_stream(client):
 
     for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
         assert data(path)["anyOf"][0] == {"const": "[DONE]"}
-    for path in ("/generate_stream", "/v1/responses"):
+    for path in ("/generate_stream", "/v1/responses", "/v1/messages"):
         assert data(path)["contentMediaType"] == "application/json"
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/invocations", "/v1/completions"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/tokenize",
+        "/detokenize",
+        "/invocations",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+    ],
+)
 async def test_the_document_declares_that_a_model_may_be_unknown(client, path):
     document = (await client.get("/openapi.json")).json()
 

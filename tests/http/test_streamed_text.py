@@ -38,6 +38,13 @@ def body_of_responses(options):
     return {"input": "a", **options}
 
 
+def body_of_messages(options):
+    fields = {**options, "max_tokens": 60}
+    if "stop" in fields:
+        fields["stop_sequences"] = fields.pop("stop")
+    return {"messages": [{"role": "user", "content": "a"}], **fields}
+
+
 def data_of(response):
     lines = [line.removeprefix("data:") for line in response.text.split("\n")]
     return [json.loads(line) for line in lines if line.startswith((" {", "{"))]
@@ -91,6 +98,15 @@ DIALECTS = {
         body_of_responses,
         lambda reply: reply["output"][0]["content"][0]["text"],
         texts_of_responses,
+    ),
+    "messages": (
+        "/v1/messages",
+        "/v1/messages",
+        body_of_messages,
+        lambda reply: "".join(block["text"] for block in reply["content"]),
+        lambda events: "".join(
+            e["delta"]["text"] for e in events if e["type"] == "content_block_delta"
+        ),
     ),
 }
 

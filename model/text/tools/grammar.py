@@ -14,6 +14,7 @@ from model.text.tools.formats import ToolFormat
 
 PARAMETER_END: Final = "\n</parameter>\n"
 """Ends the value of a parameter in arguments of the kind `xml`."""
+_JSON_PARTS: Final = re.compile(r'"[^"]*"|[{}]|: |, ')
 
 
 def calls_grammar(
@@ -23,8 +24,9 @@ def calls_grammar(
     *,
     required: bool,
     parallel: bool,
+    value: str | None = None,
 ) -> str:
-    """Return the grammar of a message: text, calls, or text and then calls.
+    """Return the grammar of a message: text, calls, or text and then calls; or calls or a value.
 
     Args:
         format_: of the calls.
@@ -33,18 +35,23 @@ def calls_grammar(
             such tokens.
         required: whether the message is one or several calls, without text.
         parallel: whether there may be several calls.
+        value: kind of the constraint on a message without calls, whose rule `value` is left out; None if it is free.
 
     Raises:
         GrammarError: a schema is too long or too deeply nested, or cannot be written in this format.
     """
     writer = _Writer(format_, tokenizer)
-    lines = [writer.start(required=required, heads=[format_.head_of(t.name) for t in tools])]
+    heads = [format_.head_of(tool.name) for tool in tools]
+    lines = [writer.start(required=required, constrained=value is not None, heads=heads)]
+    # The lexer takes the longest lexeme: as one, a head would hide the braces and names of a value.
+    in_parts = value in ("json_schema", "json_object") and not format_.marker
     more = f" ({writer.literal(format_.separator)} call)*" if parallel else ""
     lines.append(f"calls: {_joined(writer.literal(format_.opening), 'call')}{more}")
     lines[-1] += f" {writer.literal(format_.closing)}" if format_.closing else ""
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
-        head, tail = writer.literal(format_.head_of(tool.name)), writer.literal(format_.tail)
+        text, tail = format_.head_of(tool.name), writer.literal(format_.tail)
+        head = " ".join(map(quote, _JSON_PARTS.findall(text))) if in_parts else writer.literal(text)
         lines.append(f"call_{i}: {_joined(head, f'arguments_{i}', tail)}")
         lines += writer.arguments(f"arguments_{i}", tool)
     return "\n".join(lines)
@@ -67,24 +74,29 @@ class _Writer:
             if part
         )
 
-    def start(self, *, required: bool, heads: Sequence[str]) -> str:
+    def start(self, *, required: bool, constrained: bool, heads: Sequence[str]) -> str:
         """Return the rule for the whole message."""
+        if required:
+            return f"start: {self._calls()}"
+        if constrained:
+            return f"start: {self._calls()} | value"
         marker = self._format.marker
         if not marker:
-            optional = self.literal(self._format.optional_marker)
-            begin = f"({optional})? calls" if optional else "calls"
-            if required:
-                return f"start: {begin}"
             excluded = " | ".join(
                 quote(text) for text in (self._format.optional_marker, *heads) if text
             )
-            return f"start: {begin} | TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(({excluded}) ANY)"
-        if required:
-            return f"start: {self.literal(marker)} calls"
+            return f"start: {self._calls()} | TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(({excluded}) ANY)"
         text = f"ANY: /(?s:.*)/\nTEXT: ANY & ~(ANY {quote(marker)} ANY)"
         if marker in self._ids:
-            return f"start: TEXT ({self.literal(marker)} calls)?\n{text}"
+            return f"start: TEXT ({self._calls()})?\n{text}"
         return f"start: lead calls | TEXT\nlead[lazy]: ANY {quote(marker)}\n{text}"
+
+    def _calls(self) -> str:
+        """Return the expression for calls with what begins them."""
+        if marker := self._format.marker:
+            return f"{self.literal(marker)} calls"
+        optional = self.literal(self._format.optional_marker)
+        return f"({optional})? calls" if optional else "calls"
 
     def arguments(self, rule: str, tool: Tool) -> list[str]:
         """Return the rules for the arguments of a tool."""

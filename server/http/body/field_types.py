@@ -63,6 +63,12 @@ StructuralTag = Annotated[
                 {"type": "string"},
                 {
                     "type": "object",
+                    "required": ["format"],
+                    "properties": {"type": {}, "format": {"type": "object"}},
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
                     "required": ["structures", "triggers"],
                     "properties": {
                         "type": {},
@@ -75,7 +81,8 @@ StructuralTag = Annotated[
         }
     ),
 ]
-"""Structures that may follow their triggers in free text: an object or JSON; `model.sampling.grammar` checks it."""
+"""Structures that may follow their triggers in free text, or a format: an object or JSON; `model.sampling.grammar`
+checks it."""
 
 
 def _check_false(value: bool) -> bool:
@@ -124,12 +131,12 @@ MESSAGE_SCHEMA = {
     },
 }
 # Reading 40,000 messages takes the event loop 60 ms.
-_MAX_MESSAGES = 16_384
+MAX_MESSAGES = 16_384
 MessageList = Annotated[
     list[dict[str, Any]],
-    Field(min_length=1, max_length=_MAX_MESSAGES),
+    Field(min_length=1, max_length=MAX_MESSAGES),
     WithJsonSchema(
-        {"type": "array", "minItems": 1, "maxItems": _MAX_MESSAGES, "items": MESSAGE_SCHEMA}
+        {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": MESSAGE_SCHEMA}
     ),
 ]
 """Messages of a conversation; rendering them checks the rest."""

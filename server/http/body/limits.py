@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.errors import ValidationError
+from server.errors import PromptTooLongError, ValidationError
 from server.http.body.validation import describe, quote
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ def check_temperature(temperature: float | None) -> None:
         )
 
 
-def check_stop_strings(stop: Sequence[str], config: HTTPConfig) -> None:
+def check_stop_strings(stop: Sequence[str], config: HTTPConfig, field: str = "stop") -> None:
     """Check the number of stop strings and their lengths."""
     if len(stop) > config.max_stop_sequences:
         raise ValidationError(
-            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}"
+            f"`{field}` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}"
         )
     for i, text in enumerate(stop):
         if len(text) > config.max_stop_characters:
             raise ValidationError(
-                f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
+                f"`{field}.{i}` must have at most {config.max_stop_characters} characters. "
                 f"Given: {len(text)}"
             )
 
@@ -96,9 +96,11 @@ def check_prompt_length(length: int, field: str, info: EngineInfo) -> None:
     """Check that a prompt of `length` tokens leaves room for one more."""
     longest = info.max_total_tokens - 1
     if length > longest:
-        raise ValidationError(
+        raise PromptTooLongError(
             f"`{field}` must have at most {longest} tokens, one less than the "
-            f"{info.max_total_tokens} that prompt and output share. Given: {length} tokens"
+            f"{info.max_total_tokens} that prompt and output share. Given: {length} tokens",
+            length,
+            longest,
         )
 
 

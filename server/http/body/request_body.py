@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
     from server.http.load.admission import Buffer
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DECODER = msgspec.json.Decoder()
 _JSON = b"application/json"
 _MOST_DIGITS = 19
@@ -76,12 +77,13 @@ async def read_json(scope: Scope, receive: Receive, config: HTTPConfig, buffer: 
 
 
 def decode(body: bytes) -> object:
-    """Decode JSON.
+    """Decode JSON, which may have a byte order mark before it.
 
     Raises:
         MalformedBodyError: `body` is not JSON, or nested too deeply. The message says why without quoting the body.
         ValidationError: it has more than `MOST_PARTS` keys, or objects and arrays.
     """
+    body = body.removeprefix(_BYTE_ORDER_MARK)
     _check_parts(body)
     try:
         return _DECODER.decode(body)

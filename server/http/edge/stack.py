@@ -11,10 +11,11 @@ from server.http.edge.api_keys import ApiKeyMiddleware, document_keys
 from server.http.edge.drain import DrainMiddleware
 from server.http.edge.hosts import AllowedHostsMiddleware
 from server.http.edge.origins import OriginMiddleware
+from server.http.edge.trailing_slash import TrailingSlashMiddleware
 from server.http.request_id import RequestIdMiddleware
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp
@@ -30,6 +31,7 @@ def install_edge(
     config: HTTPConfig,
     lifecycle: Lifecycle,
     render: Callable[[str, TesseraError], ErrorBody],
+    id_headers: Mapping[str, bytes],
 ) -> None:
     """Make every request pass the edge before anything else of the application, its error handlers included.
 
@@ -38,13 +40,16 @@ def install_edge(
         config: says which layers there are.
         lifecycle: of the front end.
         render: returns the status and body of an error for a path.
+        id_headers: names of a second header with the request's id, by the prefix of its path.
     """
     build = app.build_middleware_stack
     if config.api_key:
         document_keys(app)
 
     def build_with_edge() -> ASGIApp:
-        stack: ASGIApp = DrainMiddleware(build(), lifecycle, render)
+        # Inside of what compares paths: what resembles a path without protection has none.
+        stack: ASGIApp = TrailingSlashMiddleware(build())
+        stack = DrainMiddleware(stack, lifecycle, render)
         if config.api_key:
             isolate = config.prefix_cache_sharing == "key"
             stack = ApiKeyMiddleware(stack, config.api_key, render, isolate_caches=isolate)
@@ -68,6 +73,6 @@ def install_edge(
             stack = TracingMiddleware(stack, tracing)
         if config.access_log:
             stack = AccessLogMiddleware(stack)
-        return RequestIdMiddleware(stack)
+        return RequestIdMiddleware(stack, id_headers)
 
     app.build_middleware_stack = build_with_edge  # type: ignore[method-assign] # outside the error handlers

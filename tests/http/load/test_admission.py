@@ -16,7 +16,7 @@ from tests.http.serving import Server, head, read_reply, until
 pytestmark = pytest.mark.anyio
 
 LIMIT = 100_000
-ROUTES = ("/generate", "/v1/completions", "/v1/responses", "/invocations", "/tokenize", "/detokenize",
+ROUTES = ("/generate", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations", "/tokenize", "/detokenize",
           "/chat_tokenize", "/abort")  # fmt: skip
 
 

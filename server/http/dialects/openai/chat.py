@@ -12,9 +12,11 @@ from server.errors import ValidationError
 from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
+from server.http.dialects.openai.functions import with_tools
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -29,7 +31,6 @@ from server.http.dialects.openai.schema import ChatBody
 from server.http.dialects.openai.tools import (
     CallRenderer,
     ToolUse,
-    messages_for_template,
     read_tools,
     whole_message,
 )
@@ -69,6 +70,8 @@ class ChatAnswer:
 
     _prompt_field = "messages"
     _nested_tools = True
+    _tool_fields: list[str] | None = None
+    _longest_tool_name = 64
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -89,7 +92,11 @@ class ChatAnswer:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other"
             )
-        self.warnings = warnings
+        self._has_functions = not (request.functions is None and request.function_call is None)
+        if self._has_functions:
+            request = with_tools(request)
+            self._nested_tools = False
+            self._tool_fields = [f"functions.{i}" for i in range(len(request.functions or ()))]
         self.streaming = bool(request.stream)
         self._context = context
         self._info = info
@@ -97,8 +104,14 @@ class ChatAnswer:
         self._request = request
         self._messages = messages
         self._tools = tools = read_tools(
-            request, context, nested=self._nested_tools, constraint=constraint
+            request,
+            context,
+            nested=self._nested_tools,
+            fields=self._tool_fields,
+            longest_name=self._longest_tool_name,
+            constraint=constraint,
         )
+        self.warnings = warnings if tools is None else (*warnings, *tools.warnings)
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),
@@ -123,7 +136,8 @@ class ChatAnswer:
             UnknownModelError: it names a model that is not served.
         """
         request, warnings = parse_body(ChatBody, body, context.config)
-        return cls(context, info, request, read_messages(request.messages), texts, warnings)
+        messages = read_messages(request.messages, parts=context.reads_parts)
+        return cls(context, info, request, messages, texts, warnings)
 
     async def generate(self) -> Generation:
         """Render the conversation with the chat template, tokenize it and submit it.
@@ -132,27 +146,38 @@ class ChatAnswer:
             ValidationError: the model has no chat template, or the conversation is too long.
             UnavailableError: the engine is not ready.
         """
-        request = self._request
         if self._tools is not None:
             await self._tools.check(self._context)
-        messages, tools = messages_for_template(self._context, self._messages, self._tools)
-        token_ids = await encode_conversation(
+        token_ids = await self.prompt()
+        limit = self._output_limit()
+        return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    async def prompt(self) -> list[int]:
+        """Render the conversation with the chat template and tokenize it.
+
+        Raises:
+            ValidationError: the model has no chat template, or the conversation is too long.
+        """
+        tools = None if self._tools is None else self._tools.definitions
+        return await self._encode(self._messages, tools)
+
+    async def _encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        request = self._request
+        return await encode_conversation(
             self._context,
             messages,
             tools=tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
-            most=longest_prompt(self._info, self._options.truncate),
+            most=self._most_tokens(),
         )
-        older = request.max_completion_tokens is None and request.max_tokens is not None
-        limit = OutputLimit(
-            wanted=request.max_tokens if older else request.max_completion_tokens,
-            default=None,
-            prompt_field=self._prompt_field,
-            field=self._limit_fields[older],
-        )
-        return await submit(self._context, self._info, self._options, [token_ids], limit)
+
+    def _most_tokens(self) -> int | None:
+        """Return the most tokens of a prompt that is tokenized at all; None for any number."""
+        return longest_prompt(self._info, self._options.truncate)
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""
@@ -167,15 +192,52 @@ class ChatAnswer:
         chunks = self._format(generation)
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
 
+    def _output_limit(self) -> OutputLimit:
+        request = self._request
+        older = request.max_completion_tokens is None and request.max_tokens is not None
+        return OutputLimit(
+            wanted=request.max_tokens if older else request.max_completion_tokens,
+            default=None,
+            prompt_field=self._prompt_field,
+            field=self._limit_fields[older],
+        )
+
     def _format(self, generation: Generation) -> _ChatFormat:
-        fields = (generation, self._options, self._context.tokenizer, "chatcmpl-", self.warnings)
-        return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
+        last = self._messages[-1]
+        echoed = ""
+        if self._request.echo and last["role"] == _ASSISTANT:
+            content: Any = last["content"] or ""
+            is_text = isinstance(content, str)
+            echoed = content if is_text else "".join(part["text"] for part in content)
+        fields = (generation, self._options, self._context.tokenizer, self.warnings, echoed)
+        if self._tools is None:
+            return _ChatFormat(*fields)
+        return (_FunctionFormat if self._has_functions else _ToolFormat)(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
-    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`."""
+    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`.
 
-    _first_delta = ChatDelta(role=_ASSISTANT, content="")
+    Args:
+        generation: the request's completions.
+        options: the request's options.
+        tokenizer: the model's tokenizer.
+        warnings: fields without effect.
+        echoed: text before that of each message.
+    """
+
+    _no_text: str | None = ""
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: Options,
+        tokenizer: Tokenizer,
+        warnings: tuple[str, ...],
+        echoed: str,
+    ) -> None:
+        super().__init__(generation, options, tokenizer, "chatcmpl-", warnings)
+        self._echoed = echoed
 
     def reply(self) -> ChatReply:
         """Build the whole reply."""
@@ -184,6 +246,7 @@ class _ChatFormat(ReplyFormat):
             object="chat.completion",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=[
                 self._choice(completion, index)
                 for index, completion in enumerate(self.generation.returned)
@@ -196,14 +259,13 @@ class _ChatFormat(ReplyFormat):
     def begin(self, completion: Completion, index: int) -> bytes:
         """Render the event with the role."""
         del completion
-        choice = ChatChunkChoice(
-            index=index, delta=self._first_delta, logprobs=None, finish_reason=None
-        )
+        delta = ChatDelta(role=_ASSISTANT, content=self._echoed or self._no_text)
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         return event_frame(self._chunk([choice], self.event_usage(), UNSET, begins=True))
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
-    ) -> ChatChunk:
+    ) -> ChatChunk | None:
         """Build the event of a token; see `ChunkFormat`."""
         tokens = () if token is None else (token,)
         ended = completion.finish_reason is not None
@@ -230,7 +292,7 @@ class _ChatFormat(ReplyFormat):
 
     def _message(self, completion: Completion) -> ChatMessage:
         """Build the whole message."""
-        return ChatMessage(role=_ASSISTANT, content=completion.text)
+        return ChatMessage(role=_ASSISTANT, content=self._echoed + completion.text)
 
     def _choice(self, completion: Completion, index: int) -> ChatChoice:
         message = self._message(completion)
@@ -258,6 +320,7 @@ class _ChatFormat(ReplyFormat):
             object="chat.completion.chunk",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=choices,
             usage=usage,
             prompt_token_ids=self._prompt_token_ids() if begins else UNSET,
@@ -279,40 +342,71 @@ class _ToolFormat(_ChatFormat):
     """As `_ChatFormat`, for messages that may call tools.
 
     Args:
-        tools: that may be called; the others are those of `ReplyFormat`.
+        tools: that may be called; the others are those of `_ChatFormat`.
     """
 
-    _first_delta = ChatDelta(role=_ASSISTANT, content=None)
+    _no_text = None
 
     def __init__(
         self,
         generation: Generation,
         options: Options,
         tokenizer: Tokenizer,
-        id_prefix: str,
         warnings: tuple[str, ...],
+        echoed: str,
         tools: ToolUse,
     ) -> None:
-        super().__init__(generation, options, tokenizer, id_prefix, warnings)
+        super().__init__(generation, options, tokenizer, warnings, echoed)
         self.plain = False  # the text of an event depends on those before it
-        self._tools = tools
         self._calls = {c: CallRenderer(tools) for c in generation.completions}
-        self._with_calls: set[Completion] = set()
+        self._reports_tokens = (
+            options.logprobs.reported or options.token_ids or options.running_usage
+        )
 
     def finish_reason(self, completion: Completion) -> str | None:
-        """Return why a completion ended: `tool_calls` if it ended by itself and calls tools."""
+        """Return why a completion ended: `tool_calls` if it ended by itself, and its last call is complete."""
         reason = super().finish_reason(completion)
-        return "tool_calls" if reason == "stop" and completion in self._with_calls else reason
+        return "tool_calls" if reason == "stop" and self._calls[completion].complete else reason
+
+    def chunk(
+        self, completion: Completion, index: int, text: str, token: Token | None
+    ) -> ChatChunk | None:
+        """Build the event of a token; None if it would report nothing."""
+        chunk = super().chunk(completion, index, text, token)
+        if chunk is None or self._reports_tokens or completion.finish_reason is not None:
+            return chunk
+        return None if chunk.choices[0].delta == ChatDelta() else chunk
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
-        calls = self._calls[completion]
-        content, deltas = calls.push(text, ended=completion.finish_reason is not None)
-        if calls.calls_tools:
-            self._with_calls.add(completion)
+        content, deltas = self._calls[completion].push(completion, text)
         return ChatDelta(content=content or UNSET, tool_calls=deltas or UNSET)
 
     def _message(self, completion: Completion) -> ChatMessage:
-        content, calls = whole_message(self._tools, completion.text)
-        if calls:
-            self._with_calls.add(completion)
+        content, calls = whole_message(self._calls[completion], completion)
+        content = self._echoed + (content or "") if self._echoed else content
         return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)
+
+
+class _FunctionFormat(_ToolFormat):
+    """As `_ToolFormat`, for a request with `functions`: the call is the message's `function_call`."""
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended."""
+        reason = super().finish_reason(completion)
+        return "function_call" if reason == "tool_calls" else reason
+
+    def _delta(self, completion: Completion, text: str) -> ChatDelta:
+        delta = super()._delta(completion, text)
+        if delta.tool_calls is UNSET:
+            return delta
+        calls = [call.function for call in delta.tool_calls]
+        name = next((call.name for call in calls if call.name is not UNSET), UNSET)
+        call = CalledFunction(name=name, arguments="".join(call.arguments for call in calls))
+        return msgspec.structs.replace(delta, tool_calls=UNSET, function_call=call)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        message = super()._message(completion)
+        if message.tool_calls is UNSET:
+            return message
+        call = message.tool_calls[0].function
+        return msgspec.structs.replace(message, tool_calls=UNSET, function_call=call)

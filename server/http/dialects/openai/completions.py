@@ -13,10 +13,11 @@ from server.http.body.limits import longest_prompt
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, TokenTexts, event_frame
 from server.http.dialects.openai.logprobs import (
+    TextOffsets,
     completion_logprobs,
     generated,
     of_prompt,
-    text_length,
+    prompt_offsets,
 )
 from server.http.dialects.openai.options import Logprobs, Options, OutputLimit, check, submit
 from server.http.dialects.openai.prompts import (
@@ -28,7 +29,13 @@ from server.http.dialects.openai.prompts import (
     read_prompts,
     require_family,
 )
-from server.http.dialects.openai.replies import CompletionChoice, CompletionReply, Usage, usage_of
+from server.http.dialects.openai.replies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    Usage,
+    usage_of,
+)
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import CompletionBody
 
@@ -181,7 +188,8 @@ class _CompletionFormat(ReplyFormat):
         if echoed is not None:
             self._echoed = dict(zip(generation.completions, echoed, strict=True))
         self._omit_output = omit_output
-        self._offsets: dict[Completion, int] = {}
+        self._tokenizer = tokenizer
+        self._offsets: dict[Completion, TextOffsets] = {}
 
     def usage(self) -> Usage:
         """Return the usage so far, without output that is left out."""
@@ -245,16 +253,10 @@ class _CompletionFormat(ReplyFormat):
         options = self.options
         if self._omit_output:
             text, tokens = "", ()
-        scored = generated(tokens)
-        if begins and self._echoed is not None:
-            text = self._echoed[completion] + text
-            if options.logprobs.prompt:
-                scored = of_prompt(completion) + scored
-        logprobs = None
-        if options.logprobs.reported:
-            offset = self._offsets.get(completion, 0)
-            logprobs = completion_logprobs(scored, self.names, offset)
-            self._offsets[completion] = max(offset, text_length(logprobs))
+        with_prompt = begins and self._echoed is not None
+        logprobs = self._logprobs(completion, tokens, with_prompt=with_prompt)
+        if with_prompt:
+            text = self._echo(completion) + text
         return CompletionChoice(
             index=index,
             text=text,
@@ -264,6 +266,31 @@ class _CompletionFormat(ReplyFormat):
             prompt_token_ids=completion.prompt.token_ids if begins and options.token_ids else UNSET,
             token_ids=[token.id for token in tokens] if options.token_ids else UNSET,
         )
+
+    def _echo(self, completion: Completion) -> str:
+        """Return the text before that of a completion."""
+        return "" if self._echoed is None else self._echoed[completion]
+
+    def _logprobs(
+        self, completion: Completion, tokens: Sequence[Token], *, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        options = self.options
+        if not options.logprobs.reported:
+            return None
+        prompt_ids, echoed = completion.prompt.token_ids, self._echo(completion)
+        if completion not in self._offsets:
+            self._offsets[completion] = TextOffsets(
+                self._tokenizer,
+                prompt_ids,
+                skip_special_tokens=options.skip_special_tokens,
+                begin=len(echoed),
+            )
+        scored = generated(tokens)
+        offsets = [self._offsets[completion].push(token.id) for token in tokens]
+        if with_prompt and options.logprobs.prompt:
+            scored = of_prompt(completion) + scored
+            offsets = prompt_offsets(self._tokenizer, prompt_ids, echoed) + offsets
+        return completion_logprobs(scored, self.names, offsets)
 
     def _record(
         self,
@@ -276,6 +303,7 @@ class _CompletionFormat(ReplyFormat):
             object="text_completion",
             created=self.created,
             model=self.options.model,
+            system_fingerprint=self.options.fingerprint,
             choices=choices,
             usage=usage,
             warnings=warnings,

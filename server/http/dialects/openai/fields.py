@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import pydantic
 
-from server.errors import UnknownModelError
-from server.http.body.validation import fields_of, parse, quote
+from server.errors import UnknownModelError, ValidationError
+from server.http.body.validation import fields_of, parse, quote, unsupported
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
@@ -20,23 +20,79 @@ BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 _Ignored: TypeAlias = tuple[str, str, bool]
 
 NO_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "logit_processors": ([],),
-    "logits_processors": ([],),
+    "access_programs": ([],),
+    "background_options": ({},),
+    "cache_prompt": (True,),
+    "client_metadata": ({},),
+    "context_length_exceeded_behavior": ("error",),
+    "context_management": ([],),
+    "documents": ([],),
+    "guided_decoding_backend": (),
+    "image": ({},),
+    "include_reasoning": (True,),
+    "max_tool_calls": (),
     "metadata": ({},),
+    "moderation": (),
+    "n_probs": (0,),
     "prediction": (),
     "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
     "reasoning_effort": ("none",),
     "safety_identifier": (),
+    "separate_reasoning": (),
     "service_tier": ("auto", "default"),
+    "session_id": (),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "tool_prompt": (),
+    "top_n_tokens": (0,),
     "use_beam_search": (False,),
     "user": (),
     "verbosity": (),
     "watermark": (False,),
+    "web_search_options": (),
 }
 """Known fields without effect, never refused, and their values that ask for nothing."""
+
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "custom_logit_processor": ("",),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "input_ids": (),
+    "logit_processors": ([],),
+    "logits_processors": ([],),
+    "lora": ([],),
+    "lora_path": (),
+    "n_indent": (0,),
+    "prompt_embeds": (),
+    "stop_regex": ("", []),
+    "template": ("",),
+}
+"""Fields of other servers that this one does not support and that change what the text may be, so that they cannot be
+left out, and their values that ask for nothing."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "n_cmpl": "n",
+    "n_predict": "max_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+"""Names that other servers have for fields, where a body has such a field."""
+_NO_LIMIT = -1  # of `n_predict`
+# The same within `structured_outputs`, `nvext` and `text`. Those of JSON have none on other constraints.
+_JSON = frozenset({"json", "json_object"})
+_ONLY_OF_JSON = frozenset(
+    {"disable_additional_properties", "disable_any_whitespace", "whitespace_pattern"}
+)
+_NO_EFFECT_WITHIN = _ONLY_OF_JSON | {
+    "backend", "disable_fallback", "guided_decoding_backend", "verbosity",
+}  # fmt: skip
 # Further ones are only counted, so that the header stays short.
 _MOST_WARNINGS = 8
 # TGI's clients and huggingface_hub's send these names, or the server's URL.
@@ -45,9 +101,21 @@ _ANY_MODEL_PREFIXES = ("http://", "https://")
 
 
 def parse_body(
-    model: type[BodyT], body: object, config: HTTPConfig
+    model: type[BodyT],
+    body: object,
+    config: HTTPConfig,
+    *,
+    no_effect: Mapping[str, tuple[object, ...]] = NO_EFFECT,
+    model_prefixes: tuple[str, ...] = (),
 ) -> tuple[BodyT, tuple[str, ...]]:
     """Check a decoded JSON body and convert it.
+
+    Args:
+        model: type of the body.
+        body: the JSON.
+        config: the names of the served model, and whether unknown fields are refused.
+        no_effect: known fields without effect, as `NO_EFFECT`.
+        model_prefixes: names that begin with one of these are accepted too.
 
     Returns:
         The body, and a warning for each field that has no effect.
@@ -59,11 +127,11 @@ def parse_body(
     """
     ignored: list[_Ignored] = []
     if isinstance(body, dict):
-        body, ignored = _without_extra(model, body, strict=config.strict_fields)
+        body, ignored = _without_extra(model, body, no_effect, strict=config.strict_fields)
     parsed = parse(model, body)
     name = getattr(parsed, "model", None)
     current_request().model = name
-    check_model(name, config)
+    check_model(name, config, model_prefixes)
     return parsed, _warnings(ignored)
 
 
@@ -72,15 +140,15 @@ def served_names(config: HTTPConfig) -> tuple[str, ...]:
     return config.served_model_name or (config.model_id,)
 
 
-def check_model(name: str | None, config: HTTPConfig) -> None:
-    """Check that a request's model is the served one.
+def check_model(name: str | None, config: HTTPConfig, prefixes: tuple[str, ...] = ()) -> None:
+    """Check that a request's model is the served one, or that its name begins with one of the prefixes.
 
     Raises:
         UnknownModelError: it is not.
     """
     if name is None or name in served_names(config):
         return
-    if name in _ANY_MODEL or name.startswith(_ANY_MODEL_PREFIXES):
+    if name in _ANY_MODEL or name.startswith((*_ANY_MODEL_PREFIXES, *prefixes)):
         return
     raise UnknownModelError(
         f"the `model` {quote('', name)} does not exist; this server has "
@@ -98,7 +166,11 @@ def _warnings(ignored: list[_Ignored]) -> tuple[str, ...]:
 
 
 def _without_extra(
-    model: type[pydantic.BaseModel], body: dict[str, object], *, strict: bool
+    model: type[pydantic.BaseModel],
+    body: dict[str, object],
+    no_effect: Mapping[str, tuple[object, ...]],
+    *,
+    strict: bool,
 ) -> tuple[dict[str, object], list[_Ignored]]:
     """Return a body without the fields that have no effect, and these fields if they ask for anything.
 
@@ -108,17 +180,39 @@ def _without_extra(
     kept: dict[str, object] = {}
     ignored: list[_Ignored] = []
     for name, value in body.items():
-        if name in known:
+        if name not in known and OTHER_NAMES.get(name) in known:
+            _rename(kept, body, name, value)
+        elif name in known:
+            if name in kept:  # under another name, which agrees or says nothing
+                continue
             kept[name] = value
             ignored += _ignored_within(model, name, value)
-        elif name in NO_EFFECT:
-            if value is not None and value not in NO_EFFECT[name]:
+        elif name in no_effect:
+            if value is not None and value not in no_effect[name]:
                 ignored.append(("", name, True))
+        elif name in REFUSED:
+            if value is not None and value not in REFUSED[name]:
+                raise ValidationError(unsupported(name, value))
         elif strict:
             kept[name] = value
         elif value is not None:
             ignored.append(("", name, False))
     return kept, ignored
+
+
+def _rename(kept: dict[str, object], body: dict[str, object], name: str, value: object) -> None:
+    """Keep a field under the name that it has here.
+
+    Raises:
+        ValidationError: the body has that field too, or another name of it, with another value.
+    """
+    if value is None or (name == "n_predict" and value == _NO_LIMIT):
+        return
+    field = OTHER_NAMES[name]
+    for other in (body.get(field), kept.get(field)):
+        if other is not None and other != value:
+            raise ValidationError(f"`{field}` and `{name}` exclude each other")
+    kept[field] = value
 
 
 def _ignored_within(model: type[pydantic.BaseModel], name: str, value: object) -> list[_Ignored]:
@@ -128,8 +222,10 @@ def _ignored_within(model: type[pydantic.BaseModel], name: str, value: object) -
     for option in getattr(fields_of(model)[name].annotation, "__args__", ()):
         if isinstance(option, type) and issubclass(option, pydantic.BaseModel):
             known = {field.alias or key for key, field in option.model_fields.items()}
+            if not value.keys() & _JSON:
+                known -= _ONLY_OF_JSON
             return [
-                (f"{name}.", key, False)
+                (f"{name}.", key, key in _NO_EFFECT_WITHIN)
                 for key, entry in value.items()
                 if key not in known and entry is not None
             ]

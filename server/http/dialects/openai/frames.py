@@ -45,8 +45,8 @@ class ChunkFormat(Protocol):
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
-    ) -> msgspec.Struct:
-        """Build the event of a token.
+    ) -> msgspec.Struct | None:
+        """Build the event of a token; None for no event, which only a format that is not `plain` returns.
 
         Args:
             completion: the choice's completion, to which the token was appended.
@@ -107,7 +107,8 @@ class ChunkRenderer:
             if self._holds and completion.finish_reason is not None:
                 self._held.append(fields)
                 return b""
-            return event_frame(self._chunks.chunk(*fields))
+            chunk = self._chunks.chunk(*fields)
+            return b"" if chunk is None else event_frame(chunk)
         encoded = _encode(text)
         token_id = event.token_id
         assert token_id is not None
@@ -117,8 +118,9 @@ class ChunkRenderer:
 
     def end(self) -> bytes:
         """Render the end of the stream."""
-        held = [event_frame(self._chunks.chunk(*fields)) for fields in self._held]
-        return b"".join(held) + self._chunks.end() + DONE
+        held = [self._chunks.chunk(*fields) for fields in self._held]
+        events = [event_frame(chunk) for chunk in held if chunk is not None]
+        return b"".join(events) + self._chunks.end() + DONE
 
     def fail(self, error: TesseraError) -> bytes:
         """Render an error and the end of the stream."""
@@ -129,9 +131,43 @@ class ChunkRenderer:
         if not self._plain:
             self._heads[completion] = b""
             return self._chunks.begin(completion, index)
-        template = event_frame(self._chunks.chunk(completion, index, _MARK, None))
+        chunk = self._chunks.chunk(completion, index, _MARK, None)
+        assert chunk is not None
+        template = event_frame(chunk)
         self._heads[completion], self._tail = template.split(_MARK_JSON)
         return self._chunks.begin(completion, index)
+
+
+class TokenJSON:
+    """Appends tokens to a completion and returns their texts as JSON, for streams of events that have names.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: cached texts.
+    """
+
+    __slots__ = ("_texts", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+
+    def push(self, completion: Completion, event: TokenEvent) -> bytes:
+        """Append a token; return what it adds to the text."""
+        context_free = completion.context_free and event.finish_reason is None
+        token_id = event.token_id
+        if context_free:
+            known = self._texts.get(token_id)  # type: ignore[arg-type] # None is in no cache
+            if known is not None:
+                completion.add(known[0])
+                return known[1]
+        text = completion.push(event)
+        encoded = _encode(text)
+        assert token_id is not None
+        free = context_free and completion.context_free
+        if free and not self._tokenizer.is_special(token_id):
+            self._texts[token_id] = (text, encoded)
+        return encoded
 
 
 def event_frame(record: msgspec.Struct) -> bytes:

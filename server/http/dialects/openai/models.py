@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from server.http.dialects.openai.fields import check_model, served_names
@@ -22,7 +23,12 @@ def list_models(context: AppContext, created: int) -> ModelList:
         UnavailableError: the engine is not ready.
     """
     names = served_names(context.config)
-    return ModelList(object="list", data=[_describe(name, context, created) for name in names])
+    return ModelList(
+        object="list",
+        data=[_describe(name, context, created) for name in names],
+        first_id=names[0],
+        last_id=names[-1],
+    )
 
 
 def find_model(name: str, context: AppContext, created: int) -> Model:
@@ -38,6 +44,7 @@ def find_model(name: str, context: AppContext, created: int) -> Model:
 
 
 def _describe(name: str, context: AppContext, created: int) -> Model:
+    longest = context.engine_info().max_total_tokens
     return Model(
         id=name,
         object="model",
@@ -45,5 +52,9 @@ def _describe(name: str, context: AppContext, created: int) -> Model:
         owned_by="tessera",
         root=context.config.model_id,
         parent=None,
-        max_model_len=context.engine_info().max_total_tokens,
+        max_model_len=longest,
+        display_name=name,
+        created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+        max_input_tokens=longest - 1,
+        max_tokens=longest - 1,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import secrets
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from server.http.dialects.openai.fields import served_names
 from server.http.reply.completion import Prompt, StopStrings
 from server.http.reply.generation import Generation
 from server.http.text.structured_output import StructuredOutput, compile_grammar
+from server.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +78,7 @@ class Options:
 
     Attributes:
         model: the name of the model in the reply.
+        fingerprint: of the service and its settings that affect the text, in the reply.
         sampling: sampling parameters; `submit` replaces `max_new_tokens`, which is 1 before, and the grammar.
         seeded: whether the seed is the request's. If not, each prompt gets a random one.
         completions: sequences to generate for each prompt.
@@ -93,6 +97,7 @@ class Options:
     """
 
     model: str
+    fingerprint: str
     sampling: SamplingParams
     seeded: bool
     completions: int
@@ -148,6 +153,9 @@ def check(
     names = served_names(config)
     return Options(
         model=body.model if body.model in names else names[0],
+        fingerprint=_fingerprint(
+            info.model_id, info.device, info.dtype, info.quantization, info.kv_cache_dtype
+        ),
         sampling=_sampling_params(body, logprobs, ranked=completions > n, config=config, info=info),
         seeded=body.seed is not None,
         completions=completions,
@@ -162,7 +170,9 @@ def check(
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         usage_event=bool(events and events.include_usage),
-        running_usage=bool(events and events.continuous_usage_stats),
+        running_usage=bool(
+            events and events.continuous_usage_stats and events.include_usage is not False
+        ),
     )
 
 
@@ -233,6 +243,13 @@ def _limited(
         wanted = min(limit.default, info.max_total_tokens - prompt_length)
     fields = (limit.prompt_field, limit.field, "min_tokens")
     return with_output_limit(sampling, wanted, prompt_length, info, fields=fields)
+
+
+@functools.cache
+def _fingerprint(*facts: str) -> str:
+    """Return an identifier that is the same for every request to services of equal version and settings."""
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
+    return f"tessera-{version()}-{digest[:10]}"
 
 
 def _sampling_params(

@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a text's tokens; null for the first token of an echoed prompt.
 
-    `text_offset` is where each token begins in the concatenation of `tokens`.
+    `text_offset` is where each token begins, in characters of the text. The tokens at a position have different names.
     """
 
     tokens: list[str]
@@ -66,6 +66,7 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
@@ -110,12 +111,16 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's message. `content` is null if it consists of calls."""
+    """The model's message. `content` is null if it consists of calls.
+
+    `function_call` is the call of a request with `functions`, which has no `tool_calls`.
+    """
 
     role: str
     content: str | None
     refusal: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +141,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -157,6 +163,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,10 +184,18 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """Prompt tokens whose keys and values were in the prefix cache; writing them there is not counted."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -193,7 +208,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -230,10 +245,31 @@ class FunctionCall(
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
     status: str
 
 
-OutputItem: TypeAlias = OutputMessage | FunctionCall
+class CustomToolCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool, with a text. `status` is `in_progress`, `completed` or `incomplete`."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+    status: str
+
+
+OutputItem: TypeAlias = OutputMessage | FunctionCall | CustomToolCall
+
+
+class ReasoningSettings(msgspec.Struct, frozen=True):
+    """How the model reasons: not at all."""
+
+    effort: None = None
+    summary: None = None
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -249,22 +285,27 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "response"
     created_at: int
     status: str
+    background: bool = False
+    completed_at: int | None = None
     error: None = None
     incomplete_details: IncompleteDetails | None
-    instructions: str | None
+    instructions: str | list[dict[str, Any]] | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
+    reasoning: ReasoningSettings = ReasoningSettings()
+    service_tier: str = "default"
     store: bool = False
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
-    truncation: str = "disabled"
+    truncation: str
     usage: ResponseUsage | None
     warnings: tuple[str, ...] | UnsetType = UNSET
 
@@ -283,6 +324,8 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     code: str | UnsetType = UNSET
     message: str | UnsetType = UNSET
@@ -305,7 +348,7 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model. `root` is the name of its checkpoint."""
+    """A served model. `root` is the name of its checkpoint. From `type` on, as in Anthropic's API."""
 
     id: str
     object: str
@@ -314,13 +357,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None
     max_model_len: int
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    max_input_tokens: int
+    max_tokens: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model, once for each of its names."""
+    """The served model, once for each of its names. From `has_more` on, as in Anthropic's API."""
 
     object: str
     data: list[Model]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):

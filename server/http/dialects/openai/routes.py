@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.errors import TesseraError, UnavailableError, UnknownModelError
+from server.errors import NotFoundError, TesseraError, UnavailableError, UnknownModelError
+from server.http.body.validation import quote
 from server.http.dialects.openai import replies
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
@@ -70,6 +71,20 @@ def _install(app: FastAPI, context: AppContext) -> None:
             lambda body, info: ResponseAnswer(context, info, body, texts),
         )
 
+    async def stored(request: Request) -> Response:
+        """Refuse what needs a stored response: nothing is stored."""
+        name = quote("", request.path_params["name"])
+        raise NotFoundError(f"there is no response {name}: nothing is stored between requests")
+
+    missing = describe_service_route(replies.OpenAIErrorReply, tag="OpenAI")
+    missing["responses"][NotFoundError.status] = describe_error(
+        NotFoundError, replies.OpenAIErrorReply
+    )
+    missing["responses"].pop(200, None)
+    missing["openapi_extra"] = _path_parameter("name")
+    for method in ("GET", "POST", "DELETE"):  # one by one, since each is an operation of its own
+        app.add_api_route("/v1/responses/{name:path}", stored, methods=[method], **missing)
+
     @app.get("/v1/models", **_describe_lookup(replies.ModelList))
     async def models() -> Response:
         """List the names of the served model."""
@@ -77,11 +92,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     # Not a parameter of the function: FastAPI would document its own validation error.
     one = _describe_lookup(replies.Model)
-    one["openapi_extra"] = {
-        "parameters": [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
-    }
+    one["openapi_extra"] = _path_parameter("name")
 
     async def model(request: Request) -> Response:
         """Describe a model."""
@@ -105,6 +116,11 @@ def _describe(
     missing = describe_error(UnknownModelError, replies.OpenAIErrorReply)
     described["responses"][UnknownModelError.status] = missing
     return described
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    return {"parameters": [parameter]}
 
 
 def _describe_lookup(reply: type) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from server.http.body.field_types import (
     MESSAGE_SCHEMA,
@@ -95,6 +96,13 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = optional("A Lark grammar.")
     json_object: bool | None = optional("True: the text is any JSON object.")
     structural_tag: StructuralTag | None = optional("A structural tag.")
+    whitespace_pattern: str | None = optional(
+        "Of the white space in JSON; must allow a space and nothing."
+    )
+    disable_any_whitespace: bool | None = optional("Not supported for JSON: null or false.")
+    disable_additional_properties: bool | None = optional(
+        "Objects of the JSON schema have declared properties only."
+    )
 
 
 class Structure(BaseModel):
@@ -108,19 +116,31 @@ class Structure(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The format of the text."""
+    """The format of the text. Each API has its constraint in another field."""
 
     model_config = _BODY
 
-    type: Literal["text", "json_object", "json_schema", "json", "regex", "structural_tag"] = Field(
-        description="`text` is free. `json`, `json_object` with `value`, and `regex` are TGI's."
-    )
+    type: Literal[
+        "text", "json_object", "json_schema", "json", "regex", "regex_schema", "grammar", "ebnf",
+        "structural_tag",
+    ] = Field(description="`text` is free.")  # fmt: skip
+    name: str | None = optional("Name of the schema.")
+    description: str | None = optional("What the schema is for.")
+    strict: bool | None = optional("Refuse a schema that cannot be enforced.")
     json_schema: dict[str, Any] | None = optional(
         "With `json_schema`: an object with the schema in its field `schema`."
     )
-    value: ObjectOrText | None = optional(
-        "With `json`, `json_object` or `regex`: the schema or the expression."
+    schema_: Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "null"]})] = Field(
+        None, alias="schema", description="With `json_schema`, `json_object` or `json`: the schema."
     )
+    value: ObjectOrText | None = optional(
+        "With `json`, `json_object`, `json_schema`, `regex` or `grammar`: the schema, the expression or the grammar."
+    )
+    pattern: str | None = optional("With `regex`: the expression.")
+    regex: ObjectOrText | None = optional("With `regex`: the expression.")
+    regex_schema: str | None = optional("With `regex_schema`: the expression.")
+    grammar: str | None = optional("With `grammar`: the grammar, as GBNF or Lark.")
+    ebnf: str | None = optional("With `ebnf`: the grammar, as GBNF or Lark.")
     structures: Annotated[list[Structure], Field(min_length=1)] | None = optional(
         "With `structural_tag`."
     )
@@ -160,19 +180,40 @@ class SamplingFields(CommonSamplingFields):
     stream: bool | None = optional("Answer with server-sent events.")
 
 
-class TextFields(SamplingFields):
+class GuidedFields(BaseModel):
+    """A constraint on the text, by names that preceded `structured_outputs`."""
+
+    model_config = _BODY
+
+    guided_json: ObjectOrText | None = optional("Older name of `structured_outputs.json`.")
+    guided_regex: str | None = optional("Older name of `structured_outputs.regex`.")
+    guided_choice: Choice | None = optional("Older name of `structured_outputs.choice`.")
+    guided_grammar: str | None = optional("Older name of `structured_outputs.grammar`.")
+    guided_whitespace_pattern: str | None = optional(
+        "Older name of `structured_outputs.whitespace_pattern`."
+    )
+
+
+class ConstraintFields(GuidedFields):
+    """The fields that state a constraint on the text; `constraints` has a row for each."""
+
+    response_format: ResponseFormat | None = optional("The format of the text.")
+    structured_outputs: StructuredOutputs | None = optional("A constraint on the text.")
+    nvext: GuidedFields | None = optional("The older names, as NVIDIA NIM has them.")
+    json_schema: Annotated[ObjectOrText | bool | None, Field(description="A JSON schema.")] = None
+    regex: str | None = optional("A regular expression that the text matches.")
+    ebnf: str | None = optional("A grammar, as GBNF or Lark.")
+    grammar: ObjectOrText | None = optional("A grammar, as GBNF or Lark; or a format.")
+    format: ObjectOrText | None = optional("A JSON schema; or `json` for any object.")
+
+
+class TextFields(SamplingFields, ConstraintFields):
     """The fields that completions and chat have in common."""
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = optional(
         "Number of completions of each prompt."
     )
     stream_options: StreamOptions | None = optional("Only with `stream`.")
-    response_format: ResponseFormat | None = optional("The format of the text.")
-    structured_outputs: StructuredOutputs | None = optional("A constraint on the text.")
-    guided_json: ObjectOrText | None = optional("Older name of `structured_outputs.json`.")
-    guided_regex: str | None = optional("Older name of `structured_outputs.regex`.")
-    guided_choice: Choice | None = optional("Older name of `structured_outputs.choice`.")
-    guided_grammar: str | None = optional("Older name of `structured_outputs.grammar`.")
     return_token_ids: bool | None = optional(
         "Report the ids of the prompt's and the generated tokens."
     )
@@ -241,12 +282,17 @@ class ChatBody(TextFields, ToolFields):
     continue_final_message: bool | None = optional(
         "Continue the last message; excludes `add_generation_prompt`."
     )
+    echo: bool | None = optional(
+        "Put the last message before the text if it is the assistant's, as it is if it is continued."
+    )
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables for the chat template."
     )
     chat_template: None = optional("Not supported: null. The model's own template is used.")
-    functions: None = optional("Not supported: null. Use `tools`.")
-    function_call: None = optional("Not supported: null. Use `tool_choice`.")
+    functions: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = optional(
+        "Older form of `tools`."
+    )
+    function_call: ObjectOrText | None = optional("Older form of `tool_choice`.")
     modalities: list[Literal["text"]] | None = optional("Kinds of output: text only.")
     audio: None = optional("Not supported: null.")
 
@@ -277,9 +323,12 @@ class TokenizeMessagesBody(BaseModel):
     continue_final_message: bool | None = optional(
         "Leave the last message open; excludes `add_generation_prompt`."
     )
+    tools: list[dict[str, Any]] | None = optional("Functions that the model may call.")
+    tool_choice: ObjectOrText | None = optional("`none` leaves `tools` out of the prompt.")
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables for the chat template."
     )
+    chat_template: None = optional("Not supported: null. The model's own template is used.")
     return_token_strs: bool | None = optional("Report the names of the tokens in the vocabulary.")
 
 
@@ -294,28 +343,30 @@ class DetokenizeBody(BaseModel):
     )
 
 
-class TextFormat(BaseModel):
-    """The format of the text of a response."""
-
-    model_config = _BODY
-
-    type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is free.")
-    name: str | None = optional("Name of the schema.")
-    description: str | None = optional("What the schema is for.")
-    strict: bool | None = optional("The text always obeys the schema.")
-    json_schema: dict[str, Any] | None = Field(
-        None, alias="schema", description="With `json_schema`: the schema."
-    )
-
-
 class TextSettings(BaseModel):
     """How the text of a response is formatted."""
 
     model_config = _BODY
 
-    format: TextFormat | None = optional("The format of the text.")
-    verbosity: str | None = optional("Has no effect.")
+    format: ResponseFormat | None = optional("The format of the text.")
 
+
+def _check_items(value: object) -> object:
+    if isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    ):
+        return value
+    raise PydanticCustomError(
+        "text_or_items", "must be {expected}", {"expected": "a string or a list of items"}
+    )
+
+
+TextOrItems = Annotated[
+    Any,
+    BeforeValidator(_check_items),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": MESSAGE_SCHEMA}]}),
+]
+"""A text, or items of a conversation; `responses_api.input` checks these."""
 
 _TEXT = {"type": "string"}
 _CALL_SCHEMA = {
@@ -351,7 +402,7 @@ _RESULT_SCHEMA = {
 }
 
 
-class ResponseBody(SamplingFields, ToolFields):
+class ResponseBody(SamplingFields, ConstraintFields, ToolFields):
     """A conversation, which the model continues. Nothing is stored between requests."""
 
     input: Annotated[
@@ -372,7 +423,9 @@ class ResponseBody(SamplingFields, ToolFields):
         description="A text, or a list of messages, calls of tools and their results.",
         examples=["Hello"],
     )
-    instructions: str | None = optional("A system message before the input.")
+    instructions: TextOrItems | None = optional(
+        "A system message before the input, or a list of items."
+    )
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = optional(
         "Maximum number of tokens to generate. Default: fills the context."
     )
@@ -380,13 +433,14 @@ class ResponseBody(SamplingFields, ToolFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = optional(
         "Number of most likely tokens to report at each position."
     )
-    include: list[Literal["message.output_text.logprobs"]] | None = optional(
-        "What else to report: log-probabilities."
+    include: list[str] | None = optional(
+        "What else to report: `message.output_text.logprobs`. Other values have no effect."
     )
     metadata: dict[str, str] | None = optional("Returned with the response.")
-    store: OnlyFalse | None = optional("Not supported: null or false.")
     background: OnlyFalse | None = optional("Not supported: null or false.")
-    truncation: Literal["disabled"] | None = optional("`disabled` only.")
+    truncation: Literal["auto", "disabled"] | None = optional(
+        "`auto` drops the first messages of a conversation that is too long. Default: `disabled`."
+    )
     previous_response_id: None = optional("Not supported: null.")
     conversation: None = optional("Not supported: null.")
     prompt: None = optional("Not supported: null. Use `input`.")

@@ -17,7 +17,7 @@ from server.http.dialects.openai.schema import (
     TokenizeMessagesBody,
     TokenizePromptBody,
 )
-from server.http.text.messages import encode_conversation, read_messages
+from server.http.text.messages import encode_conversation, offered_tools, read_messages
 from server.http.token_replies import TokenReply, array_pieces, text_pieces
 from server.http.token_routes import TokenForm
 
@@ -43,7 +43,8 @@ async def _tokenize_messages(context: AppContext, body: object) -> TokenReply:
     request, warnings = parse_body(TokenizeMessagesBody, body, context.config)
     token_ids = await encode_conversation(
         context,
-        read_messages(request.messages),
+        read_messages(request.messages, parts=context.reads_parts),
+        tools=offered_tools(request.tools, request.tool_choice),
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,

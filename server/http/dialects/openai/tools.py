@@ -1,4 +1,4 @@
-"""The tools of a request: reads their definitions and `tool_choice`, constrains the text, and renders calls."""
+"""The tools of a request: reads their definitions and `tool_choice`, constrains the message, and renders calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from msgspec import UNSET
 
 from model.errors import GrammarError
-from model.text.tools.conversation import as_plain_messages
 from model.text.tools.definitions import Tool, make_tool
 from model.text.tools.parser import CallDelta, CallParser, MessageDelta
-from model.text.tools.translate import ToolsConstraint
+from model.text.tools.translate import Constrained, ToolsConstraint
+from server.engine.core.request import FinishReason
 from server.errors import ValidationError
 from server.http.body.validation import describe, quote
 from server.http.dialects.openai.constraints import find_constraint
@@ -27,9 +26,10 @@ if TYPE_CHECKING:
     from model.text.tools.formats import ToolFormat
     from server.http.context import AppContext
     from server.http.dialects.openai.schema import ChatBody
+    from server.http.reply.completion import Completion
 
 MAX_TOOLS: Final = 128
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _CHOICES: Final = ("none", "auto", "required")
 
 
@@ -42,32 +42,43 @@ class ToolUse:
         tools: those that may be called.
         definitions: of all tools of the request, for the chat template.
         constraint: the grammar of the message.
+        text: the constraint on a message without calls; None if it is free, or there is none.
+        atomic: whether the vocabulary has tokens for the parts of calls.
+        warnings: a sentence for each field without effect.
     """
 
     format: ToolFormat
     tools: tuple[Tool, ...]
     definitions: list[dict[str, Any]]
     constraint: StructuredOutput
+    text: StructuredOutput | None
+    atomic: bool
+    warnings: tuple[str, ...] = ()
 
     def parser(self) -> CallParser:
         """Return the parser of a message."""
-        return CallParser(self.format, self.tools)
+        return CallParser(
+            self.format, self.tools, atomic=self.atomic, constrained=self.text is not None
+        )
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
+    def new_id(self, prefix: str = "call_") -> str:
+        """Return an id for a call; the prefix is left out where the format prescribes the length."""
         name = uuid.uuid4().hex
         length = self.format.id_characters
-        return f"call_{name}" if length is None else name[:length]
+        return f"{prefix}{name}" if length is None else name[:length]
 
     async def check(self, context: AppContext) -> None:
         """Compile the grammar, whose result is kept.
 
         Raises:
-            ValidationError: a schema cannot be compiled; the message names its tool if it is that of one tool.
+            ValidationError: a schema cannot be compiled; the message names its tool if it is that of one tool, or the
+                field of the constraint on the text.
         """
         try:
             await compile_grammar(context, self.constraint)
         except ValidationError as error:
+            if self.text is not None:
+                await compile_grammar(context, self.text)
             for tool in self.tools:
                 schema = StructuredOutput(
                     "json_schema", tool.schema, "parameters", strict=tool.strict
@@ -84,6 +95,8 @@ def read_tools(
     context: AppContext,
     *,
     nested: bool = True,
+    fields: Sequence[str] | None = None,
+    longest_name: int = 64,
     constraint: StructuredOutput | None = None,
 ) -> ToolUse | None:
     """Read the tools of a request.
@@ -93,13 +106,15 @@ def read_tools(
         context: the application's context.
         nested: whether a definition has its fields in an object `function`, and a choice of several tools in an object
             `allowed_tools`, as in chat; otherwise they are beside `type`, as in responses.
-        constraint: on the text, if the body does not state it itself.
+        fields: the field of each definition, for error messages; None if they are all entries of `tools`.
+        longest_name: limit of the characters of a name.
+        constraint: on the text, if the body does not state it itself. The message is calls, or text that follows it.
 
     Returns:
         None if the message cannot call any.
 
     Raises:
-        ValidationError: a definition or `tool_choice` is not valid, or the text has another constraint too.
+        ValidationError: a definition or `tool_choice` is not valid.
     """
     choice = request.tool_choice
     if not request.tools:
@@ -114,48 +129,35 @@ def read_tools(
         )
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(request.tools):
-        tool = _read_tool(definition, f"tools.{i}", context.tool_format, nested=nested)
+        field = f"tools.{i}" if fields is None else fields[i]
+        tool = _read_tool(
+            definition, field, context.tool_format, nested=nested, longest_name=longest_name
+        )
         if tool.name in tools:
             raise ValidationError(f"`tools` has several functions with the name `{tool.name}`")
         tools[tool.name] = tool
     mode, names = _read_choice("auto" if choice is None else choice, tools, nested=nested)
     if mode == "none":
         return None
-    if (other := constraint or find_constraint(request)) is not None:
-        raise ValidationError(
-            f"`{other.field}` and `tools` exclude each other, unless `tool_choice` is none"
-        )
+    format_, tokenizer = context.tool_format, context.tokenizer
     allowed = tuple(tools[name] for name in names)
+    text = constraint or find_constraint(request)
+    warnings: tuple[str, ...] = ()
+    if text is not None and mode != "auto":
+        warnings = (f"`{text.field}` has no effect, since `tool_choice` requires a call",)
+        text = None
     wanted = ToolsConstraint(
-        format=context.tool_format.name,
+        format=format_.name,
         tools=[(tool.name, tool.schema, tool.strict) for tool in allowed],
         required=mode != "auto",
         parallel=mode != "function" and request.parallel_tool_calls is not False,
+        text=text and Constrained(text.kind, text.value, text.field, text.strict),
     )
     definitions = request.tools if nested else [_nest(tool) for tool in request.tools]
     calls = StructuredOutput("tools", wanted, "tools")
-    return ToolUse(context.tool_format, allowed, definitions, calls)
-
-
-def messages_for_template(
-    context: AppContext, messages: list[dict[str, Any]], tools: ToolUse | None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return messages and tools for the chat template.
-
-    A template that does not read tools gets messages that describe them (`model.text.tools.conversation`).
-
-    Raises:
-        ValidationError: such a template is used, and a call in the messages has no name or arguments.
-    """
-    definitions = None if tools is None else tools.definitions
-    template = context.chat_template
-    if template is None or template.reads_tools:
-        return messages, definitions
-    speaks = any(m.get("tool_calls") or m["role"] in ("tool", "function") for m in messages)
-    if definitions is None and not speaks:
-        return messages, None
-    read = [_with_calls(message, f"messages.{i}") for i, message in enumerate(messages)]
-    return as_plain_messages(read, definitions or [], context.tool_format), None
+    marker = format_.marker or format_.optional_marker
+    atomic = tokenizer.library.token_to_id(marker) is not None
+    return ToolUse(format_, allowed, definitions, calls, text, atomic, warnings)
 
 
 class CallRenderer:
@@ -166,20 +168,18 @@ class CallRenderer:
         self._parser = tools.parser()
 
     @property
-    def calls_tools(self) -> bool:
-        """Whether a call has begun."""
-        return self._parser.num_calls > 0
+    def complete(self) -> bool:
+        """Whether the message has calls, and the last one has all of its arguments."""
+        return self._parser.num_calls > 0 and self._parser.call_complete
 
-    def push(self, text: str, *, ended: bool) -> tuple[str, list[ToolCallDelta]]:
+    def push(self, completion: Completion, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Parse the next piece of the message; return its content, and the pieces of calls.
 
         Args:
+            completion: the message, to which the piece was appended.
             text: the piece.
-            ended: whether it is the last one.
         """
-        deltas: list[MessageDelta] = [self._parser.push(text)]
-        if ended:
-            deltas.append(self._parser.finish())
+        deltas = read_piece(self._parser, completion, text)
         content = "".join(delta.content + delta.trailing for delta in deltas)
         return content, [self._delta(call) for delta in deltas for call in delta.calls]
 
@@ -193,9 +193,31 @@ class CallRenderer:
         )
 
 
-def whole_message(tools: ToolUse, text: str) -> tuple[str | None, list[ToolCall]]:
+def read_piece(parser: CallParser, completion: Completion, text: str) -> list[MessageDelta]:
+    """Parse the next piece of a message, and its end if it has ended.
+
+    Args:
+        parser: of the message.
+        completion: the message, to which the piece was appended.
+        text: the piece.
+    """
+    deltas = [parser.push(text)]
+    if completion.finish_reason is not None:
+        stop = completion.stop_reason
+        deltas.append(
+            parser.finish(
+                cut_off=completion.finish_reason is not FinishReason.EOS,
+                after=stop if isinstance(stop, str) else "",
+            )
+        )
+    return deltas
+
+
+def whole_message(
+    renderer: CallRenderer, completion: Completion
+) -> tuple[str | None, list[ToolCall]]:
     """Return the content of a message, null if it has only calls, and its calls."""
-    content, deltas = CallRenderer(tools).push(text, ended=True)
+    content, deltas = renderer.push(completion, completion.text)
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.id is UNSET:
@@ -216,9 +238,16 @@ def _nest(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tool(
-    definition: dict[str, Any], field: str, format_: ToolFormat, *, nested: bool
+    definition: dict[str, Any],
+    field: str,
+    format_: ToolFormat,
+    *,
+    nested: bool,
+    longest_name: int,
 ) -> Tool:
     kind = definition.get("type")
+    if kind is None and nested and "function" in definition:
+        kind = "function"
     if kind != "function":
         given = quote("", kind) if isinstance(kind, str) else describe(kind)
         raise ValidationError(f"`{field}.type` must be `function`. Given: {given}")
@@ -226,10 +255,11 @@ def _read_tool(
     if not isinstance(function, dict):
         raise ValidationError(f"`{field}` must be an object. Given: {describe(function)}")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) > longest_name or not _NAME.fullmatch(name):
         given = quote("", name) if isinstance(name, str) else describe(name)
         raise ValidationError(
-            f"`{field}.name` must have 1 to 64 letters, digits, `_`, `-` or `.`. Given: {given}"
+            f"`{field}.name` must have 1 to {longest_name} letters, digits, `_`, `-` or `.`. "
+            f"Given: {given}"
         )
     for key, kinds, expected in (
         ("parameters", dict, "a JSON schema, an object"),
@@ -266,11 +296,15 @@ def _read_choice(
     if isinstance(choice, str):
         if choice in _CHOICES:
             return choice, list(tools)
+        if nested and choice in tools:  # as in Text Generation Inference
+            return "function", [choice]
         raise ValidationError(
             f"`tool_choice` must be none, auto, required or an object. Given: {quote('', choice)}"
         )
     assert isinstance(choice, dict)
     kind, mode = choice.get("type"), "function"
+    if kind is None and nested and "function" in choice:
+        kind = "function"
     if kind == "function":
         names = [_named(choice, "tool_choice", tools, nested=nested)]
     elif kind == "allowed_tools":
@@ -304,36 +338,3 @@ def _named(entry: object, field: str, tools: dict[str, Tool], *, nested: bool) -
             f"`{field}.name` must be the name of a tool: {known}. Given: {quote('', name)}"
         )
     return name
-
-
-def _with_calls(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """Return a message whose calls have a name, and arguments as an object."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    if not isinstance(calls, list):
-        raise ValidationError(f"`{field}.tool_calls` must be a list. Given: {describe(calls)}")
-    return message | {
-        "tool_calls": [_with_arguments(c, f"{field}.tool_calls.{i}") for i, c in enumerate(calls)]
-    }
-
-
-def decode_arguments(arguments: object) -> dict[str, Any] | None:
-    """Return the arguments of a call, given as a JSON object or as its text; None if they are neither."""
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError, UnicodeError):
-            return None
-    return arguments if isinstance(arguments, dict) else None
-
-
-def _with_arguments(call: object, field: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str):
-        raise ValidationError(f"`{field}.function.name` must be a string. Given: {describe(name)}")
-    arguments = decode_arguments(function.get("arguments"))
-    if arguments is None:
-        raise ValidationError(f"`{field}.function.arguments` must be a JSON object")
-    return {"function": {"name": name, "arguments": arguments}}

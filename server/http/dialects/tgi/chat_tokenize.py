@@ -11,7 +11,7 @@ from model.text.chat_template import RenderedChat
 from server.http.body.field_types import MessageList, optional
 from server.http.body.validation import parse
 from server.http.dialects.tgi.replies import PromptSpan
-from server.http.text.messages import read_messages
+from server.http.text.messages import offered_tools, read_messages
 from server.http.token_replies import TokenReply, array_pieces, slices, text_pieces
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ async def tokenize_chat(context: AppContext, value: object) -> TokenReply:
         variables["guideline"] = body.guideline
     text, spans = await context.convert_chat(
         RenderedChat.encode_with_offsets,
-        read_messages(body.messages, any_role=True),
-        tools=None if body.tool_choice == "none" else body.tools,
+        read_messages(body.messages, any_role=True, parts=context.reads_parts),
+        tools=offered_tools(body.tools, body.tool_choice),
         add_generation_prompt=(
             not body.continue_final_message
             if body.add_generation_prompt is None

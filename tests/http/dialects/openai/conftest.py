@@ -1,8 +1,6 @@
 import pytest
 
-from server.engine.core.request import FinishReason
 from server.http.context import AppContext
-from tests.http.fakes import EOS_ID, say
 
 
 @pytest.fixture
@@ -39,14 +37,3 @@ def chat(client, templates):
         return await client.post("/v1/chat/completions", json={"messages": messages, **fields})
 
     return post
-
-
-@pytest.fixture
-def answer(engine, tokenizer):
-    """Makes the model answer with a text."""
-
-    def set_script(text, reason=FinishReason.EOS):
-        ids = tokenizer.encode(text)
-        engine.script = say([*ids, EOS_ID] if reason is FinishReason.EOS else ids, reason)
-
-    return set_script

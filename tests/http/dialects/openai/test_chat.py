@@ -4,7 +4,10 @@ import msgspec
 import pytest
 
 from server.engine.core.request import FinishReason
+from server.http.dialects.openai import options, tools
 from server.http.dialects.openai.replies import ChatChunk, ChatReply
+from server.http.text.grammar_compiler import Constraint
+from server.http.text.structured_output import CompiledConstraint
 from tests.http.dialects.openai.events import chunks, failing
 from tests.http.fakes import EOS_ID, say
 
@@ -87,7 +90,7 @@ async def test_logprobs_have_the_bytes_of_tokens(chat, engine, tokenizer):
     assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
     assert content[0]["logprob"] == -0.5
     assert content[0]["top_logprobs"] == [
-        {"token": "\ufffd", "logprob": -0.25, "bytes": [0xC3]},
+        {"token": "bytes:\\xc3", "logprob": -0.25, "bytes": [0xC3]},
         {"token": "</s>", "logprob": -2.0, "bytes": list(b"</s>")},
     ]
 
@@ -172,7 +175,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("a", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
         ("a", {"tools": [{"type": "function"}]}, "tools.0.function", "must be an object"),
         ("a", {"tool_choice": "required"}, "tool_choice", "without `tools`"),
-        ("a", {"functions": []}, "functions", "is not supported"),
+        ("a", {"functions": []}, "functions", "cannot be empty"),
+        ("a", {"function_call": {"name": "f"}}, "tool_choice", "without `tools`"),
         ("a", {"audio": {}}, "audio", "is not supported"),
         ("a", {"modalities": ["audio"]}, "modalities.0", "must be 'text'"),
         ("a", {"chat_template": "x"}, "chat_template", "is not supported"),
@@ -197,3 +201,63 @@ async def test_bad_values_are_refused_by_name(chat, engine, messages, fields, pa
 
 async def test_tools_that_ask_for_nothing_are_accepted(chat):
     assert (await chat(tools=[], tool_choice="none")).status_code == 200
+
+
+PREFILL = {"role": "assistant", "content": "An apple"}
+LAST = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "begin"),
+    [
+        ([*user("a"), PREFILL], LAST, "An apple"),
+        ([*user("a"), PREFILL], {"continue_final_message": True}, "An apple"),
+        ([*user("a"), PREFILL], {}, "An apple"),
+        ([*user("a"), PREFILL | {"content": [{"type": "text", "text": "An"}]}], LAST, "An"),
+        ([*user("a"), PREFILL], LAST | {"echo": False}, ""),
+        (user("a"), {}, ""),
+        ([PREFILL, *user("a")], {}, ""),
+        ([*user("a"), PREFILL], LAST | {"n": 2}, "An apple"),
+        (
+            [*user("a"), PREFILL],
+            LAST | {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "An apple",
+        ),
+    ],
+)
+async def test_the_last_message_is_echoed_if_it_is_the_assistants(
+    chat, engine, tokenizer, monkeypatch, messages, fields, begin
+):
+    async def compile_grammar(_context, _wanted):
+        return CompiledConstraint("grammar", Constraint("lark", ""))
+
+    monkeypatch.setattr(options, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(tools, "compile_grammar", compile_grammar)
+    engine.script = say([*tokenizer.encode(" a day"), EOS_ID], FinishReason.EOS)
+
+    fields = {"echo": True} | fields
+    reply = (await chat(messages, **fields)).json()
+    events = chunks(await chat(messages, stream=True, **fields))
+
+    assert [c["message"]["content"] for c in reply["choices"]] == [f"{begin} a day"] * fields.get(
+        "n", 1
+    )
+    for index in range(fields.get("n", 1)):
+        choices = [c for chunk in events for c in chunk["choices"] if c["index"] == index]
+        assert "".join(c["delta"].get("content") or "" for c in choices) == f"{begin} a day"
+    assert reply["usage"]["completion_tokens"] == 7 * fields.get("n", 1)
+
+
+async def test_replies_and_events_have_a_stable_fingerprint(chat, complete, tokenizer):
+    replies = [
+        (await chat()).json(),
+        (await chat("yo", temperature=0)).json(),
+        (await complete()).json(),
+    ]
+    events = chunks(await chat(stream=True, stream_options={"include_usage": True}))
+    events += chunks(await complete(stream=True, stream_options={"include_usage": True}))
+
+    fingerprints = {record["system_fingerprint"] for record in [*replies, *events]}
+
+    assert len(fingerprints) == 1
+    assert fingerprints.pop().startswith("tessera-")

@@ -1,5 +1,7 @@
 """GET /v1/models and /v1/models/{id}."""
 
+import datetime
+
 import pytest
 
 from server.engine.link.protocol import EngineState
@@ -17,6 +19,19 @@ async def test_every_name_of_the_model_is_listed(open_client):
     first = models["data"][0]
     assert (first["object"], first["root"], first["max_model_len"]) == ("model", "fake/model", 128)
     assert (await client.get("/v1/models/org/b")).json() == models["data"][1]
+
+
+async def test_the_list_has_the_fields_of_anthropic_s_too(open_client):
+    client = await open_client(served_model_name=("a", "org/b"))
+
+    models = (await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
+
+    assert (models["has_more"], models["first_id"], models["last_id"]) == (False, "a", "org/b")
+    first = models["data"][0]
+    assert (first["type"], first["display_name"], first["lifecycle"]) == ("model", "a", "active")
+    created = datetime.datetime.fromisoformat(first["created_at"])
+    assert created.timestamp() == first["created"]
+    assert first["max_input_tokens"] == first["max_tokens"] == 127
 
 
 async def test_an_unknown_model_is_not_found(client):

@@ -349,8 +349,15 @@ async def test_calls_of_different_turns_are_different_messages(ask, engine, toke
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be `function`. Given: `web_search`"),
-        ({"tools": [CLOCK, {"type": "mcp"}]}, "tools.1.type", "must be `function`. Given: `mcp`"),
+        ({"tools": [{"type": "search"}]}, "tools.0.type", "must be `function`. Given: `search`"),
+        ({"tools": [{"type": "mcp"}, {"type": "mpc"}]}, "tools.1.type", "must be `function`. Given: `mpc`"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "without `tools`"),
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools.0.name", "must have 1 to 64 letters"),
+        (
+            {"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+            "tools.1.tools.0.name",
+            "must have 1 to 64 letters",
+        ),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "must have 1 to 64 letters"),
         ({"tools": [TOOL, TOOL]}, "tools", "has several functions with the name `weather`"),
         ({"tools": [TOOL | {"parameters": []}]}, "tools.0.parameters", "must be a JSON schema"),
@@ -382,10 +389,9 @@ async def test_calls_of_different_turns_are_different_messages(ask, engine, toke
             "must be a string. Given: null",
         ),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "must be none or auto without `tools`"),
-        ({"text": TEXT_FORMAT}, "text.format", "`text.format` and `tools` exclude each other"),
         ({"input": [{"type": "reasoning"}]}, "input.0.type", "Given: `reasoning`"),
-        ({"input": [CALLED | {"arguments": "{"}]}, "input.0.arguments", "must be the text of a JSON object"),
-        ({"input": [CALLED | {"arguments": "[]"}]}, "input.0.arguments", "must be the text of a JSON object"),
+        ({"input": [{"type": "thought"}]}, "input.0.type", "another type of the OpenAI API. Given: `thought`"),
+        ({"input": [{"type": "shell_call", "call_id": "1"}]}, "input.0.action", "must be an object. Given: null"),
         ({"input": [CALLED | {"name": None}]}, "input.0.name", "must be a string. Given: null"),
         ({"input": [USER, RESULT]}, "input.1.call_id", "before it in `input`: nothing is stored"),
         ({"input": [CALLED, RESULT | {"output": None}]}, "input.1.output", "must be a string or a list of parts"),
@@ -430,3 +436,256 @@ async def test_the_openai_client_reads_streamed_calls(make_app, tokenizer, answe
     assert final.output[1].parsed_arguments == {"city": "Köln"}
     assert [item.name for item in reply.output[1:]] == ["weather", "now"]
     assert reply.tools[0].name == "weather"
+
+
+CUSTOM = {"type": "custom", "name": "patch", "description": "Applies a patch."}
+SPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{"type": "function", "name": "find", "parameters": PARAMETERS}, CUSTOM],
+}
+PATCH = '*** Begin "Päch"\n\\ \u0001😀\n'
+
+
+def call_of(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": kind}
+        for kind in (
+            "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
+            "local_shell", "mcp", "shell", "tool_search", "web_search", "web_search_preview",
+        )
+    ],
+)  # fmt: skip
+async def test_tools_that_run_elsewhere_are_skipped_with_a_warning(ask, answer, engine, tool):
+    answer("Hi")
+
+    alone = (await ask(tools=[tool])).json()
+    beside = (await ask(tools=[tool, CLOCK])).json()
+
+    expected = [f"`tools.0`: tools of the type `{tool['type']}` are not available"]
+    assert alone["warnings"] == beside["warnings"] == expected
+    assert alone["tools"] == [tool]
+    assert engine.requests[0].sampling.grammar is None
+    assert "now" in engine.requests[1].sampling.grammar
+
+
+async def test_a_custom_tool_is_called_with_a_text(ask, answer):
+    answer("Hm." + call_of("patch", {"input": PATCH}))
+
+    reply = (await ask(tools=[CUSTOM])).json()
+    found = events(await ask(tools=[CUSTOM], stream=True))
+
+    message, call = reply["output"]
+    assert message["type"] == "message"
+    assert call["id"].startswith("ctc_")
+    assert call["call_id"].startswith("call_")
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", PATCH)
+    assert "custom tool is a function" in reply["warnings"][0]
+    kinds = [one["type"].removeprefix("response.") for one in found]
+    assert [kind for kind, _ in itertools.groupby(kinds)][-5:] == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+        "completed",
+    ]
+    deltas = [one["delta"] for one in found if one["type"].endswith("tool_call_input.delta")]
+    assert "".join(deltas) == PATCH
+    assert all(deltas)
+    assert len(deltas) > 10
+    assert next(one for one in found if one["type"].endswith("input.done"))["input"] == PATCH
+    assert without_ids([found[-1]["response"]["output"][1]]) == without_ids([call])
+    msgspec.convert(reply, ResponseReply)
+
+
+@pytest.mark.parametrize("length", range(0, 100, 7))
+async def test_the_text_of_a_custom_tool_may_be_cut_off(ask, answer, length):
+    text = call_of("patch", {"input": PATCH * 3})
+    answer(text[: 52 + length], FinishReason.LENGTH)
+
+    (call,) = (await ask(tools=[CUSTOM], tool_choice="required")).json()["output"]
+
+    assert (PATCH * 3).startswith(call["input"])
+    assert call["status"] == "incomplete"
+
+
+async def test_functions_of_a_namespace_have_its_name(ask, answer, engine):
+    answer(call_of("crm.find", {"city": "K"}) + "\n" + call_of("crm.patch", {"input": "x"}))
+
+    reply = (await ask(tools=[SPACE, CLOCK])).json()
+
+    first, second = reply["output"]
+    assert (first["type"], first["namespace"], first["name"]) == ("function_call", "crm", "find")
+    assert (second["type"], second["namespace"], second["name"]) == (
+        "custom_tool_call", "crm", "patch",
+    )  # fmt: skip
+    assert all(name in engine.requests[0].sampling.grammar for name in ("crm.find", "now"))
+    assert reply["tools"] == [SPACE, CLOCK]
+    assert "namespace" in reply["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "contained", "absent"),
+    [
+        ({"type": "custom", "name": "patch"}, ["patch"], ["now"]),
+        ({"type": "function", "name": "find"}, ["crm.find"], ["now"]),
+        (
+            {"type": "allowed_tools", "mode": "required",
+             "tools": [{"type": "custom", "name": "patch"}, {"type": "web_search"}]},
+            ["patch"],
+            ["now", "find"],
+        ),
+    ],
+)  # fmt: skip
+async def test_a_choice_names_tools_as_the_request_does(ask, engine, choice, contained, absent):
+    response = await ask(tools=[SPACE, CUSTOM, CLOCK, {"type": "web_search"}], tool_choice=choice)
+
+    assert response.status_code == 200, response.text
+    grammar = engine.requests[-1].sampling.grammar
+    assert [text for text in contained if text not in grammar] == []
+    assert [text for text in absent if f'"{text}' in grammar or f".{text}" in grammar] == []
+    assert response.json()["tool_choice"] == choice
+
+
+async def test_the_pattern_of_a_custom_tool_is_enforced(ask, engine):
+    format_ = {"type": "grammar", "syntax": "regex", "definition": "[ab]+q"}
+
+    reply = (await ask(tools=[CUSTOM | {"format": format_}])).json()
+
+    assert "[a-b]+q" in engine.requests[0].sampling.grammar
+    assert len(reply["warnings"]) == 1
+
+
+async def test_another_grammar_of_a_custom_tool_is_a_warning(ask):
+    format_ = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+
+    reply = (await ask(tools=[CUSTOM | {"format": format_}])).json()
+
+    assert "`tools.0.format`: the grammar of the text is not enforced" in reply["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("item", "result", "name", "arguments"),
+    [
+        (
+            {"type": "custom_tool_call", "name": "patch", "input": "x"},
+            {"type": "custom_tool_call_output", "output": "ok"},
+            "patch",
+            {"input": "x"},
+        ),
+        (
+            {"type": "function_call", "namespace": "crm", "name": "find", "arguments": "{}"},
+            {"type": "function_call_output", "output": "ok"},
+            "crm.find",
+            {},
+        ),
+        (
+            {"type": "local_shell_call", "id": "l", "action": {"type": "exec", "command": ["ls"]}},
+            {"type": "local_shell_call_output", "output": "ok", "id": "1"},
+            "local_shell",
+            {"type": "exec", "command": ["ls"]},
+        ),
+        (
+            {"type": "shell_call", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "output": [{"stdout": "ok", "stderr": ""}]},
+            "shell",
+            {"commands": ["ls"]},
+        ),
+        (
+            {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "ok"}, "status": "completed"},
+            {"type": "apply_patch_call_output", "status": "ok"},
+            "apply_patch",
+            {"type": "delete_file", "path": "ok"},
+        ),
+    ],
+)  # fmt: skip
+async def test_other_calls_and_results_become_messages(
+    ask, engine, tokenizer, item, result, name, arguments
+):
+    items = [USER, item | {"call_id": "1"}, {"call_id": "1"} | result, USER]
+    if "id" in result:
+        del items[2]["call_id"]
+    template = "{% for m in messages %}{{ m.items() | list | sort }}{% endfor %}{{ tools }}"
+
+    response = await ask(items, template)
+
+    assert response.status_code == 200, response.text
+    text = prompt(engine, tokenizer)
+    assert str({"name": name, "arguments": arguments}) in text
+    assert "'role', 'tool'" in text
+    assert "ok" in text.partition("'tool'")[0]
+    assert "warnings" not in response.json()
+
+
+async def test_a_call_of_an_mcp_server_has_its_result(ask, engine, tokenizer):
+    call = {
+        "type": "mcp_call",
+        "id": "m",
+        "name": "f",
+        "arguments": "{}",
+        "server_label": "s",
+        "output": "rain",
+    }
+
+    await ask(
+        [USER, call],
+        "{{ tools[0].type }}{% for m in messages %} {{ m.role }}:{{ m.content or m.tool_calls[0].function }}"
+        "{% endfor %}",
+    )
+
+    written = "{'name': 'f', 'arguments': {}}"
+    assert prompt(engine, tokenizer) == f"function user:hi assistant:{written} tool:rain"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "item_reference", "id": "msg_1"},
+        {"id": "msg_1"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "file_search_call", "id": "fs_1", "queries": []},
+        {"type": "code_interpreter_call", "id": "ci_1", "code": "1"},
+        {"type": "image_generation_call", "id": "ig_1", "result": None},
+        {"type": "computer_call", "call_id": "1", "action": {}},
+        {"type": "computer_call_output", "call_id": "1", "output": {}},
+        {"type": "mcp_list_tools", "tools": []},
+        {"type": "mcp_approval_request", "name": "f"},
+        {"type": "mcp_approval_response", "approve": True},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "tool_search_call", "arguments": {}},
+        {"type": "tool_search_output", "tools": []},
+        {"type": "additional_tools", "role": "developer", "tools": []},
+    ],
+)
+async def test_items_that_only_the_provider_reads_are_skipped_with_a_warning(ask, item, templates):
+    reply = (await ask([USER, item, item, USER], tools=[])).json()
+
+    kind = item.get("type", "item_reference")
+    assert reply["warnings"] == [f"`input`: items of the type `{kind}` are skipped"]
+    assert [message["role"] for message in templates[0][0]] == ["user", "user"]
+
+
+async def test_the_result_of_a_call_that_is_a_reference_is_kept(ask, templates):
+    response = await ask([USER, {"type": "item_reference", "id": "fc_1"}, RESULT])
+
+    assert response.status_code == 200, response.text
+    assert templates[0][0][-1] == {"role": "tool", "tool_call_id": "1", "content": "rain"}
+
+
+async def test_a_dump_of_a_response_is_accepted_back(ask, answer):
+    answer("Hm." + call_of("patch", {"input": "x"}))
+    tools = [CUSTOM, SPACE]
+
+    output = (await ask(tools=tools)).json()["output"]
+    dumped = [{"caller": None, "namespace": None, "phase": None} | item for item in output]
+    result = {"type": "custom_tool_call_output", "call_id": output[1]["call_id"], "output": "ok"}
+    response = await ask([USER, *dumped, result], tools=tools)
+
+    assert response.status_code == 200, response.text

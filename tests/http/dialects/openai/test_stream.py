@@ -23,6 +23,7 @@ async def test_golden_transcript(complete, engine, tokenizer):
 
     assert response.headers["content-type"] == "text/event-stream"
     head = rb'data: {"id":"cmpl-[0-9a-f]{32}","object":"text_completion","created":\d{10},"model":"fake/model",'
+    head += rb'"system_fingerprint":"tessera-[^"]+",'
     middle = rb'"choices":\[{"index":0,"text":%b,"logprobs":null,"finish_reason":%b,"stop_reason":null}\]}\n\n'
     parts = ((rb'"H"', b"null"), (rb'"\\""', b"null"), (rb'""', b'"stop"'))
     expected = b"".join(head + middle % part for part in parts) + rb"data: \[DONE\]\n\n"
@@ -46,6 +47,23 @@ async def test_usage_so_far_is_in_every_event_on_request(complete, engine, token
     events = chunks(await complete(stream=True, stream_options=options))
 
     assert [chunk["usage"]["completion_tokens"] for chunk in events] == [1, 2]
+
+
+@pytest.mark.parametrize("continuous", [True, False, None])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_no_event_has_usage_that_is_switched_off(client, templates, path, continuous):
+    options = {"include_usage": False, "continuous_usage_stats": continuous}
+    body = (
+        {"prompt": "a"}
+        if path == "completions"
+        else {"messages": [{"role": "user", "content": "a"}]}
+    )
+
+    response = await client.post(
+        f"/v1/{path}", json=body | {"stream": True, "stream_options": options}
+    )
+
+    assert all("usage" not in chunk for chunk in chunks(response))
 
 
 async def test_choices_of_a_stream_are_told_apart_by_their_index(complete, engine, tokenizer):

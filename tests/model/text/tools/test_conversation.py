@@ -4,10 +4,19 @@ import typing
 
 import pytest
 
-from model.text.tools.conversation import as_plain_messages
+from model.text.template_form import TemplateForm
+from model.text.tools.conversation import fit_conversation
 from model.text.tools.formats import BY_NAME, FORMATS
 from server.cli.settings import Settings
 from tests.model.text.tools.tool_cases import CALLS, TEXTS
+
+NO_TOOLS = TemplateForm()
+
+
+def as_plain_messages(messages, tools, format_):
+    fitted, definitions = fit_conversation(messages, tools, (NO_TOOLS, NO_TOOLS), format_)
+    assert definitions is None
+    return fitted
 
 
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda row: row.name)

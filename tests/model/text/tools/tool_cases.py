@@ -102,9 +102,9 @@ class Message:
         return [(name, json.loads(arguments)) for name, arguments in self.calls]
 
 
-def parse(parser, pieces):
+def parse(parser, pieces, **end):
     message = Message()
     for piece in pieces:
         message.add(parser.push(piece))
-    message.add(parser.finish())
+    message.add(parser.finish(**end))
     return message

@@ -13,6 +13,7 @@ from server.engine.core.request import FinishReason
 from server.http.dialects.openai.logprobs import TokenNames, chat_logprobs, generated
 from server.http.dialects.openai.replies import (
     IncompleteDetails,
+    InputTokensDetails,
     OutputMessage,
     OutputText,
     OutputTokensDetails,
@@ -68,7 +69,9 @@ class ResponseFormat:
             },
             tool_choice="auto" if body.tool_choice is None else body.tool_choice,
             tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
             top_p=options.sampling.top_p,
+            truncation=body.truncation or "disabled",
             usage=None,
         )
 
@@ -89,11 +92,12 @@ class ResponseFormat:
         return msgspec.structs.replace(
             self._begun,
             status=self.status,
+            completed_at=None if full else int(time.time()),
             incomplete_details=IncompleteDetails("max_output_tokens") if full else None,
             output=output,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
-                input_tokens_details=usage.prompt_tokens_details,
+                input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(),
                 total_tokens=usage.total_tokens,

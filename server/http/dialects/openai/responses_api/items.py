@@ -7,16 +7,24 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+from msgspec import UNSET
 
-from server.http.dialects.openai.replies import FunctionCall, OutputItem, OutputMessage
+from server.http.dialects.openai.replies import (
+    CustomToolCall,
+    FunctionCall,
+    OutputItem,
+    OutputMessage,
+)
 from server.http.dialects.openai.responses_api.format import ResponseFormat, new_message_id
+from server.http.dialects.openai.responses_api.tools import CalledTool, InputDecoder
+from server.http.dialects.openai.tools import read_piece
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from model.text.tools.parser import CallDelta
     from server.http.dialects.openai.tools import ToolUse
-    from server.http.reply.completion import Token
+    from server.http.reply.completion import Completion, Token
 
 Event: TypeAlias = tuple[str, dict[str, Any]]
 """Type and fields of an event."""
@@ -32,9 +40,13 @@ class OutputItems:
         finished: the items that are complete; all of them after the last piece.
     """
 
-    def __init__(self, tools: ToolUse, reply: ResponseFormat) -> None:
+    def __init__(
+        self, tools: ToolUse, called: Mapping[str, CalledTool], reply: ResponseFormat
+    ) -> None:
         self.finished: list[OutputItem] = []
         self._tools = tools
+        self._called = called
+        self._input = InputDecoder()  # of the call of a custom tool that grows
         self._reply = reply
         self._parser = tools.parser()
         self._item: OutputItem | None = None  # that grows; its text is in `_pieces`
@@ -46,13 +58,13 @@ class OutputItems:
         self._length = 0  # of the texts of all tokens
         self._shown = 0  # characters of the text before the calls
 
-    def push(self, text: str, tokens: Sequence[Token], *, ended: bool) -> list[Event]:
+    def push(self, completion: Completion, text: str, tokens: Sequence[Token]) -> list[Event]:
         """Append a piece of the text.
 
         Args:
+            completion: the text, to which the piece was appended.
             text: the piece.
             tokens: its tokens, if log-probabilities are reported.
-            ended: whether it is the last piece.
 
         Returns:
             The events that it causes, without those of the response.
@@ -61,15 +73,12 @@ class OutputItems:
         for token in tokens:
             self._waiting.append((self._length, token))
             self._length += len(token.text)
-        deltas = [self._parser.push(text)]
-        if ended:
-            deltas.append(self._parser.finish())
-        for delta in deltas:
+        for delta in read_piece(self._parser, completion, text):
             self._add_text(delta.content, self._take_tokens(delta.content))
             for call in delta.calls:
                 self._add_call(call)
             self._add_text(delta.trailing, ())
-        if ended:
+        if completion.finish_reason is not None:
             self._end()
         return self._events
 
@@ -93,17 +102,26 @@ class OutputItems:
 
     def _add_call(self, call: CallDelta) -> None:
         if call.name is not None:
-            item = FunctionCall(
-                id=f"fc_{uuid.uuid4().hex}",
-                call_id=self._tools.new_id(),
-                name=call.name,
-                arguments="",
-                status="in_progress",
-            )
-            self._begin(item)
-        if call.arguments:
-            self._pieces.append(call.arguments)
-            self._event("response.function_call_arguments.delta", delta=call.arguments)
+            self._begin(self._new_call(self._called.get(call.name) or CalledTool(call.name)))
+        kind, piece = "function_call_arguments", call.arguments
+        if isinstance(self._item, CustomToolCall):
+            kind, piece = "custom_tool_call_input", self._input.push(piece)
+        if piece:
+            self._pieces.append(piece)
+            self._event(f"response.{kind}.delta", delta=piece)
+
+    def _new_call(self, tool: CalledTool) -> OutputItem:
+        place: dict[str, Any] = {
+            "call_id": self._tools.new_id(),
+            "name": tool.name,
+            "namespace": tool.namespace or UNSET,
+            "status": "in_progress",
+        }
+        number = uuid.uuid4().hex
+        if tool.custom:
+            self._input = InputDecoder()
+            return CustomToolCall(id=f"ctc_{number}", input="", **place)
+        return FunctionCall(id=f"fc_{number}", arguments="", **place)
 
     def _begin_message(self) -> None:
         self._begin(OutputMessage(id=new_message_id(), status="in_progress", content=[]))
@@ -118,11 +136,11 @@ class OutputItems:
     def _end(self) -> None:
         # A token without text, such as the last one, is of the text too.
         if not self._parser.num_calls:
-            tokens = [token for _, token in self._waiting]
+            tokens = [token for _, token in self._waiting if not token.text]
             self._add_text("", tokens)
             if self._item is None:
                 self._begin_message()
-        calls = isinstance(self._item, FunctionCall)
+        calls = not isinstance(self._item, OutputMessage)
         status = "completed" if self._parser.call_complete else "incomplete"
         self._close(status if calls else self._reply.status)
 
@@ -133,7 +151,10 @@ class OutputItems:
         text, item = "".join(self._pieces), self._item
         if isinstance(item, FunctionCall):
             item = msgspec.structs.replace(item, arguments=text, status=status)
-            self._event("response.function_call_arguments.done", arguments=text)
+            self._event("response.function_call_arguments.done", arguments=text, name=item.name)
+        elif isinstance(item, CustomToolCall):
+            item = msgspec.structs.replace(item, input=text, status=status)
+            self._event("response.custom_tool_call_input.done", input=text)
         else:
             part = self._reply.part(text, self._tokens)
             item = msgspec.structs.replace(item, content=[part], status=status)

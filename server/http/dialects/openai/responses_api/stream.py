@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from server.http.dialects.openai.errors import error_reply
+from server.http.dialects.openai.frames import TokenJSON
 from server.http.dialects.openai.replies import OutputItem, OutputMessage, ResponseEvent
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class ToolEvents(_Events):
         begin = b"" if self._sequence else self._begin()
         text = completion.push(event)
         tokens = [completion.describe(event, text)] if self._reply.reports_logprobs else []
-        ended = completion.finish_reason is not None
-        events = self._items.push(text, tokens, ended=ended)
+        events = self._items.push(completion, text, tokens)
         return begin + b"".join([self._event(kind, **fields) for kind, fields in events])
 
     def end(self) -> bytes:
@@ -85,8 +85,7 @@ class TextEvents(_Events):
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(reply, warnings)
-        self._texts = texts
-        self._tokenizer = tokenizer
+        self._texts = TokenJSON(tokenizer, texts)
         self._tokens: list[Token] = []
         self._completion: Completion | None = None
         self._plain = not reply.reports_logprobs
@@ -104,25 +103,13 @@ class TextEvents(_Events):
         if self._completion is None:
             self._completion = completion
             return self._begin_message() + self.token(completion, event)
-        context_free = completion.context_free
-        if context_free and self._plain and event.finish_reason is None:
-            known = self._texts.get(event.token_id)  # type: ignore[arg-type] # None is in no cache
-            if known is not None:
-                completion.add(known[0])
-                return self._frame(known[1], self._tail)
-        text = completion.push(event)
-        encoded = _encode(text)
         if self._plain:
-            token_id = event.token_id
-            assert token_id is not None
-            free = context_free and completion.context_free and event.finish_reason is None
-            if free and not self._tokenizer.is_special(token_id):
-                self._texts[token_id] = (text, encoded)
-            return self._frame(encoded, self._tail)
+            return self._frame(self._texts.push(completion, event), self._tail)
+        text = completion.push(event)
         token = completion.describe(event, text)
         self._tokens.append(token)
         logprobs = _encode(self._reply.logprobs([token]))
-        return self._frame(encoded, b',"logprobs":%b}\n\n' % logprobs)
+        return self._frame(_encode(text), b',"logprobs":%b}\n\n' % logprobs)
 
     def end(self) -> bytes:
         """Render the events after the last token."""

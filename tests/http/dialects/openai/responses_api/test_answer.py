@@ -145,12 +145,13 @@ async def test_the_format_of_the_text_is_a_constraint(respond, engine, monkeypat
         ({"input": [1]}, "input"),
         ({"input": [{"type": "reasoning"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-        ({"store": True}, "store"),
+        ({"instructions": [1]}, "instructions"),
+        ({"include": [1]}, "include.0"),
         ({"previous_response_id": "a"}, "previous_response_id"),
         ({"conversation": "a"}, "conversation"),
         ({"background": True}, "background"),
         ({"background": 0}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"tools": [{}]}, "tools.0.type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 500}, "input"),
@@ -165,3 +166,118 @@ async def test_what_a_stateless_text_model_lacks_is_refused_by_name(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"include": ["reasoning.encrypted_content"]}, "values of `include` other than"),
+        ({"include": ["file_search_call.results", "code_interpreter_call.outputs"]}, "`include`"),
+        ({"include": ["message.output_text.logprobs", "web_search_call.results"]}, "`include`"),
+        ({"store": True}, "`store` has no effect"),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "`reasoning` has no effect"),
+        ({"text": {"verbosity": "low"}}, "`text.verbosity` has no effect"),
+        ({"max_tool_calls": 3}, "`max_tool_calls` has no effect"),
+        ({"service_tier": "priority"}, "`service_tier` has no effect"),
+        ({"prompt_cache_key": "a"}, "`prompt_cache_key` has no effect"),
+        ({"safety_identifier": "a"}, "`safety_identifier` has no effect"),
+        ({"user": "a"}, "`user` has no effect"),
+        ({"client_metadata": {"a": "b"}}, "`client_metadata` has no effect"),
+        ({"stream_options": {"include_obfuscation": True}}, "`stream_options` has no effect"),
+    ],
+)
+async def test_hints_are_warnings(respond, fields, warning):
+    response = await respond(**fields)
+
+    assert response.status_code == 200, response.text
+    (found,) = response.json()["warnings"]
+    assert warning in found
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"include": []},
+        {"store": False},
+        {"truncation": "auto"},
+        {"truncation": "disabled"},
+        {"reasoning": {"effort": None, "summary": None}},
+        {"reasoning": None},
+        {"stream_options": {"include_obfuscation": False}},
+        {"service_tier": "auto", "metadata": {"a": "b"}, "parallel_tool_calls": True},
+        {"instructions": None, "text": {"verbosity": None}},
+    ],
+)
+async def test_values_that_ask_for_nothing_are_accepted(respond, fields):
+    response = await respond(**fields)
+
+    assert response.status_code == 200, response.text
+    assert "warnings" not in response.json()
+
+
+async def test_only_one_value_of_include_reports_logprobs(respond, engine):
+    reply = (await respond(include=["reasoning.encrypted_content"])).json()
+
+    assert reply["output"][0]["content"][0]["logprobs"] == []
+    assert not engine.requests[0].sampling.logprobs
+
+
+async def test_instructions_may_be_items(respond, templates):
+    parts = [{"type": "input_text", "text": "be brief"}]
+
+    reply = (await respond("a", instructions=[{"role": "developer", "content": parts}])).json()
+
+    assert [m["content"] for m in templates[0][0]] == ["be brief", "a"]
+    assert reply["instructions"] == [{"role": "developer", "content": parts}]
+
+
+def turns(*texts):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ((20, 20, 20), 3),
+        ((60, 20, 20), 1),
+        ((60, 20, 40, 5, 30), 3),
+        ((60, 90, 60, 5, 90), 1),
+        ((9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9), 5),
+    ],
+)
+async def test_a_long_conversation_loses_its_first_turns(respond, engine, tokenizer, sizes, kept):
+    messages = turns(*[chr(97 + i) * size for i, size in enumerate(sizes)])
+
+    response = await respond(messages, truncation="auto", instructions="s", max_output_tokens=8)
+
+    reply = response.json()
+    assert response.status_code == 200, response.text
+    text = tokenizer.decode(engine.requests[0].prompt_token_ids)
+    expected = "".join(f"<{m['role']}>{m['content']}" for m in messages[-kept:])
+    assert text == "<system>s" + expected
+    assert reply["truncation"] == "auto"
+    assert len(messages) == kept or f"first {len(messages) - kept} messages" in reply["warnings"][0]
+
+
+async def test_a_last_turn_that_does_not_fit_is_refused(respond):
+    response = await respond(turns("a" * 20, "b" * 20, "c" * 200), truncation="auto")
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "resp_1"), ("DELETE", "resp_1"), ("POST", "resp_1/cancel"),
+        ("GET", "resp_1/input_items"), ("POST", "input_tokens"), ("POST", "compact"),
+    ],
+)  # fmt: skip
+async def test_no_response_is_stored(client, method, path):
+    response = await client.request(method, f"/v1/responses/{path}")
+
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["type"] == "NotFoundError"
+    assert "nothing is stored" in error["message"]

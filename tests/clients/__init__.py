@@ -1,0 +1,1 @@
+"""Real clients against a service with the bundled model: one scenario for each, run by `python -m tests.clients`."""

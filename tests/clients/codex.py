@@ -1,0 +1,49 @@
+"""Codex CLI: a turn on a scripted task, by Responses.
+
+Run with the path of `codex` as second argument.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scenario import MODEL, run, url
+
+
+def turn():
+    """Let Codex answer once, and check that its turn ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder, "home")
+        home.mkdir()
+        Path(home, "config.toml").write_text(
+            f'model = "{MODEL}"\nmodel_provider = "tessera"\nmodel_context_window = 8192\n'
+            f'[model_providers.tessera]\nname = "tessera"\nbase_url = "{url()}/v1"\n'
+            'wire_api = "responses"\nrequest_max_retries = 0\nstream_max_retries = 0\n'
+        )
+        ended = subprocess.run(
+            [
+                sys.argv[2],
+                "exec",
+                "--json",
+                "--skip-git-repo-check",
+                "--sandbox",
+                "read-only",
+                "Say hi.",
+            ],
+            cwd=folder,
+            env={**os.environ, "CODEX_HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    events = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    kinds = [event["type"] for event in events]
+    assert "turn.completed" in kinds, (ended.stdout[-2000:], ended.stderr[-2000:])
+
+
+run({"turn": turn})

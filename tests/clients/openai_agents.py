@@ -1,0 +1,63 @@
+"""openai-agents: agents with a tool and a typed output, by Responses and by chat."""
+
+import functools
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from scenario import MODEL, run, url
+
+
+class Answer(BaseModel):
+    """What an agent returns."""
+
+    city: str
+    degrees: int
+
+
+@function_tool
+def weather(city: str, days: int = 1) -> str:
+    """Return the weather of a city."""
+    return f"{city}: 20 degrees for {days} days"
+
+
+async def ask(kind, output, tools, streamed):
+    """Run an agent once."""
+    client = AsyncOpenAI(base_url=f"{url()}/v1", api_key="none", max_retries=0)
+    agent = Agent(
+        name="a",
+        instructions="Answer.",
+        model=kind(model=MODEL, openai_client=client),
+        tools=tools,
+        output_type=output,
+        model_settings=ModelSettings(max_tokens=200, temperature=0.0),
+    )
+    if not streamed:
+        await Runner.run(agent, "Say hello.", max_turns=2)
+        return
+    running = Runner.run_streamed(agent, "Say hello.", max_turns=2)
+    assert [event async for event in running.stream_events()]
+
+
+set_tracing_disabled(disabled=True)
+run(
+    {
+        f"{kind.__name__}, {len(tools)} tools, {output and 'typed'}, streamed {streamed}": functools.partial(
+            ask, kind, output, tools, streamed
+        )
+        for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel)
+        for output in (None, Answer)
+        for tools in ([], [weather])
+        for streamed in (False, True)
+    },
+    tolerated=(MaxTurnsExceeded, ModelBehaviorError),
+)
