@@ -14,6 +14,10 @@ from model.text.tools.translate import ToolsConstraint
 _MOST: Final = 4
 
 
+class UncheckedError(Exception):
+    """A text cannot be checked: it is not certain which parts of it are values."""
+
+
 def violations(kind: str, value: Any, text: str) -> list[str]:  # noqa: ANN401 - a constraint
     """Return how the values in a text violate their schemas, as phrases.
 
@@ -21,6 +25,9 @@ def violations(kind: str, value: Any, text: str) -> list[str]:  # noqa: ANN401 -
         kind: of the constraint; see `model.sampling.grammar.translate`.
         value: the constraint.
         text: that ended where the grammar allowed it.
+
+    Raises:
+        UncheckedError: the text has values whose places are not known.
     """
     if kind == "tools":
         return _of_message(ToolsConstraint.decoded(value), text)[:_MOST]
@@ -62,15 +69,42 @@ def _of_message(constraint: ToolsConstraint, text: str) -> list[str]:
 def _of_tags(tags: dict[str, Any], text: str) -> list[str]:
     found = []
     decoder = json.JSONDecoder()
-    for structure in tags["structures"]:
-        begin, place = structure["begin"], 0
+    for begin, schema in _begins(tags):
+        place = 0
         while (place := text.find(begin, place)) >= 0:
             place += len(begin)
             try:
                 value, _ = decoder.raw_decode(text, place)
             except (ValueError, RecursionError):
                 continue
-            violation = first_violation(read(structure.get("schema") or {}), value)
+            violation = first_violation(read(schema), value)
             if violation is not None:
                 found.append(f"after `{printable(begin)}`: {violation}")
+    return found
+
+
+def _begins(tags: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the schemas of a structural tag, each with the text before its values.
+
+    Raises:
+        UncheckedError: a value has no such text.
+    """
+    if "structures" in tags:
+        return [(part["begin"], part.get("schema") or {}) for part in tags["structures"]]
+    found: list[tuple[str, Any]] = []
+    level: list[tuple[Any, object]] = [(tags["format"], None)]
+    while level:
+        node, begin = level.pop()
+        if isinstance(node, list):
+            level += [(part, begin) for part in node]
+        elif isinstance(node, dict):
+            if node.get("type") == "json_schema":
+                if not isinstance(begin, str):
+                    raise UncheckedError
+                found.append((begin, node.get("json_schema", {})))
+            else:
+                level += [
+                    (part, node.get("begin") if key == "content" else None)
+                    for key, part in node.items()
+                ]
     return found

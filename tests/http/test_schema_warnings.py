@@ -53,6 +53,30 @@ CASES = {
         "<f>%s</f>",
         "response_format",
     ),
+    "newer structural tag": (
+        "/v1/completions",
+        {
+            "prompt": "x",
+            "max_tokens": 60,
+            "response_format": {
+                "type": "structural_tag",
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<f>"],
+                    "tags": [
+                        {
+                            "type": "tag",
+                            "begin": "<f>",
+                            "content": {"type": "json_schema", "json_schema": ITEMS},
+                            "end": "</f>",
+                        }
+                    ],
+                },
+            },
+        },
+        "<f>%s</f>",
+        "response_format",
+    ),
     "responses": (
         "/v1/responses",
         {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": ITEMS}}},

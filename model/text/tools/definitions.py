@@ -209,7 +209,8 @@ def _of_text(schema: Schema, place: str) -> tuple[Schema, list[Unenforced]]:
         if "maxLength" in part:
             out["maxLength"] = min(part["maxLength"], out.get("maxLength", part["maxLength"]))
         if "enum" in part:
-            out["enum"] = [v for v in part["enum"] if v in out.get("enum", part["enum"])]
+            known = out.get("enum")
+            out["enum"] = [v for v in part["enum"] if known is None or v in known]
         if "anyOf" in part:
             lost.append(Unenforced("anyOf", f"{place}/anyOf"))
     if pending:

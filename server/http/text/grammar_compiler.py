@@ -90,9 +90,15 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """How texts violate a constraint: phrases, none if they do not."""
+    """How texts violate a constraint.
+
+    Attributes:
+        violations: phrases, none if they do not.
+        checked: whether that could be told.
+    """
 
     violations: tuple[str, ...] = ()
+    checked: bool = True
 
 
 class GrammarCompiler:
@@ -140,7 +146,7 @@ class GrammarCompiler:
     async def find_violations(
         self, constraint: Constraint, texts: Sequence[str], vocab_size: int
     ) -> tuple[str, ...] | None:
-        """Check finished texts; return how they violate the constraint, or None if that takes too long to find out.
+        """Check finished texts; return how they violate the constraint, or None if that cannot be told in time.
 
         Raises:
             OverloadedError: no worker becomes free in time.
@@ -149,7 +155,8 @@ class GrammarCompiler:
         reply = await self._run(line, vocab_size)
         if not isinstance(reply, bytes):
             return None
-        return msgspec.json.decode(reply, type=Findings).violations
+        found = msgspec.json.decode(reply, type=Findings)
+        return found.violations if found.checked else None
 
     async def _run(self, line: bytes, vocab_size: int) -> bytes | int:
         """Return a worker's reply, or the code with which it ended.

@@ -85,12 +85,18 @@ def _compile(
 
 
 def _find_violations(constraint: Constraint, texts: tuple[str, ...]) -> Findings:
-    from model.text.outputs import violations  # noqa: PLC0415 - its library is needed rarely
+    from model.text.outputs import (  # noqa: PLC0415 - its library is needed rarely
+        UncheckedError,
+        violations,
+    )
 
-    found = [
-        phrase for text in texts for phrase in violations(constraint.kind, constraint.value, text)
-    ]
-    return Findings(tuple(dict.fromkeys(found)))
+    found: dict[str, None] = {}
+    try:
+        for text in texts:
+            found.update(dict.fromkeys(violations(constraint.kind, constraint.value, text)))
+    except UncheckedError:
+        return Findings(checked=False)
+    return Findings(tuple(found))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class CompiledConstraint(NamedTuple):
         except (OverloadedError, UnavailableError):
             found = None
         if found is None:
-            return ("whether the value matches the schema could not be checked in time",)
+            return ("whether the value matches the schema could not be checked",)
         return tuple(f"the value does not match the schema: {phrase}" for phrase in found)
 
 

@@ -1,4 +1,4 @@
-"""Values that follow the grammars of random schemas are valid, or the grammar says what it does not enforce."""
+"""Values that follow the grammars of random schemas are valid, or keywords that are not enforced are announced."""
 
 import random
 
