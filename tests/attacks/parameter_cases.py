@@ -203,7 +203,7 @@ def _encodings() -> list[Case]:
     for path in ALL_PATHS:
         prefix, end = encode(prompt_body(path, "?")).split(b'"?"')
         cases += [Case(path, prefix + text + end, _MALFORMED) for text in texts]
-        cases.append(Case(path, b"\xef\xbb\xbf" + encode(body_of(path)), _MALFORMED))
+        cases.append(Case(path, b"\xef\xbb\xbf" + encode(body_of(path)), SERVED))
         cases.append(Case(path, encode(prompt_body(path, "\x00\ufeff\U0010ffff")), SERVED))
     return cases
 
