@@ -27,12 +27,12 @@ from model.errors import GrammarError
 from model.sampling.grammar import (
     GrammarMatcher,
     GrammarTokenizer,
-    TokenMasker,
     check,
     compile_matcher,
     serialize,
 )
 from model.sampling.parameters import SamplingParams
+from model.sampling.token_masker import TokenMasker
 from model.text.tokenizer import Tokenizer
 from server.cli.bench.serve.metrics import Distribution
 from server.engine.core.messages import EngineConfig
@@ -87,11 +87,12 @@ class Walker:
         ids: list[int] = []
         for _ in range(most):
             start = time.perf_counter()
-            pending = self._masker.start([(matcher, True)])
-            if errors := pending.wait():
-                raise GrammarError(errors[0])
+            self._masker.compute([matcher])
+            if matcher.has_stopped and matcher.error:
+                raise GrammarError(matcher.error)
             self.mask_seconds.append(time.perf_counter() - start)
-            bits = np.unpackbits(pending.words[0].view(np.uint8), bitorder="little")
+            mask = self._masker.masks.words[matcher.slot]
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             allowed = [i for i in np.flatnonzero(bits).tolist() if i not in ends]
             if not allowed or (matcher.is_accepting and rng.random() < 0.5):
                 return self._text(ids)

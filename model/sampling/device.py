@@ -29,7 +29,8 @@ from kernels.sampling.tokens import (
 )
 from model.device.transfer import Download, HostArray, upload
 from model.sampling.logprobs import RANKING_ID_MASK, ranking_keys
-from model.sampling.mask import build_masks
+from model.sampling.mask import WORD_BITS, RowMasks, build_masks
+from model.sampling.device_masks import DeviceMasks
 from model.sampling.noise import noise_keys
 from model.sampling.parameters import SampledToken, SamplingParams, no_token_error
 from model.sampling.rows import SamplingRow
@@ -39,6 +40,7 @@ _GREEDY_ROW: Final = SampleRow(0, 0, 0, GREEDY)
 _SOURCE, _TARGET, _MASK, _KIND = map(SampleRow._fields.index, ("source", "target", "mask", "kind"))
 _NOISE: Final = [SampleRow._fields.index(name) for name in ("noise_low", "noise_high")]
 _BROKEN: Final = -1
+_NO_MASKS: Final = np.empty((0, 0), np.int32)
 
 
 class DeviceTokens:
@@ -47,6 +49,7 @@ class DeviceTokens:
     Args:
         logits: [M, V] float32, bfloat16 or float16, contiguous in V. Not changed.
         rows: M >= 1 rows.
+        of_grammars: the masks of their grammars; None if no row has one.
 
     Attributes:
         tokens: [M] int64, valid ids; arbitrary for a row without a finite largest logit.
@@ -54,12 +57,22 @@ class DeviceTokens:
 
     feeds_next = True
 
-    def __init__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    def __init__(
+        self, logits: Tensor, rows: Sequence[SamplingRow], of_grammars: RowMasks | None = None
+    ) -> None:
         self._logits, self._rows = logits, rows
         self.tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         checked = torch.empty_like(self.tokens)
         size, device = logits.shape[1], logits.device
-        bits, self._mask_of = build_masks(rows, size)
+        kept: DeviceMasks | None = None
+        if of_grammars is not None and isinstance(of_grammars.masks, DeviceMasks):
+            if not any(row.parameters.bans_tokens for row in rows):
+                kept = of_grammars.masks
+        bits: HostArray
+        if kept is not None and of_grammars is not None:
+            bits, self._mask_of = _NO_MASKS, list(of_grammars.slots)
+        else:
+            bits, self._mask_of = build_masks(rows, size, of_grammars)
         unchanged: list[int] = []
         changed: list[int] = []
         for i, row in enumerate(rows):
@@ -70,12 +83,16 @@ class DeviceTokens:
         ]
         arrays: list[HostArray] = [bits, *(table.columns for table in tables)]
         masks, *uploaded = upload(arrays, device)
+        if kept is not None:
+            masks = kept.send(-(-size // WORD_BITS))
         if unchanged:
             sample_tokens(logits, uploaded[0], tables[0].kinds, masks, self.tokens, checked)
         if changed:
             copies = logits[_indices(changed, device)].float()
             adjust_logits(copies, [rows[i] for i in changed])
             sample_tokens(copies, uploaded[1], tables[1].kinds, masks, self.tokens, checked)
+        if kept is not None:
+            kept.note_read()
         self._answers = Download(checked)
         self._wanted = [i for i, row in enumerate(rows) if row.parameters.wants_logprobs]
         self._logprobs = self._look_up_logprobs()

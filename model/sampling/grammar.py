@@ -1,6 +1,7 @@
 """Structured output: compiles constraints to grammars, and computes which tokens a grammar allows next.
 
-The only module that uses llguidance, which is a library without dependencies. It does not import PyTorch, because the
+With `model.sampling.token_masker` the only module that uses llguidance, which is a library without dependencies. It
+does not import PyTorch, because the
 front ends check constraints with it. Several of llguidance's algorithms recurse or run without a limit, so a constraint
 that a client sent is compiled first in a process that may end (`server.http.text.grammar_worker`). Afterwards the
 engine compiles the same text with the same limits.
@@ -13,12 +14,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from model.errors import GrammarError
@@ -84,29 +84,90 @@ class GrammarTokenizer:
         self.num_words = -(-size // WORD_BITS)
 
 
+class MatcherRules(NamedTuple):
+    """What a request adds to its grammar.
+
+    Attributes:
+        ends_from: number of tokens from which on the model's end tokens may be sampled where the grammar allows them.
+        most_tokens: tokens after which the output ends; no more of them are followed.
+        follows_forced: whether `TokenMasker.advance` follows tokens that are forced.
+    """
+
+    ends_from: float = 0
+    most_tokens: int = 0
+    follows_forced: bool = False
+
+
+_NO_RULES: Final = MatcherRules()
+
+
 class GrammarMatcher:
     """The state of a grammar after some tokens.
 
-    Made by `compile_matcher` and `copy`. Not thread-safe: nothing may be called while `TokenMasker` computes its mask.
+    Made by `compile_matcher` and `copy`. Not thread-safe. `TokenMasker.advance` may be some tokens ahead of the owner,
+    who then accepts the same tokens one by one, which only confirms them.
 
     Attributes:
-        library: the library's matcher.
+        library: the library's matcher, in the state after the tokens ahead.
         caches: identifies the caches that a matcher and its copies share. The library locks them while it computes a
             mask, so only matchers with different caches are computed at the same time.
+        rules: what the request adds.
+        num_tokens: accepted tokens, with those ahead.
+        ahead: accepted tokens that the owner has not accepted yet.
+        is_refused: whether the last token ahead was not allowed.
+        has_stopped: whether the grammar ends after the tokens ahead, or cannot be followed further.
+        is_masked: whether the mask in `slot` is that of the state after the tokens ahead.
+        is_followed: whether no token is forced in that state.
+        slot: row of `TokenMasker.masks`; -1 for none. Set by the masker, which uses it again for another matcher later.
     """
 
-    __slots__ = ("__weakref__", "caches", "library")
+    __slots__ = (
+        "__weakref__", "ahead", "caches", "has_stopped", "is_followed", "is_masked", "is_refused", "library", "num_tokens",
+        "rules", "slot",
+    )  # fmt: skip
 
-    def __init__(self, library: LLMatcher, caches: object) -> None:
-        self.library, self.caches = library, caches
+    def __init__(self, library: LLMatcher, caches: object, rules: MatcherRules = _NO_RULES) -> None:
+        self.library, self.caches, self.rules = library, caches, rules
+        self.num_tokens, self.slot = 0, -1
+        self.ahead: list[int] = []
+        self.is_refused = self.has_stopped = self.is_masked = self.is_followed = False
 
-    def copy(self) -> GrammarMatcher:
-        """Return an independent matcher in the same state, which shares the caches."""
-        return GrammarMatcher(self.library.deep_copy(), self.caches)
+    def copy(self, rules: MatcherRules | None = None) -> GrammarMatcher:
+        """Return an independent matcher in the same state, which shares the caches.
+
+        Args:
+            rules: of the copy; None for the same.
+        """
+        rules = self.rules if rules is None else rules
+        matcher = GrammarMatcher(self.library.deep_copy(), self.caches, rules)
+        matcher.num_tokens, matcher.ahead = self.num_tokens, self.ahead.copy()
+        matcher.is_refused, matcher.has_stopped = self.is_refused, self.has_stopped
+        return matcher
+
+    @property
+    def follows_forced(self) -> bool:
+        """Whether the next token is followed if it is forced."""
+        return self.rules.follows_forced and self.num_tokens < self.rules.most_tokens
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; return whether the grammar allows it and its limits are kept."""
+        ahead = self.ahead
+        if ahead:
+            return token_id == ahead.pop(0) and (bool(ahead) or not self.is_refused)
+        self.is_masked = self.is_followed = False
+        self.num_tokens += 1
         return self.library.consume_token(token_id)
+
+    def continues_after(self, token_id: int) -> bool:
+        """Advance by one token if nothing else has to be done for it; return whether it did.
+
+        That is a token that was accepted ahead, after which none is forced and the output does not end.
+        """
+        ahead = self.ahead
+        if len(ahead) != 1 or ahead[0] != token_id or self.is_refused or self.has_stopped:
+            return False
+        ahead.clear()
+        return True
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens where the grammar allows one text only; they are not accepted yet.
@@ -114,11 +175,17 @@ class GrammarMatcher:
         They are those that the tokenizer makes of that text. Tokens at its end that could merge with what follows are
         left out.
         """
+        if self.ahead:
+            return self.ahead.copy()
+        if self.is_followed:
+            return []
         return self.library.compute_ff_tokens()
 
     @property
     def is_complete(self) -> bool:
         """Whether the output follows the grammar and nothing can be appended to it."""
+        if self.ahead or (self.is_masked and not self.has_stopped):
+            return False
         return self.library.is_stopped() and not self.library.is_error()
 
     @property
@@ -138,110 +205,6 @@ class GrammarMatcher:
         if not self.library.is_error():
             return ""
         return f"the grammar cannot be followed further: {_reason(self.library.get_error())}"
-
-
-class PendingMasks:
-    """Masks that are being computed.
-
-    Attributes:
-        words: [R, num_words] int32, as in `model.sampling.mask.TokenMasks`; valid after `wait` and until the next
-            `TokenMasker.start`.
-    """
-
-    def __init__(
-        self,
-        words: npt.NDArray[np.int32],
-        rows: Sequence[tuple[GrammarMatcher, bool]],
-        shares: Sequence[Future[None]],
-        eos_token_ids: tuple[int, ...],
-    ) -> None:
-        self.words = words
-        self._rows, self._shares, self._eos_token_ids = rows, shares, eos_token_ids
-
-    def wait(self) -> dict[int, str]:
-        """Wait until all masks are computed; return the errors of rows that have no mask, by row."""
-        for share in self._shares:
-            share.result()
-        errors = {}
-        without_end = []
-        for i, (matcher, end_allowed) in enumerate(self._rows):
-            if error := matcher.error:
-                errors[i] = error
-                self.words[i] = -1
-            elif not end_allowed:
-                without_end.append(i)
-        if without_end:
-            self._ban_end(without_end)
-        return errors
-
-    def _ban_end(self, rows: list[int]) -> None:
-        """Clear the bits of the end tokens, unless a row has no other."""
-        found = np.zeros(len(rows), np.bool_)
-        for token_id in self._eos_token_ids:
-            word, bit = divmod(token_id, WORD_BITS)
-            found |= (self.words[rows, word] >> bit & 1).astype(np.bool_)
-        for i in np.flatnonzero(found).tolist():
-            kept = self.words[rows[i]].copy()
-            _clear_bits(kept, self._eos_token_ids)
-            if kept.any():
-                self.words[rows[i]] = kept
-
-
-class TokenMasker:
-    """Computes masks on threads of its own, without the interpreter lock. Only one computation at a time.
-
-    Args:
-        tokenizer: of the matchers.
-        num_threads: at least 1.
-    """
-
-    def __init__(self, tokenizer: GrammarTokenizer, num_threads: int = 1) -> None:
-        self._tokenizer = tokenizer
-        self._executors = [LLExecutor(num_threads=1) for _ in range(num_threads)]
-        self._threads = ThreadPoolExecutor(num_threads, "token-masks")
-        self._words = np.empty((0, tokenizer.num_words), np.int32)
-
-    def start(self, rows: Sequence[tuple[GrammarMatcher, bool]]) -> PendingMasks:
-        """Start computing which tokens may come next.
-
-        Args:
-            rows: R >= 1 matchers, all different; and whether end tokens are allowed where the grammar allows them.
-                They are always allowed where nothing else is.
-        """
-        if len(self._words) < len(rows):
-            self._words = np.empty((len(rows), self._tokenizer.num_words), np.int32)
-        words = self._words[: len(rows)]
-        groups: dict[int, list[tuple[LLMatcher, int]]] = {}
-        for i, (matcher, _) in enumerate(rows):
-            groups.setdefault(id(matcher.caches), []).append((matcher.library, i))
-        shares = [
-            self._threads.submit(_compute, executor, share, words)
-            for executor, share in zip(
-                self._executors, _shares(groups.values(), len(self._executors)), strict=False
-            )
-        ]
-        return PendingMasks(words, rows, shares, self._tokenizer.eos_token_ids)
-
-
-def _shares(
-    groups: Iterable[list[tuple[LLMatcher, int]]], count: int
-) -> list[list[tuple[LLMatcher, int]]]:
-    """Combine groups to at most `count` shares of about the same size."""
-    shares: list[list[tuple[LLMatcher, int]]] = []
-    for group in sorted(groups, key=len, reverse=True):
-        if len(shares) < count:
-            shares.append(group)
-        else:
-            min(shares, key=len).extend(group)
-    return shares
-
-
-def _compute(
-    executor: LLExecutor, share: list[tuple[LLMatcher, int]], words: npt.NDArray[np.int32]
-) -> None:
-    executor.unsafe_compute_mask_ptr(
-        share, words.ctypes.data, words.shape[1] * words.itemsize, len(words)
-    )
 
 
 def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher:
@@ -286,7 +249,7 @@ def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
 
 def _some_token(words: npt.NDArray[np.int32], excluded: Sequence[int], choice: int) -> int | None:
     """Return one of the tokens of a mask that are not excluded, None if there is none. Changes the mask."""
-    _clear_bits(words, excluded)
+    clear_bits(words, excluded)
     nonzero = np.flatnonzero(words)
     if not len(nonzero):
         return None
@@ -295,7 +258,7 @@ def _some_token(words: npt.NDArray[np.int32], excluded: Sequence[int], choice: i
     return index * WORD_BITS + (bits & -bits).bit_length() - 1
 
 
-def _clear_bits(words: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
+def clear_bits(words: npt.NDArray[np.int32], token_ids: Iterable[int]) -> None:
     """Clear the bits of tokens in a mask."""
     view = words.view(np.uint32)
     for token_id in token_ids:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.sampling.tokens import ENTROPY_SCALE, WEIGHT_SCALE, log_softmax
-from model.sampling.mask import build_masks
+from model.sampling.mask import RowMasks, build_masks
 from model.sampling.noise import HostNoise, noise_key
 from model.sampling.parameters import SampledToken, SamplingParams, no_token_error
 from model.sampling.rows import SamplingRow
@@ -46,15 +46,18 @@ class HostSampler:
         self._positions = np.arange(size, dtype=np.int64)
         self._noise = HostNoise(size)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    def sample(
+        self, logits: Tensor, rows: Sequence[SamplingRow], of_grammars: RowMasks | None = None
+    ) -> list[SampledToken]:
         """Choose one token for each row.
 
         Args:
             logits: [M, V] float32 on the CPU, contiguous.
             rows: M >= 1 rows.
+            of_grammars: the masks of their grammars; None if no row has one.
         """
         array = logits.numpy()
-        masks = build_masks(rows, array.shape[1])
+        masks = build_masks(rows, array.shape[1], of_grammars)
         best = array.argmax(axis=1)  # NaN counts as the largest
         finite = np.isfinite(array[np.arange(len(array)), best])
         tokens: list[int | None] = best.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,46 @@ import numpy.typing as npt
 from model.sampling.rows import SamplingRow
 
 WORD_BITS = 32
+_FEWEST_SLOTS: Final = 16
+
+
+class HostMasks:
+    """Masks of grammars by slot, in the host's memory.
+
+    Attributes:
+        words: [S, num_words] int32, the masks as in `TokenMasks`. Written only after `wait`.
+
+    Args:
+        num_words: words of a mask.
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self.words: npt.NDArray[np.int32] = np.zeros((0, num_words), np.int32)
+
+    def reserve(self, num_slots: int) -> None:
+        """Make place for some slots; the masks stay."""
+        if num_slots > len(self.words):
+            words = self._allocate(max(_FEWEST_SLOTS, 2 * len(self.words), num_slots))
+            words[: len(self.words)] = self.words
+            self.words = words
+
+    def _allocate(self, num_slots: int) -> npt.NDArray[np.int32]:
+        return np.zeros((num_slots, self.words.shape[1]), np.int32)
+
+    def wait(self) -> None:
+        """Wait until `words` may be written."""
+
+
+class RowMasks(NamedTuple):
+    """The masks of grammars that some rows have.
+
+    Attributes:
+        masks: of all sequences with a grammar.
+        slots: for each row the slot of its mask, -1 for none.
+    """
+
+    masks: HostMasks
+    slots: Sequence[int]
 
 
 class TokenMasks(NamedTuple):
@@ -37,10 +77,15 @@ class TokenMasks(NamedTuple):
         )
 
 
-def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
+def build_masks(
+    rows: Sequence[SamplingRow], vocab_size: int, of_grammars: RowMasks | None = None
+) -> TokenMasks:
     """Build the masks of a batch: what a row's grammar allows, without its banned ids.
 
-    Banned ids outside the vocabulary are ignored.
+    Args:
+        rows: of the batch.
+        vocab_size: V. Banned ids outside the vocabulary are ignored.
+        of_grammars: the masks of the rows' grammars; None if no row has one.
     """
     num_words = -(-vocab_size // WORD_BITS)
     indices: dict[tuple[int, ...], int] = {}
@@ -48,7 +93,7 @@ def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
     grammars: list[tuple[int, tuple[int, ...]]] = []
     for i, row in enumerate(rows):
         banned = row.banned_ids() if row.parameters.bans_tokens else ()
-        if row.allowed is not None:
+        if of_grammars is not None and of_grammars.slots[i] >= 0:
             grammars.append((i, banned))
             of_rows.append(-1)
         else:
@@ -57,9 +102,8 @@ def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
     if indices:
         bits[: len(indices)] = _allow_others(indices, vocab_size)
     for mask, (i, banned) in enumerate(grammars, len(indices)):
-        allowed = rows[i].allowed
-        assert allowed is not None
-        bits[mask] = allowed[:num_words]
+        assert of_grammars is not None
+        bits[mask] = of_grammars.masks.words[of_grammars.slots[i], :num_words]
         if banned:
             bits[mask] &= _allow_others([banned], vocab_size)[0]
         of_rows[i] = mask

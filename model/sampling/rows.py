@@ -60,14 +60,11 @@ class SamplingRow(msgspec.Struct, frozen=True):
         parameters: the sampling parameters of the request.
         position: position in the sequence of the token to sample; together with the seed it determines the noise.
         history: the tokens before it; may lack the latest tokens unless `parameters.needs_history`.
-        allowed: [>= ceil(V / 32)] int32, the tokens that a grammar allows, as in `model.sampling.mask.TokenMasks`; may
-            be written after the row was made, but before sampling. None for all.
     """
 
     parameters: SamplingParams
     position: int
     history: TokenHistory
-    allowed: npt.NDArray[np.int32] | None = None
 
     @property
     def num_output_tokens(self) -> int:

@@ -18,6 +18,7 @@ from kernels.selection import VectorSpec
 from model.device.transfer import Download
 from model.sampling.device import DeviceTokens
 from model.sampling.host import HostSampler
+from model.sampling.mask import RowMasks
 from model.sampling.parameters import SampledToken
 from model.sampling.rows import SamplingRow
 
@@ -99,21 +100,24 @@ class Sampler:
         """
         return self.begin(logits, rows).result() if rows else []
 
-    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
+    def begin(
+        self, logits: Tensor, rows: Sequence[SamplingRow], of_grammars: RowMasks | None = None
+    ) -> PendingTokens:
         """Choose one token for each row without waiting for the device.
 
         Args:
             logits: as for `forward`.
             rows: M >= 1 rows.
+            of_grammars: the masks of their grammars; None if no row has one.
         """
         assert len(rows) == len(logits), (logits.shape, len(rows))
         logits = logits.detach()
 
         def sample(logits: Tensor) -> list[SampledToken]:
-            return self._host.sample(logits.float().contiguous(), rows)
+            return self._host.sample(logits.float().contiguous(), rows, of_grammars)
 
         if logits.device.type == "cpu":
             return HostTokens(sample(logits))
         if not has_kernels(logits.device):
             return CopiedTokens(logits, sample)
-        return DeviceTokens(logits.contiguous(), rows)
+        return DeviceTokens(logits.contiguous(), rows, of_grammars)

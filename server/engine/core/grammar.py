@@ -11,6 +11,13 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by one token; return whether the grammar allows it and its limits are kept."""
 
+    def continues_after(self, token_id: int) -> bool:
+        """Advance by one token if it is known that nothing is forced after it and the output goes on.
+
+        Returns:
+            Whether it did; otherwise the state is the same as before.
+        """
+
     def forced_tokens(self) -> list[int]:
         """Return the next tokens where the grammar allows one text only; they are not accepted yet."""
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from model.sampling.parameters import SamplingParams
     from server.engine.core.grammar import Matcher
     from server.engine.core.sequence import Sequence
 
@@ -23,10 +24,10 @@ class GrammarQueue:
     """Sequences that wait for their grammar while others run; in order of arrival.
 
     Args:
-        compile_grammar: starts to compile a serialized grammar on another thread.
+        compile_grammar: starts to compile the grammar of a request on another thread.
     """
 
-    def __init__(self, compile_grammar: Callable[[str], Future[Matcher]]) -> None:
+    def __init__(self, compile_grammar: Callable[[SamplingParams], Future[Matcher]]) -> None:
         self._compile = compile_grammar
         self._waiting: dict[int, tuple[Sequence, Future[Matcher]]] = {}
 
@@ -38,7 +39,7 @@ class GrammarQueue:
         assert sequence.sampling.grammar is not None
         future: Future[Matcher]
         try:
-            future = self._compile(sequence.sampling.grammar)
+            future = self._compile(sequence.sampling)
         except Exception as error:
             log.exception("a grammar cannot be compiled")
             future = concurrent.futures.Future()

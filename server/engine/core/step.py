@@ -10,6 +10,7 @@ from typing import Protocol, overload
 
 import msgspec
 
+from model.sampling.parameters import SamplingParams
 from server.engine.core.grammar import Matcher
 from server.engine.core.sequence import Sequence
 
@@ -307,8 +308,8 @@ class PendingStep(Protocol):
 class StepRunner(Protocol):
     """Computes steps; implemented by `server.engine.runner.step.model_runner.ModelRunner`."""
 
-    def compile_grammar(self, grammar: str) -> Future[Matcher]:
-        """Start to compile a serialized grammar on another thread."""
+    def compile_grammar(self, sampling: SamplingParams) -> Future[Matcher]:
+        """Start to compile the grammar of a request on another thread."""
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
         """Start a step on the device without waiting for its results."""

@@ -143,7 +143,7 @@ class Device:
     def forget(self, request_id):
         pass
 
-    def compile_grammar(self, grammar):
+    def compile_grammar(self, sampling):
         raise NotImplementedError
 
 

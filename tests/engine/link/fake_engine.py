@@ -84,7 +84,7 @@ class ArithmeticRunner:
         result = SimpleNamespace(sampled=sampled_rows(output, sampled), prompt_logprobs={})
         return SimpleNamespace(feeds_next=False, sample=lambda: None, result=lambda: result)
 
-    def compile_grammar(self, grammar):
+    def compile_grammar(self, sampling):
         raise NotImplementedError
 
     def forget(self, request_id):

@@ -13,11 +13,12 @@ from model.checkpoint.hub import resolve
 from model.errors import GrammarError
 from model.sampling.grammar import (
     GrammarTokenizer,
-    TokenMasker,
+    MatcherRules,
     check,
     compile_matcher,
     serialize,
 )
+from model.sampling.token_masker import TokenMasker
 from model.text.lark import MAX_TEXT_CHARACTERS
 from model.text.tokenizer import Tokenizer
 
@@ -179,45 +180,113 @@ def test_masks_of_many_matchers_are_those_of_each_alone(tokenizer, vocabulary, n
     kinds = [("regex", "[a-f]+"), ("json_object", None), ("choice", ["x"]), ("regex", "")]
     matchers = [compile_matcher(vocabulary, serialize(*kind)) for kind in kinds * 8]
     matchers += [matcher.copy() for matcher in matchers]
-    masker = TokenMasker(vocabulary, num_threads)
-    together = masker.start([(matcher, True) for matcher in matchers])
-    assert together.wait() == {}
-    words = together.words.copy()
+    together, alone = TokenMasker(vocabulary, num_threads), TokenMasker(vocabulary)
+    together.compute(matchers)
+    words = [together.masks.words[matcher.slot].copy() for matcher in matchers]
 
     for i in range(len(kinds)):
-        alone = masker.start([(matchers[i], True)])
-        assert alone.wait() == {}
+        copy = matchers[i].copy()
+        alone.compute([copy])
         for k in range(i, len(matchers), len(kinds)):
-            assert np.array_equal(words[k], alone.words[0])
+            assert np.array_equal(words[k], alone.masks.words[copy.slot])
+
+
+def allowed_ids(masker, matcher):
+    masker.compute([matcher])
+    words = masker.masks.words[matcher.slot]
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
 def test_end_tokens_are_allowed_where_the_grammar_accepts_or_nothing_else_is(vocabulary):
     masker = TokenMasker(vocabulary)
 
-    def allowed(pattern, end_allowed):
-        pending = masker.start(
-            [(compile_matcher(vocabulary, serialize("regex", pattern)), end_allowed)]
-        )
-        assert pending.wait() == {}
-        bits = np.unpackbits(pending.words[0].view(np.uint8), bitorder="little")
-        return set(np.flatnonzero(bits).tolist())
+    def allowed(pattern, ends_from):
+        matcher = compile_matcher(vocabulary, serialize("regex", pattern))
+        return allowed_ids(masker, matcher.copy(MatcherRules(ends_from)))
 
-    assert 0 in allowed("a*", True)
-    assert 0 not in allowed("a*", False)
-    assert 0 not in allowed("a+", True)
-    assert allowed("", False) == {0}
+    assert 0 in allowed("a*", 0)
+    assert 0 not in allowed("a*", 1)
+    assert 0 not in allowed("a+", 0)
+    assert allowed("", 1) == {0}
 
 
 def test_logits_without_a_token_are_never_allowed(tokenizer):
     vocabulary = GrammarTokenizer(tokenizer, 5000, [0])
-    pending = TokenMasker(vocabulary).start(
-        [(compile_matcher(vocabulary, serialize("regex", "(?s:.*)")), True)]
-    )
-    assert pending.wait() == {}
+    matcher = compile_matcher(vocabulary, serialize("regex", "(?s:.*)"))
 
-    bits = np.unpackbits(pending.words[0].view(np.uint8), bitorder="little")
-    assert bits[: 4096 - 1].sum() > 3000
-    assert not bits[tokenizer.vocab_size :].any()
+    allowed = allowed_ids(TokenMasker(vocabulary), matcher)
+
+    assert len(allowed & set(range(4096 - 1))) > 3000
+    assert max(allowed) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tokens_that_are_accepted_ahead_are_those_that_single_steps_would_sample(
+    tokenizer, vocabulary, num_threads
+):
+    grammar = serialize("json_schema", OBJECT)
+    rules = MatcherRules(most_tokens=40, follows_forced=True)
+    first = compile_matcher(vocabulary, grammar)
+    matchers = [first.copy(rules) for _ in range(6)]
+    plain = [first.copy() for _ in matchers]
+    masker, single = TokenMasker(vocabulary, num_threads), TokenMasker(vocabulary)
+    rng = np.random.default_rng(5)
+    for _ in range(12):
+        masker.compute(matchers)
+        chosen = []
+        for matcher, other in zip(matchers, plain, strict=True):
+            allowed = allowed_ids(single, other)
+            assert allowed_ids(masker, matcher) == allowed
+            chosen.append(int(rng.choice(sorted(allowed))))
+        masker.advance(list(zip(matchers, chosen, strict=True)))
+        for matcher, other, token_id in zip(matchers, plain, chosen, strict=True):
+            assert other.accept(token_id)
+            forced = matcher.ahead[1:]
+            if matcher.continues_after(token_id):
+                assert not forced
+            else:
+                assert matcher.accept(token_id)
+            assert matcher.forced_tokens() == forced == other.forced_tokens()
+            for expected in forced:
+                assert matcher.accept(expected)
+                assert other.accept(expected)
+            assert matcher.is_complete == other.is_complete
+        going_on = [i for i, matcher in enumerate(matchers) if not matcher.is_complete]
+        matchers, plain = [matchers[i] for i in going_on], [plain[i] for i in going_on]
+
+
+def test_a_token_that_is_not_allowed_is_refused_when_its_owner_accepts_it(tokenizer, vocabulary):
+    good, bad = (compile_matcher(vocabulary, serialize("regex", "[a-f]+")) for _ in range(2))
+    (a,), (x,) = (tokenizer.encode(text, add_special_tokens=False) for text in "ax")
+    masker = TokenMasker(vocabulary, 2)
+    masker.advance([(bad, x), (good, a)])
+
+    assert not bad.continues_after(x)
+    assert not bad.accept(x)
+    assert bad.error
+    assert good.continues_after(a)
+    assert not good.error
+
+
+def test_no_more_tokens_are_followed_than_the_output_has(tokenizer, vocabulary):
+    rules = MatcherRules(most_tokens=4, follows_forced=True)
+    matcher = compile_matcher(vocabulary, serialize("choice", ["x" + "ab" * 500])).copy(rules)
+    masker = TokenMasker(vocabulary)
+    (first, *_) = allowed_ids(masker, matcher)
+    masker.advance([(matcher, first)])
+
+    assert len(matcher.ahead) == 4
+    assert not matcher.has_stopped
+
+
+def test_the_slot_of_a_matcher_that_is_gone_is_used_again(vocabulary):
+    masker = TokenMasker(vocabulary)
+    first = compile_matcher(vocabulary, serialize("regex", "[a-f]+"))
+    for _ in range(100):
+        masker.compute([first, first.copy()])
+
+    assert len(masker.masks.words) == 16
+    assert allowed_ids(masker, first) == allowed_ids(masker, first.copy())
 
 
 def test_schemas_of_many_shapes_accept_only_documents_that_validate(tokenizer, vocabulary):

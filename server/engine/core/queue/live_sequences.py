@@ -197,7 +197,6 @@ class LiveSequences:
         if not (stop := sequence.check_at):
             return
         assert sequence.status is RUNNING, sequence
-        assert sequence.matcher is None, sequence
         assert not sequence.is_expired, sequence
         assert not sequence.num_void_results, sequence
         assert stop < sequence.max_num_tokens, sequence

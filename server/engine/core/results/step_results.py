@@ -88,6 +88,12 @@ class StepResults:
             known = sequence.token_ids
             if token_id < 0 or token_id in sequence.end_token_ids:
                 others.append(row)
+            elif (matcher := sequence.matcher) is not None and not (
+                len(known) < sequence.max_num_tokens - 1
+                and sequence.check_at
+                and matcher.continues_after(token_id)
+            ):
+                others.append(row)
             elif len(known) < sequence.check_at:
                 known.append(token_id)
                 sequence.num_tokens_in_flight -= 1
@@ -124,6 +130,7 @@ class StepResults:
         if sequence.num_void_results and num_logits and not (sampled and sampled[0].error):
             sequence.num_void_results -= 1
             self._cache_blocks(sequence, row.start + row.num_tokens)
+            self._set_check(sequence)
             return
         sequence.num_tokens_in_flight -= num_logits
         if row.draft:
@@ -137,13 +144,13 @@ class StepResults:
             stop = row.start + row.num_tokens - num_rejected
             if stop // self._block_size > sequence.num_linked_blocks:
                 self._cache_blocks(sequence, stop)
-            if reason is None:
-                if not (sampled and sequence.sampling.skips_forced_tokens):
-                    self._set_check(sequence)
-                    return
+            if reason is None and sampled and sequence.sampling.skips_forced_tokens:
                 reason = append_forced(sequence, events)
                 if sequence.num_void_results:
                     self.has_void = True
+            if reason is None:
+                self._set_check(sequence)
+                return
         if reason is FinishReason.ERROR:
             failures.add(sequence.request_id, self._fail(sequence))
         elif reason is not None:
@@ -153,7 +160,7 @@ class StepResults:
 
     def _set_check(self, sequence: Sequence) -> None:
         """Set the number of tokens from which on a row of a sequence needs more than its token; see `_enter_decode`."""
-        if sequence.status is not RUNNING or sequence.matcher is not None or sequence.is_expired:
+        if sequence.status is not RUNNING or sequence.num_void_results or sequence.is_expired:
             return
         stop = sequence.max_num_tokens - 1
         if self._block_manager.enable_prefix_caching:

@@ -96,6 +96,7 @@ def append_forced(sequence: Sequence, events: StepEvents) -> FinishReason | None
     if forced and sequence.num_tokens_in_flight:
         sequence.num_void_results = sequence.num_tokens_in_flight
         sequence.num_tokens_in_flight = 0
+        sequence.check_at = 0
     return reason
 
 

@@ -33,7 +33,11 @@ _MOST_WASTE: Final = 1.5
 _CROWD: Final = 8
 """Prompts of the middle size of prompt buckets; the others have 1 and `max_num_seqs`."""
 _MIXED_CROWD: Final = 32
-"""Prompts of a bucket with decode rows. Few, because the LM head computes a row for each."""
+"""Prompts of most buckets with decode rows. Few, because the LM head computes a row for each."""
+_MOST_FORCED: Final = 512
+"""Prompt tokens of the largest bucket with decode rows and as many prompts as a step may have: in steps of many
+sequences with a grammar, those with forced tokens are short prompts.
+"""
 _MIXED_ROWS: Final = (16, 64)
 """Decode rows of such buckets, in addition to `max_num_seqs`."""
 _FEWEST_SHARED: Final = 16
@@ -73,7 +77,7 @@ class BucketGrid:
             limits.max_num_batched_tokens, _FEWEST_MIXED_TOKENS, _MIXED_PARTS
         )
         self._mixed_rows = [*(rows for rows in _MIXED_ROWS if rows < most), most]
-        self._mixed_seqs = min(_MIXED_CROWD, most)
+        self._mixed_seqs = sorted({min(_MIXED_CROWD, most), most})
 
     def ahead(self) -> Iterator[Bucket]:
         """Yield the buckets to record in idle time, in the order in which steps are likely to need them.
@@ -100,10 +104,13 @@ class BucketGrid:
                     if tokens <= seqs * columns * self._block_size:
                         yield self._bucket(0, tokens, seqs, columns)
             if self._most_seqs > 1:
-                for tokens in self._mixed_tokens:
-                    # The most rows first: later recordings reuse the memory of larger ones.
-                    for rows in reversed(self._mixed_rows):
-                        yield self._bucket(rows, tokens, self._mixed_seqs, columns)
+                for seqs in self._mixed_seqs:
+                    for tokens in self._mixed_tokens:
+                        if seqs > _MIXED_CROWD and tokens > _MOST_FORCED:
+                            continue
+                        # The most rows first: later recordings reuse the memory of larger ones.
+                        for rows in reversed(self._mixed_rows):
+                            yield self._bucket(rows, tokens, seqs, columns)
 
     def fitting(self, step: Bucket) -> Iterator[Bucket]:
         """Yield the buckets that a step fits in, the best first.
@@ -156,11 +163,14 @@ class BucketGrid:
         if step.queries > 1:
             return
         tokens = next(iter(_from(self._mixed_tokens, step.prompt_tokens)), None)
-        if step.prompt_seqs > self._mixed_seqs or tokens is None:
+        if tokens is None:
             return
-        for rows in _from(self._mixed_rows, step.rows):
-            for columns in _from(self._prompt_columns, step.columns):
-                yield self._bucket(rows, tokens, self._mixed_seqs, columns)
+        for seqs in _from(self._mixed_seqs, step.prompt_seqs):
+            if seqs > _MIXED_CROWD and tokens > _MOST_FORCED:
+                return
+            for rows in _from(self._mixed_rows, step.rows):
+                for columns in _from(self._prompt_columns, step.columns):
+                    yield self._bucket(rows, tokens, seqs, columns)
 
     def _bucket(
         self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0, queries: int = 1

@@ -1,7 +1,8 @@
-"""Compiles grammars on threads, and computes token masks while the device computes a step."""
+"""Compiles grammars on threads, and follows them: accepts a step's tokens and computes the masks of the next ones."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
@@ -9,14 +10,19 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from model.device.cpus import usable_cpus
-from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, TokenMasker, compile_matcher
+from model.sampling.device_masks import DeviceMasks
+from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, MatcherRules, compile_matcher
+from model.sampling.token_masker import TokenMasker
 from model.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    import torch
 
     from model.checkpoint.config import ModelConfig
-    from model.sampling.grammar import PendingMasks
+    from model.sampling.mask import HostMasks
+    from model.sampling.parameters import SamplingParams
     from server.engine.core.grammar import Matcher
 
 _THREADS: Final = 2
@@ -39,8 +45,8 @@ class _Compiled:
     def num_copies(self) -> int:
         return len(self._copies)
 
-    def copy(self) -> GrammarMatcher:
-        copy = self._matcher.copy()
+    def copy(self, rules: MatcherRules) -> GrammarMatcher:
+        copy = self._matcher.copy(rules)
         self._copies.add(copy)
         return copy
 
@@ -51,10 +57,11 @@ class Grammars:
     Args:
         folder: the checkpoint, with its tokenizer.
         config: of the model.
+        device: where tokens are sampled.
     """
 
-    def __init__(self, folder: str, config: ModelConfig) -> None:
-        self._folder, self._config = folder, config
+    def __init__(self, folder: str, config: ModelConfig, device: torch.device) -> None:
+        self._folder, self._config, self._device = folder, config, device
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._lock = Lock()
         self._tokenizer: GrammarTokenizer | None = None
@@ -63,18 +70,34 @@ class Grammars:
         # One core stays free for the engine's thread.
         self._num_masking = max(1, min(_MOST_MASKING, usable_cpus().logical - 1))
 
-    def compile(self, grammar: str) -> Future[Matcher]:
-        """Start to compile a serialized grammar. The future raises a `ModelError` if that fails."""
-        return self._threads.submit(self._compile, grammar)
+    def compile(self, sampling: SamplingParams) -> Future[Matcher]:
+        """Start to compile the grammar of a request. The future raises a `ModelError` if that fails."""
+        assert sampling.grammar is not None
+        # A request that ignores the model's end tokens has none.
+        ends_from = sampling.min_new_tokens if sampling.eos_token_ids else math.inf
+        rules = MatcherRules(ends_from, sampling.max_new_tokens, sampling.skips_forced_tokens)
+        return self._threads.submit(self._compile, sampling.grammar, rules)
 
-    def start_masks(self, rows: Sequence[tuple[GrammarMatcher, bool]]) -> PendingMasks:
-        """Start to compute masks; see `TokenMasker.start`. Only the engine's thread calls it."""
+    def compute_masks(self, matchers: Iterable[GrammarMatcher]) -> HostMasks:
+        """Compute the masks of matchers that have none; return all masks. Only the engine's thread calls it."""
+        self._follower.compute(matchers)
+        return self._follower.masks
+
+    def advance(self, rows: Sequence[tuple[GrammarMatcher, int]]) -> None:
+        """Accept the tokens of a step ahead; see `TokenMasker.advance`. Only the engine's thread calls it."""
+        self._follower.advance(rows)
+
+    @property
+    def _follower(self) -> TokenMasker:
         if self._masker is None:
             assert self._tokenizer is not None, "there are matchers, so the vocabulary is loaded"
-            self._masker = TokenMasker(self._tokenizer, self._num_masking)
-        return self._masker.start(rows)
+            masks = None
+            if self._device.type == "cuda":
+                masks = DeviceMasks(self._tokenizer.num_words, self._device)
+            self._masker = TokenMasker(self._tokenizer, self._num_masking, masks)
+        return self._masker
 
-    def _compile(self, grammar: str) -> Matcher:
+    def _compile(self, grammar: str, rules: MatcherRules) -> Matcher:
         with self._lock:
             tokenizer = self._load()
             if grammar in self._compiled:
@@ -82,7 +105,7 @@ class Grammars:
                 compiled = self._compiled[grammar]
                 least = min(compiled, key=lambda one: one.num_copies)
                 if least.num_copies < _COPIES or len(compiled) >= self._num_masking:
-                    copy = least.copy()
+                    copy = least.copy(rules)
                     if copy.has_usable_caches:
                         return copy
                     compiled.remove(least)
@@ -91,7 +114,7 @@ class Grammars:
             self._compiled.setdefault(grammar, []).append(one)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return one.copy()
+            return one.copy(rules)
 
     def _load(self) -> GrammarTokenizer:
         if self._tokenizer is None:

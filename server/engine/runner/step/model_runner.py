@@ -12,12 +12,12 @@ import traceback
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, cast
 
-import msgspec
 import torch
 
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
 from model.executors.step import StepOutput
+from model.sampling.mask import RowMasks
 from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
 from server.engine.core.sequence import SequenceStatus
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from model.device.replay import Recorder
     from model.executors.columns import Bucket
     from model.executors.step import PromptScores
-    from model.sampling.grammar import GrammarMatcher, PendingMasks
+    from model.sampling.grammar import GrammarMatcher
+    from model.sampling.parameters import SampledToken, SamplingParams
     from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher
     from server.engine.core.limits import SchedulerConfig
@@ -136,10 +137,10 @@ class ModelRunner:
         """Record the steps of one bucket; return whether any bucket was waiting for a recording."""
         return self.recorded is not None and self.recorded.record_next()
 
-    def compile_grammar(self, grammar: str) -> Future[Matcher]:
-        """Start to compile a serialized grammar on another thread."""
+    def compile_grammar(self, sampling: SamplingParams) -> Future[Matcher]:
+        """Start to compile the grammar of a request on another thread."""
         assert self._grammars is not None
-        return self._grammars.compile(grammar)
+        return self._grammars.compile(sampling)
 
     def forget(self, request_id: int) -> None:
         """Drop the token history of a sequence that ended; unknown ids are ignored."""
@@ -194,18 +195,12 @@ class ModelRunner:
             row.parameters.needs_history and sequence.num_tokens_in_flight
             for row, sequence in zip(rows, sampling, strict=False)
         )
-        masks = None if greedy or waits else self._start_masks(rows, sampling)
         prompts: dict[int, PromptLogprobs] = {}
         computed = None
-        try:
-            if self.recorded is not None and not needs.any_scored:
-                computed = self.recorded.compute(decode, prefill)
-            if computed is None:
-                computed, prompts = self._compute(output, scored=needs.any_scored)
-        except Exception:
-            if masks is not None:
-                masks[1].wait()  # the step may be computed again, with masks of the same grammars
-            raise
+        if self.recorded is not None and not needs.any_scored:
+            computed = self.recorded.compute(decode, prefill)
+        if computed is None:
+            computed, prompts = self._compute(output, scored=needs.any_scored)
         self._sampled.note(decode, prefill)
         if greedy and suffices(computed, logprobs=needs.logprobs):
             return GreedyStep(computed, decode, prefill, logprobs=needs.logprobs)
@@ -217,15 +212,18 @@ class ModelRunner:
         if greedy:
             sampling, rows = self._sampling_rows(decode, prefill)
 
-        def sample(masks: tuple[list[int], PendingMasks] | None) -> SampledStep:
-            errors = {} if masks is None else _add_masks(rows, *masks)
-            tokens = self._sampler.begin(logits, rows)
+        def sample() -> SampledStep:
+            masks, errors = self._masks(rows, sampling)
+            tokens = self._sampler.begin(logits, rows, masks)
             feeds_next = self._keep(decode, tokens)
-            return SampledStep(tokens, decode.num_logits, num_logits, prompts, feeds_next, errors)
+            # The host keeps some of the tokens of a row with a draft.
+            follows = masks is not None and decode.drafts is None
+            advance = functools.partial(self._advance, rows, sampling) if follows else None
+            return SampledStep(
+                tokens, decode.num_logits, num_logits, prompts, feeds_next, errors, advance
+            )
 
-        if waits:
-            return WaitingStep(lambda: sample(self._start_masks(rows, sampling)))
-        return sample(masks)
+        return WaitingStep(sample) if waits else sample()
 
     def pack(
         self, output: SchedulerOutput, sharing_rule: SharingRule | None, *, scored: bool = False
@@ -340,20 +338,48 @@ class ModelRunner:
         drafted = s.draft[: position - len(known)]
         return history.followed_by(drafted) if drafted else history
 
-    def _start_masks(
+    def _masks(
         self, rows: list[SamplingRow], sequences: list[Sequence]
-    ) -> tuple[list[int], PendingMasks] | None:
-        """Start to compute the masks of the rows with a grammar; return their indices and masks, None for none."""
-        masked: list[int] = []
-        inputs: list[tuple[GrammarMatcher, bool]] = []
+    ) -> tuple[RowMasks | None, dict[int, str]]:
+        """Return the masks of the rows with a grammar, None for none; and by row why some have none."""
+        matchers: list[tuple[int, GrammarMatcher]] = []
         for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
             if sequence.matcher is not None and (matcher := _matcher_before(sequence, row)):
-                masked.append(i)
-                inputs.append((matcher, _end_allowed(row)))
-        if not masked:
-            return None
+                matchers.append((i, matcher))
+        if not matchers:
+            return None, {}
         assert self._grammars is not None
-        return masked, self._grammars.start_masks(inputs)
+        masks = self._grammars.compute_masks([matcher for _, matcher in matchers])
+        slots, errors = [-1] * len(rows), {}
+        for i, matcher in matchers:
+            if matcher.has_stopped and (error := matcher.error):
+                errors[i] = error
+            else:
+                slots[i] = matcher.slot
+        return RowMasks(masks, slots), errors
+
+    def _advance(
+        self,
+        rows: list[SamplingRow],
+        sequences: list[Sequence],
+        tokens: TypingSequence[SampledToken],
+    ) -> None:
+        """Let the grammars of sequences accept their tokens ahead of the commit."""
+        pairs: list[tuple[GrammarMatcher, int]] = []
+        for row, sequence, token in zip(rows, sequences, tokens, strict=True):
+            matcher, token_id = sequence.matcher, token.token_id
+            if (
+                matcher is None
+                or token_id is None
+                or row.position != len(sequence.token_ids)  # void
+                or token_id in sequence.end_token_ids
+                or sequence.status is SequenceStatus.FINISHED
+            ):
+                continue
+            pairs.append((cast("GrammarMatcher", matcher), token_id))
+        if pairs:
+            assert self._grammars is not None
+            self._grammars.advance(pairs)
 
 
 def _prompt_logprobs(
@@ -371,21 +397,6 @@ def _prompt_logprobs(
             top = [it[:count] for it in itertools.islice(tops, len(found))]
             results[s.sequence.request_id] = PromptLogprobs(s.start, found, top if count else [])
     return results
-
-
-def _end_allowed(row: SamplingRow) -> bool:
-    """Return whether the model's end tokens may be sampled where the grammar allows them."""
-    parameters = row.parameters
-    # A request that ignores the model's end tokens has none.
-    return bool(parameters.eos_token_ids) and row.num_output_tokens >= parameters.min_new_tokens
-
-
-def _add_masks(rows: list[SamplingRow], masked: list[int], masks: PendingMasks) -> dict[int, str]:
-    """Wait for masks, and put each into its row; return the errors of rows that have none, by row."""
-    errors = masks.wait()
-    for i, words in zip(masked, masks.words, strict=True):
-        rows[i] = msgspec.structs.replace(rows[i], allowed=words)
-    return {masked[i]: error for i, error in errors.items()}
 
 
 def _matcher_before(sequence: Sequence, row: SamplingRow) -> GrammarMatcher | None:

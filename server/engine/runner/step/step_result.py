@@ -31,6 +31,7 @@ class SampledStep:
         prompt_logprobs: see `StepResult`.
         feeds_next: see `PendingStep`.
         errors: why rows of logits have no token; by row, in place of the sampler's result.
+        advance: given the tokens of the rows of logits, lets grammars follow them; None if there are none.
     """
 
     tokens: PendingTokens | None
@@ -39,6 +40,7 @@ class SampledStep:
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
     errors: Mapping[int, str] = field(default_factory=dict)
+    advance: Callable[[list[SampledToken]], None] | None = None
 
     def sample(self) -> None:
         """Do nothing: the sampler has started."""
@@ -49,6 +51,8 @@ class SampledStep:
         tokens = [] if self.tokens is None else self.tokens.result()
         for row, error in self.errors.items():
             tokens[row] = SampledToken(error=error)
+        if self.advance is not None:
+            self.advance(tokens)
         count = self.num_decode
         sampled = SampledRows.of(tokens[:count], _split(tokens[count:], self.num_logits))
         return StepResult(sampled, self.prompt_logprobs)

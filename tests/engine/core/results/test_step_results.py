@@ -408,6 +408,9 @@ class Forcing:
         self.accepted.append(token_id)
         return True
 
+    def continues_after(self, token_id):
+        return False
+
     def forced_tokens(self):
         return self.forced_after.get(self.accepted[-1] if self.accepted else None, self.forced)
 
