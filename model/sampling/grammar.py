@@ -1,7 +1,6 @@
 """Structured output: compiles constraints to grammars, and computes which tokens a grammar allows next.
 
-With `model.sampling.token_masker` the only module that uses llguidance, which is a library without dependencies. It
-does not import PyTorch, because the
+The only module that uses llguidance, which is a library without dependencies. It does not import PyTorch, because the
 front ends check constraints with it. Several of llguidance's algorithms recurse or run without a limit, so a constraint
 that a client sent is compiled first in a process that may end (`server.http.text.grammar_worker`). Afterwards the
 engine compiles the same text with the same limits.
@@ -13,6 +12,7 @@ import json
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,8 @@ from model.text.tokenizer import Tokenizer
 from model.text.tools.translate import Constrained, TranslatedTools, translate_tools
 
 WORD_BITS: Final = 32
+
+Words = npt.NDArray[np.int32]
 
 # An eighth to a half of the library's defaults. With them the most costly pattern known, ((x{1000}){1000}){1000}, takes
 # 0.4 s instead of 2 s. A lexer state takes 1 to 2 kB.
@@ -101,16 +103,13 @@ class MatcherRules(NamedTuple):
 _NO_RULES: Final = MatcherRules()
 
 
-class GrammarMatcher:
-    """The state of a grammar after some tokens.
+class FollowedMatcher(ABC):
+    """The state of a grammar after some tokens, which may be some tokens ahead of its owner.
 
-    Made by `compile_matcher` and `copy`. Not thread-safe. `TokenMasker.advance` may be some tokens ahead of the owner,
-    who then accepts the same tokens one by one, which only confirms them.
+    Whoever computes masks accepts the tokens of a step, follows those that are forced, and sets the attributes. The owner
+    then accepts the same tokens one by one, which only confirms them. Not thread-safe.
 
     Attributes:
-        library: the library's matcher, in the state after the tokens ahead.
-        caches: identifies the caches that a matcher and its copies share. The library locks them while it computes a
-            mask, so only matchers with different caches are computed at the same time.
         rules: what the request adds.
         num_tokens: accepted tokens, with those ahead.
         ahead: accepted tokens that the owner has not accepted yet.
@@ -118,36 +117,23 @@ class GrammarMatcher:
         has_stopped: whether the grammar ends after the tokens ahead, or cannot be followed further.
         is_masked: whether the mask in `slot` is that of the state after the tokens ahead.
         is_followed: whether no token is forced in that state.
-        slot: row of `TokenMasker.masks`; -1 for none. Set by the masker, which uses it again for another matcher later.
+        slot: row of `HostMasks.words`; -1 for none. A matcher that is gone leaves it to another one.
     """
 
     __slots__ = (
-        "__weakref__", "ahead", "caches", "has_stopped", "is_followed", "is_masked", "is_refused", "library", "num_tokens",
-        "rules", "slot",
+        "__weakref__", "ahead", "has_stopped", "is_followed", "is_masked", "is_refused", "num_tokens", "rules", "slot",
     )  # fmt: skip
 
-    def __init__(self, library: LLMatcher, caches: object, rules: MatcherRules = _NO_RULES) -> None:
-        self.library, self.caches, self.rules = library, caches, rules
+    def __init__(self, rules: MatcherRules) -> None:
+        self.rules = rules
         self.num_tokens, self.slot = 0, -1
         self.ahead: list[int] = []
         self.is_refused = self.has_stopped = self.is_masked = self.is_followed = False
 
-    def copy(self, rules: MatcherRules | None = None) -> GrammarMatcher:
-        """Return an independent matcher in the same state, which shares the caches.
-
-        Args:
-            rules: of the copy; None for the same.
-        """
-        rules = self.rules if rules is None else rules
-        matcher = GrammarMatcher(self.library.deep_copy(), self.caches, rules)
-        matcher.num_tokens, matcher.ahead = self.num_tokens, self.ahead.copy()
-        matcher.is_refused, matcher.has_stopped = self.is_refused, self.has_stopped
-        return matcher
-
     @property
-    def follows_forced(self) -> bool:
-        """Whether the next token is followed if it is forced."""
-        return self.rules.follows_forced and self.num_tokens < self.rules.most_tokens
+    def num_left(self) -> int:
+        """Number of further tokens that may be followed if they are forced."""
+        return self.rules.most_tokens - self.num_tokens if self.rules.follows_forced else 0
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; return whether the grammar allows it and its limits are kept."""
@@ -156,7 +142,7 @@ class GrammarMatcher:
             return token_id == ahead.pop(0) and (bool(ahead) or not self.is_refused)
         self.is_masked = self.is_followed = False
         self.num_tokens += 1
-        return self.library.consume_token(token_id)
+        return self._consume(token_id)
 
     def continues_after(self, token_id: int) -> bool:
         """Advance by one token if nothing else has to be done for it; return whether it did.
@@ -177,16 +163,106 @@ class GrammarMatcher:
         """
         if self.ahead:
             return self.ahead.copy()
-        if self.is_followed:
-            return []
-        return self.library.compute_ff_tokens()
+        return [] if self.is_followed else self._find_forced()
 
     @property
     def is_complete(self) -> bool:
         """Whether the output follows the grammar and nothing can be appended to it."""
         if self.ahead or (self.is_masked and not self.has_stopped):
             return False
-        return self.library.is_stopped() and not self.library.is_error()
+        return self._ends()
+
+    def take_over(self, other: FollowedMatcher) -> None:
+        """Take over the state of a matcher of which this one is a copy; it has no mask."""
+        self.num_tokens, self.ahead = other.num_tokens, other.ahead.copy()
+        self.is_refused, self.has_stopped = other.is_refused, other.has_stopped
+
+    @abstractmethod
+    def copy(self) -> FollowedMatcher:
+        """Return an independent matcher in the same state."""
+
+    @property
+    @abstractmethod
+    def error(self) -> str:
+        """Why the matcher cannot continue; empty if it can."""
+
+    @abstractmethod
+    def _consume(self, token_id: int) -> bool: ...
+
+    @abstractmethod
+    def _find_forced(self) -> list[int]: ...
+
+    @abstractmethod
+    def _ends(self) -> bool: ...
+
+
+class GrammarMatcher(FollowedMatcher):
+    """A matcher of this process.
+
+    Made by `compile_matcher` and `copy`.
+
+    Attributes:
+        library: the library's matcher, in the state after the tokens ahead.
+    """
+
+    __slots__ = ("library",)
+
+    def __init__(self, library: LLMatcher, rules: MatcherRules = _NO_RULES) -> None:
+        super().__init__(rules)
+        self.library = library
+
+    def copy(self, rules: MatcherRules | None = None) -> GrammarMatcher:
+        """Return an independent matcher in the same state.
+
+        Args:
+            rules: of the copy; None for the same.
+        """
+        copy = GrammarMatcher(self.library.deep_copy(), self.rules if rules is None else rules)
+        copy.take_over(self)
+        return copy
+
+    def follow(self, token_id: int, most: int = sys.maxsize) -> None:
+        """Accept a token ahead, and the tokens that are forced after it.
+
+        Args:
+            token_id: the token; there are none ahead.
+            most: forced tokens that are accepted.
+        """
+        library = self.library
+        self.is_masked = self.is_followed = False
+        self.ahead.append(token_id)
+        self.num_tokens += 1
+        if not library.consume_token(token_id):
+            self.is_refused = True
+            return
+        if (left := min(self.num_left, most)) <= 0:
+            return
+        forced = library.compute_ff_tokens()
+        self.is_followed = len(forced) < left
+        for forced_id in forced[:left]:
+            if not library.consume_token(forced_id):
+                self.has_stopped = True  # with an error
+                return
+            self.ahead.append(forced_id)
+            self.num_tokens += 1
+
+    def write_mask(self, words: Words, end_ids: Sequence[int]) -> None:
+        """Compute which tokens may come next.
+
+        Args:
+            words: [num_words] int32 contiguous, written: bit i % 32 of word i // 32 is 1 where token i is allowed.
+            end_ids: the model's end tokens. They are allowed where the grammar and `rules` allow them, and where nothing
+                else is. A matcher that cannot continue allows them, and has an `error`.
+        """
+        library = self.library
+        library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.is_masked = True
+        self.has_stopped = library.is_stopped()
+        if self.num_tokens < self.rules.ends_from and _allows_any(words, end_ids):
+            kept = words.copy()
+            _clear_bits(kept, end_ids)
+            if kept.any():
+                words[:] = kept
 
     @property
     def is_accepting(self) -> bool:
@@ -206,6 +282,15 @@ class GrammarMatcher:
             return ""
         return f"the grammar cannot be followed further: {_reason(self.library.get_error())}"
 
+    def _consume(self, token_id: int) -> bool:
+        return self.library.consume_token(token_id)
+
+    def _find_forced(self) -> list[int]:
+        return self.library.compute_ff_tokens()
+
+    def _ends(self) -> bool:
+        return self.library.is_stopped() and not self.library.is_error()
+
 
 def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher:
     """Compile a serialized grammar.
@@ -218,7 +303,7 @@ def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher
     matcher = LLMatcher(tokenizer.library, grammar, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise GrammarError(_reason(matcher.get_error()))
-    return GrammarMatcher(matcher, caches=object())
+    return GrammarMatcher(matcher)
 
 
 def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
@@ -249,7 +334,7 @@ def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
 
 def _some_token(words: npt.NDArray[np.int32], excluded: Sequence[int], choice: int) -> int | None:
     """Return one of the tokens of a mask that are not excluded, None if there is none. Changes the mask."""
-    clear_bits(words, excluded)
+    _clear_bits(words, excluded)
     nonzero = np.flatnonzero(words)
     if not len(nonzero):
         return None
@@ -258,7 +343,14 @@ def _some_token(words: npt.NDArray[np.int32], excluded: Sequence[int], choice: i
     return index * WORD_BITS + (bits & -bits).bit_length() - 1
 
 
-def clear_bits(words: npt.NDArray[np.int32], token_ids: Iterable[int]) -> None:
+def _allows_any(words: Words, token_ids: Sequence[int]) -> bool:
+    """Return whether a mask allows one of some tokens."""
+    return any(
+        int(words[token_id // WORD_BITS]) >> token_id % WORD_BITS & 1 for token_id in token_ids
+    )
+
+
+def _clear_bits(words: Words, token_ids: Sequence[int]) -> None:
     """Clear the bits of tokens in a mask."""
     view = words.view(np.uint32)
     for token_id in token_ids:

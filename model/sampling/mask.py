@@ -21,21 +21,19 @@ class HostMasks:
         words: [S, num_words] int32, the masks as in `TokenMasks`. Written only after `wait`.
 
     Args:
-        num_words: words of a mask.
+        words: [S, num_words] int32 contiguous.
     """
 
-    def __init__(self, num_words: int) -> None:
-        self.words: npt.NDArray[np.int32] = np.zeros((0, num_words), np.int32)
+    def __init__(self, words: npt.NDArray[np.int32]) -> None:
+        self.words = words
 
     def reserve(self, num_slots: int) -> None:
         """Make place for some slots; the masks stay."""
         if num_slots > len(self.words):
-            words = self._allocate(max(_FEWEST_SLOTS, 2 * len(self.words), num_slots))
+            count = max(_FEWEST_SLOTS, 2 * len(self.words), num_slots)
+            words = np.zeros((count, self.words.shape[1]), np.int32)
             words[: len(self.words)] = self.words
             self.words = words
-
-    def _allocate(self, num_slots: int) -> npt.NDArray[np.int32]:
-        return np.zeros((num_slots, self.words.shape[1]), np.int32)
 
     def wait(self) -> None:
         """Wait until `words` may be written."""

@@ -234,7 +234,7 @@ def make_runner(
     return ModelRunner(
         model,
         KVCache(_state(model, config), num_blocks, config.block_size, device, num_slots),
-        Grammars(config.model_path, model.config, device),
+        Grammars(config.model_path, model.config, device, 2 * (config.max_num_seqs or 1)),
         deterministic=config.deterministic if deterministic is None else deterministic,
     )
 

@@ -1,4 +1,4 @@
-"""Compiles grammars on threads, and follows them: accepts a step's tokens and computes the masks of the next ones."""
+"""Compiles grammars on threads or in processes, and follows them: accepts a step's tokens and computes the next masks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Final
 
 from model.device.cpus import usable_cpus
-from model.sampling.device_masks import DeviceMasks
-from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, MatcherRules, compile_matcher
+from model.sampling.grammar import WORD_BITS, GrammarTokenizer, MatcherRules, compile_matcher
+from model.sampling.grammar_processes import GrammarProcesses, Setup
+from model.sampling.mask import HostMasks
 from model.sampling.token_masker import TokenMasker
 from model.text.tokenizer import Tokenizer
 
@@ -21,54 +21,52 @@ if TYPE_CHECKING:
     import torch
 
     from model.checkpoint.config import ModelConfig
-    from model.sampling.mask import HostMasks
+    from model.sampling.grammar import FollowedMatcher, GrammarMatcher
     from model.sampling.parameters import SamplingParams
     from server.engine.core.grammar import Matcher
 
 _THREADS: Final = 2
 _KEPT: Final = 64
 """Grammars that are kept compiled for requests with the same one."""
-_MOST_MASKING: Final = 16
-"""Threads that compute masks, at most."""
-_COPIES: Final = 8
-"""Requests with the same grammar from which on it is compiled once more: masks of copies cannot be computed at once."""
-
-
-class _Compiled:
-    """A compiled grammar and the copies of it that are in use."""
-
-    def __init__(self, matcher: GrammarMatcher) -> None:
-        self._matcher = matcher
-        self._copies: WeakSet[GrammarMatcher] = WeakSet()
-
-    @property
-    def num_copies(self) -> int:
-        return len(self._copies)
-
-    def copy(self, rules: MatcherRules) -> GrammarMatcher:
-        copy = self._matcher.copy(rules)
-        self._copies.add(copy)
-        return copy
+_MOST_PROCESSES: Final = 8
+_SPARE_CPUS: Final = 2
+"""For the engine's thread and the front end."""
 
 
 class Grammars:
-    """Compiles the grammars of a checkpoint. The vocabulary is loaded for the first of them.
+    """Compiles and follows the grammars of a checkpoint. The vocabulary is loaded for the first of them.
+
+    For a GPU they are followed in processes of their own. On a CPU, whose cores compute the model, a step follows few
+    of them.
 
     Args:
         folder: the checkpoint, with its tokenizer.
         config: of the model.
         device: where tokens are sampled.
+        num_slots: masks that there is place for on a GPU: at least the sequences of a step.
+        num_processes: that follow grammars, 0 for none; None for a number that suits the device.
     """
 
-    def __init__(self, folder: str, config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: str,
+        config: ModelConfig,
+        device: torch.device,
+        num_slots: int,
+        num_processes: int | None = None,
+    ) -> None:
         self._folder, self._config, self._device = folder, config, device
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._lock = Lock()
+        self._num_slots = num_slots
+        if num_processes is None:
+            usable = usable_cpus().logical - _SPARE_CPUS
+            num_processes = min(_MOST_PROCESSES, usable) if device.type == "cuda" else 0
+        self._num_processes = num_processes
         self._tokenizer: GrammarTokenizer | None = None
-        self._masker: TokenMasker | None = None
-        self._compiled: OrderedDict[str, list[_Compiled]] = OrderedDict()
-        # One core stays free for the engine's thread.
-        self._num_masking = max(1, min(_MOST_MASKING, usable_cpus().logical - 1))
+        self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
+        self._follower: Any = None
+        self._masks: HostMasks | None = None
 
     def compile(self, sampling: SamplingParams) -> Future[Matcher]:
         """Start to compile the grammar of a request. The future raises a `ModelError` if that fails."""
@@ -76,50 +74,71 @@ class Grammars:
         # A request that ignores the model's end tokens has none.
         ends_from = sampling.min_new_tokens if sampling.eos_token_ids else math.inf
         rules = MatcherRules(ends_from, sampling.max_new_tokens, sampling.skips_forced_tokens)
+        if isinstance(self._follower, GrammarProcesses):
+            return self._follower.compile(sampling.grammar, rules)
         return self._threads.submit(self._compile, sampling.grammar, rules)
 
-    def compute_masks(self, matchers: Iterable[GrammarMatcher]) -> HostMasks:
+    def compute_masks(self, matchers: Iterable[FollowedMatcher]) -> HostMasks:
         """Compute the masks of matchers that have none; return all masks. Only the engine's thread calls it."""
+        masks = self._writable_masks()
         self._follower.compute(matchers)
-        return self._follower.masks
+        return masks
 
-    def advance(self, rows: Sequence[tuple[GrammarMatcher, int]]) -> None:
+    def advance(self, rows: Sequence[tuple[FollowedMatcher, int]]) -> None:
         """Accept the tokens of a step ahead; see `TokenMasker.advance`. Only the engine's thread calls it."""
+        self._writable_masks()
         self._follower.advance(rows)
 
-    @property
-    def _follower(self) -> TokenMasker:
-        if self._masker is None:
-            assert self._tokenizer is not None, "there are matchers, so the vocabulary is loaded"
-            masks = None
-            if self._device.type == "cuda":
-                masks = DeviceMasks(self._tokenizer.num_words, self._device)
-            self._masker = TokenMasker(self._tokenizer, self._num_masking, masks)
-        return self._masker
+    def _writable_masks(self) -> HostMasks:
+        """Return the masks once they may be written."""
+        assert self._follower is not None, "there are matchers"
+        if self._masks is None:
+            self._masks = self._new_masks()
+        self._masks.wait()
+        return self._masks
+
+    def _new_masks(self) -> HostMasks:
+        if isinstance(self._follower, TokenMasker):
+            return self._follower.masks
+        if self._device.type != "cuda":
+            return HostMasks(self._follower.words)
+        # Imported here because only a GPU needs it.
+        from model.sampling.device_masks import DeviceMasks  # noqa: PLC0415
+
+        return DeviceMasks(self._follower.words, self._device)
 
     def _compile(self, grammar: str, rules: MatcherRules) -> Matcher:
+        with self._lock:
+            if self._num_processes and self._follower is None:
+                self._follower = self._start_processes()
+        if isinstance(self._follower, GrammarProcesses):
+            return self._follower.compile(grammar, rules).result()
         with self._lock:
             tokenizer = self._load()
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
-                compiled = self._compiled[grammar]
-                least = min(compiled, key=lambda one: one.num_copies)
-                if least.num_copies < _COPIES or len(compiled) >= self._num_masking:
-                    copy = least.copy(rules)
-                    if copy.has_usable_caches:
-                        return copy
-                    compiled.remove(least)
-        one = _Compiled(compile_matcher(tokenizer, grammar))
+                copy = self._compiled[grammar].copy(rules)
+                if copy.has_usable_caches:
+                    return copy
+        compiled = compile_matcher(tokenizer, grammar)
         with self._lock:
-            self._compiled.setdefault(grammar, []).append(one)
+            self._compiled[grammar] = compiled
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return one.copy(rules)
+            return compiled.copy(rules)
 
     def _load(self) -> GrammarTokenizer:
+        """Return the vocabulary, and follow grammars in this process."""
         if self._tokenizer is None:
             config = self._config
             self._tokenizer = GrammarTokenizer(
                 Tokenizer.from_folder(self._folder), config.network.vocab, config.eos_token_ids
             )
+            self._follower = TokenMasker(self._tokenizer)
         return self._tokenizer
+
+    def _start_processes(self) -> GrammarProcesses:
+        config = self._config
+        size = max(config.network.vocab, Tokenizer.from_folder(self._folder).vocab_size)
+        setup = Setup(self._folder, config.network.vocab, config.eos_token_ids, -(-size // WORD_BITS))
+        return GrammarProcesses(setup, self._num_processes, self._num_slots)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from model.device.replay import Recorder
     from model.executors.columns import Bucket
     from model.executors.step import PromptScores
-    from model.sampling.grammar import GrammarMatcher
+    from model.sampling.grammar import FollowedMatcher
     from model.sampling.parameters import SampledToken, SamplingParams
     from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher
@@ -342,7 +342,7 @@ class ModelRunner:
         self, rows: list[SamplingRow], sequences: list[Sequence]
     ) -> tuple[RowMasks | None, dict[int, str]]:
         """Return the masks of the rows with a grammar, None for none; and by row why some have none."""
-        matchers: list[tuple[int, GrammarMatcher]] = []
+        matchers: list[tuple[int, FollowedMatcher]] = []
         for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
             if sequence.matcher is not None and (matcher := _matcher_before(sequence, row)):
                 matchers.append((i, matcher))
@@ -365,7 +365,7 @@ class ModelRunner:
         tokens: TypingSequence[SampledToken],
     ) -> None:
         """Let the grammars of sequences accept their tokens ahead of the commit."""
-        pairs: list[tuple[GrammarMatcher, int]] = []
+        pairs: list[tuple[FollowedMatcher, int]] = []
         for row, sequence, token in zip(rows, sequences, tokens, strict=True):
             matcher, token_id = sequence.matcher, token.token_id
             if (
@@ -376,7 +376,7 @@ class ModelRunner:
                 or sequence.status is SequenceStatus.FINISHED
             ):
                 continue
-            pairs.append((cast("GrammarMatcher", matcher), token_id))
+            pairs.append((cast("FollowedMatcher", matcher), token_id))
         if pairs:
             assert self._grammars is not None
             self._grammars.advance(pairs)
@@ -399,7 +399,7 @@ def _prompt_logprobs(
     return results
 
 
-def _matcher_before(sequence: Sequence, row: SamplingRow) -> GrammarMatcher | None:
+def _matcher_before(sequence: Sequence, row: SamplingRow) -> FollowedMatcher | None:
     """Return the state of a sequence's grammar before the token of a row; None if the row needs no mask.
 
     That is a row whose token is not kept: the sequence has ended meanwhile, or has a token at the row's position, or
@@ -407,7 +407,7 @@ def _matcher_before(sequence: Sequence, row: SamplingRow) -> GrammarMatcher | No
     """
     if sequence.status is SequenceStatus.FINISHED or row.position < sequence.num_tokens:
         return None
-    matcher = cast("GrammarMatcher", sequence.matcher)
+    matcher = cast("FollowedMatcher", sequence.matcher)
     drafted = row.history.token_ids[sequence.num_tokens : row.position]
     if not drafted:
         return matcher
