@@ -28,9 +28,9 @@ from kernels.sampling.tokens import (
     sample_tokens,
 )
 from model.device.transfer import Download, HostArray, upload
+from model.sampling.device_masks import DeviceMasks
 from model.sampling.logprobs import RANKING_ID_MASK, ranking_keys
 from model.sampling.mask import WORD_BITS, RowMasks, build_masks
-from model.sampling.device_masks import DeviceMasks
 from model.sampling.noise import noise_keys
 from model.sampling.parameters import SampledToken, SamplingParams, no_token_error
 from model.sampling.rows import SamplingRow

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -155,6 +155,26 @@ class FollowedMatcher(ABC):
         ahead.clear()
         return True
 
+    def take_ahead(self, token_id: int, most: int, end_ids: Set[int]) -> list[int] | None:
+        """Advance by a token and those that were followed after it; None, and no change, if more has to be done.
+
+        That is if the token was not accepted ahead, if others may be forced after those, or if the output ends.
+
+        Args:
+            token_id: the token.
+            most: tokens after which the output would end.
+            end_ids: of tokens that would end the output.
+        """
+        ahead = self.ahead
+        if not ahead or ahead[0] != token_id or self.is_refused or self.has_stopped:
+            return None
+        if len(ahead) > most or not end_ids.isdisjoint(ahead):
+            return None
+        if self.rules.follows_forced and not self.is_followed:
+            return None
+        self.ahead = []
+        return ahead
+
     def forced_tokens(self) -> list[int]:
         """Return the next tokens where the grammar allows one text only; they are not accepted yet.
 
@@ -246,16 +266,17 @@ class GrammarMatcher(FollowedMatcher):
             self.ahead.append(forced_id)
             self.num_tokens += 1
 
-    def write_mask(self, words: Words, end_ids: Sequence[int]) -> None:
+    def write_mask(self, words: Words, address: int, end_ids: Sequence[int]) -> None:
         """Compute which tokens may come next.
 
         Args:
             words: [num_words] int32 contiguous, written: bit i % 32 of word i // 32 is 1 where token i is allowed.
+            address: of `words`; NumPy takes a microsecond to tell it.
             end_ids: the model's end tokens. They are allowed where the grammar and `rules` allow them, and where nothing
                 else is. A matcher that cannot continue allows them, and has an `error`.
         """
         library = self.library
-        library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        library.unsafe_compute_mask_ptr(address, words.nbytes)
         self.is_masked = True
         self.has_stopped = library.is_stopped()
         if self.num_tokens < self.rules.ends_from and _allows_any(words, end_ids):
@@ -316,7 +337,7 @@ def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
     words = np.empty((1, tokenizer.num_words), np.int32)
     for step in range(_TRIAL_TOKENS):
         start = time.thread_time()
-        matcher.library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        matcher.library.unsafe_compute_mask_ptr(address, words.nbytes)
         if matcher.library.is_error():
             if step == 0 and "NoExtension" in matcher.library.get_error():
                 raise GrammarError("no text follows this grammar")

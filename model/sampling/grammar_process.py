@@ -4,7 +4,7 @@
 inherited file descriptors: a socket for steps, one for orders, and the memory of the masks. It ends with its parent, since
 both sockets are closed then. Grammars are compiled in a thread of their own, so that steps do not wait for them.
 
-A step is one packet of int32: a `Request`, the number of matchers that are gone, their ids, then the rows, three numbers
+A step is one packet of int32: a request, the number of matchers that are gone, their ids, then the rows, three numbers
 each (id of the matcher, slot, token id). The reply has for each row its flags, the number of forced tokens, and those.
 """
 
@@ -18,7 +18,6 @@ import struct
 import sys
 import threading
 from collections import OrderedDict
-from enum import IntEnum, IntFlag
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -41,28 +40,13 @@ _LENGTH: Final = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Request(IntEnum):
-    """What a packet asks for."""
-
-    ADVANCE = 0
-    """Accept the token of each row ahead, with those that are forced after it, and compute the masks."""
-    MASK = 1
-    """Compute the mask of each row."""
-    CONSUME = 2
-    """Accept the token of the one row."""
-    FORCED = 3
-    """Return what is forced after the state of the one row."""
-    COPY = 4
-    """Copy the matcher of the one row; the token id is the id of the copy."""
-
-
-class Flags(IntFlag):
-    """The state of a matcher."""
-
-    REFUSED = 1
-    STOPPED = 2
-    FOLLOWED = 4
-    FAILED = 8
+ADVANCE, MASK, CONSUME, FORCED, COPY = range(5)
+"""Requests: accept the token of each row ahead, with those that are forced after it, and compute the masks; compute the
+mask of each row; and for one row: accept its token, return what is forced next, or copy its matcher to the id that is in
+the place of the token. Plain numbers, since each step reads them for each row.
+"""
+REFUSED, STOPPED, FOLLOWED, FAILED = 1, 2, 4, 8
+"""Flags of a row: attributes of `FollowedMatcher`, and whether the library failed."""
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -153,12 +137,15 @@ class GrammarProcess:
     """
 
     def __init__(self, setup: Setup, words: Numbers) -> None:
-        self._words = words
+        self._words = list(words)
+        self._addresses = [row.ctypes.data for row in words]
+        self._end_ids: tuple[int, ...] = ()
         self._failure = ""
         self._tokenizer: GrammarTokenizer | None = None
         try:
             tokenizer = Tokenizer.from_folder(setup.folder)
             self._tokenizer = GrammarTokenizer(tokenizer, setup.vocab_size, setup.eos_token_ids)
+            self._end_ids = self._tokenizer.eos_token_ids
         except ModelError as error:
             self._failure = str(error)
         self._matchers: dict[int, GrammarMatcher] = {}
@@ -216,27 +203,26 @@ class GrammarProcess:
         matcher = self._matchers[matcher_id]
         forced: list[int] = []
         try:
-            if request == Request.ADVANCE:
+            if request == ADVANCE:
                 matcher.follow(token_id, MOST_FORCED)
                 forced = matcher.ahead[1:]
                 matcher.ahead.clear()
-            elif request == Request.CONSUME:
+            elif request == CONSUME:
                 matcher.is_refused = not matcher.accept(token_id)
                 matcher.has_stopped = matcher.library.is_stopped()
-            elif request == Request.FORCED:
+            elif request == FORCED:
                 forced = matcher.forced_tokens()[:MOST_FORCED]
-            elif request == Request.COPY:
+            elif request == COPY:
                 self._matchers[token_id] = matcher.copy()
-            if request <= Request.MASK and not matcher.is_refused:
-                assert self._tokenizer is not None
-                matcher.write_mask(self._words[slot], self._tokenizer.eos_token_ids)
+            if request <= MASK and not matcher.is_refused:
+                matcher.write_mask(self._words[slot], self._addresses[slot], self._end_ids)
         except Exception as error:
             print(f"following a grammar failed: {error!r}", file=sys.stderr, flush=True)
-            return [Flags.FAILED, 0]
+            return [FAILED, 0]
         flags = (
-            Flags.REFUSED * matcher.is_refused
-            | Flags.STOPPED * matcher.has_stopped
-            | Flags.FOLLOWED * matcher.is_followed
+            (REFUSED if matcher.is_refused else 0)
+            | (STOPPED if matcher.has_stopped else 0)
+            | (FOLLOWED if matcher.is_followed else 0)
         )
         return [flags, len(forced), *forced]
 

@@ -26,13 +26,20 @@ import numpy as np
 from model.errors import GrammarError
 from model.sampling.grammar import FollowedMatcher, MatcherRules
 from model.sampling.grammar_process import (
+    ADVANCE,
+    CONSUME,
+    COPY,
+    FAILED,
+    FOLLOWED,
+    FORCED,
+    MASK,
     MOST_PACKET_NUMBERS,
+    REFUSED,
+    STOPPED,
     Answer,
     Compile,
     Explain,
-    Flags,
     Numbers,
-    Request,
     Setup,
     receive_order,
     send_order,
@@ -45,7 +52,7 @@ _SECONDS: Final = 10.0
 _COPIES: Final = 8
 """Matchers that a process with the grammar may have more than the others, before another one compiles it too."""
 _REMEMBERED: Final = 64
-_FAILED: Final = "the grammar cannot be followed: an internal error"
+_FAILURE: Final = "the grammar cannot be followed: an internal error"
 
 
 class RemoteMatcher(FollowedMatcher):
@@ -66,7 +73,7 @@ class RemoteMatcher(FollowedMatcher):
     def copy(self) -> RemoteMatcher:
         """Return an independent matcher in the same state."""
         copy = self.worker.new_matcher(self.rules)
-        self.worker.ask_one(Request.COPY, self.matcher_id, copy.matcher_id)
+        self.worker.ask_one(COPY, self.matcher_id, copy.matcher_id)
         copy.take_over(self)
         return copy
 
@@ -74,24 +81,24 @@ class RemoteMatcher(FollowedMatcher):
     def error(self) -> str:
         """Why the matcher cannot continue; empty if it can."""
         if self.has_failed:
-            return _FAILED
+            return _FAILURE
         return self.worker.order(Explain(self.matcher_id)).result(_SECONDS)
 
     def note(self, flags: int, forced: Sequence[int]) -> None:
         """Take the state from a process's answer."""
-        self.has_failed = bool(flags & Flags.FAILED)
-        self.is_refused = bool(flags & Flags.REFUSED) or self.has_failed
-        self.has_stopped = bool(flags & Flags.STOPPED) or self.has_failed
-        self.is_followed = bool(flags & Flags.FOLLOWED)
+        self.has_failed = bool(flags & FAILED)
+        self.is_refused = bool(flags & REFUSED) or self.has_failed
+        self.has_stopped = bool(flags & STOPPED) or self.has_failed
+        self.is_followed = bool(flags & FOLLOWED)
         self.ahead += forced
         self.num_tokens += len(forced)
 
     def _consume(self, token_id: int) -> bool:
-        self.note(self.worker.ask_one(Request.CONSUME, self.matcher_id, token_id)[0], ())
+        self.note(self.worker.ask_one(CONSUME, self.matcher_id, token_id)[0], ())
         return not self.is_refused
 
     def _find_forced(self) -> list[int]:
-        return self.worker.ask_one(Request.FORCED, self.matcher_id, 0)[1]
+        return self.worker.ask_one(FORCED, self.matcher_id, 0)[1]
 
     def _ends(self) -> bool:
         return self.has_stopped and not self.error
@@ -150,7 +157,7 @@ class _Worker:
                 self.end()
         return future
 
-    def start(self, request: Request, rows: Sequence[int]) -> None:
+    def start(self, request: int, rows: Sequence[int]) -> None:
         """Send a packet for some rows, three numbers each."""
         gone, self.gone = self.gone, []
         packet = np.array([request, len(gone), *gone, *rows], np.int32)
@@ -176,9 +183,9 @@ class _Worker:
                 stop = at + 2 + numbers[at + 1]
                 found.append((numbers[at], numbers[at + 2 : stop]))
                 at = stop
-        return found + [(int(Flags.FAILED), [])] * (count - len(found))
+        return found + [(FAILED, [])] * (count - len(found))
 
-    def ask_one(self, request: Request, matcher_id: int, number: int) -> tuple[int, list[int]]:
+    def ask_one(self, request: int, matcher_id: int, number: int) -> tuple[int, list[int]]:
         """Ask for one matcher, and wait."""
         self.start(request, (matcher_id, 0, number))
         return self.answers(1)[0]
@@ -210,7 +217,7 @@ class _Worker:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            future.set_result(_FAILED)
+            future.set_result(_FAILURE)
         self._process.wait()
 
 
@@ -253,14 +260,14 @@ class GrammarProcesses:
         """Compute the masks of the matchers that have none for their state; see `GrammarMatcher.write_mask`."""
         due = [(matcher, 0) for matcher in matchers if not matcher.is_masked]
         if due:
-            self._run(Request.MASK, due)
+            self._run(MASK, due)
 
     def advance(self, rows: Sequence[tuple[RemoteMatcher, int]]) -> None:
         """Accept tokens ahead and compute the masks; see `TokenMasker.advance`."""
         for matcher, token_id in rows:
             matcher.ahead.append(token_id)
             matcher.num_tokens += 1
-        self._run(Request.ADVANCE, rows)
+        self._run(ADVANCE, rows)
 
     def close(self) -> None:
         """End the processes."""
@@ -268,7 +275,7 @@ class GrammarProcesses:
             worker.end()
         os.close(self._memory)
 
-    def _run(self, request: Request, rows: Sequence[tuple[RemoteMatcher, int]]) -> None:
+    def _run(self, request: int, rows: Sequence[tuple[RemoteMatcher, int]]) -> None:
         """Let the processes compute rows at the same time, and take their answers."""
         numbers: dict[_Worker, list[int]] = {}
         matchers: dict[_Worker, list[RemoteMatcher]] = {}

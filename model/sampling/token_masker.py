@@ -49,4 +49,5 @@ class TokenMasker:
                 matcher.slot, self._num_slots = self._num_slots, self._num_slots + 1
                 self.masks.reserve(self._num_slots)
             weakref.finalize(matcher, self._free.append, matcher.slot)
-        matcher.write_mask(self.masks.words[matcher.slot], self._end_ids)
+        words = self.masks.words[matcher.slot]
+        matcher.write_mask(words, words.ctypes.data, self._end_ids)

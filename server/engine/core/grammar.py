@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 
@@ -16,6 +17,18 @@ class Matcher(Protocol):
 
         Returns:
             Whether it did; otherwise the state is the same as before.
+        """
+
+    def take_ahead(self, token_id: int, most: int, end_ids: Set[int]) -> list[int] | None:
+        """Advance by a token and by all that are forced after it, if they are known and the output goes on.
+
+        Args:
+            token_id: the token.
+            most: tokens after which the output would end.
+            end_ids: of tokens that would end the output.
+
+        Returns:
+            All of these tokens; None if the state is the same as before.
         """
 
     def forced_tokens(self) -> list[int]:

@@ -70,6 +70,21 @@ class StepEvents:
         if event.usage is not None:
             self.usage[i] = event.usage
 
+    def add_run(self, request_id: int, token_ids: list[int], logprob: float | None) -> None:
+        """Add tokens of one sequence, which continues.
+
+        Args:
+            request_id: of the sequence.
+            token_ids: one or more.
+            logprob: of the first, if requested.
+        """
+        if logprob is not None:
+            self.logprobs[len(self.request_ids)] = logprob
+        count = len(token_ids)
+        self.request_ids += [request_id] * count
+        self.token_ids += token_ids
+        self.finish_reasons += [0] * count
+
     def add_tokens(
         self,
         request_ids: list[int],

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from server.engine.core.queue.live_sequences import RUNNING, LiveSequences
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.results.step_events import StepEvents
-from server.engine.core.results.token_events import append_forced, append_sampled, leading
+from server.engine.core.results.token_events import (
+    append_forced,
+    append_sampled,
+    leading,
+    void_results_in_flight,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,13 +91,11 @@ class StepResults:
         rows = zip(range(len(token_ids)), sequences, token_ids, strict=False)
         for row, sequence, token_id in rows:
             known = sequence.token_ids
-            if token_id < 0 or token_id in sequence.end_token_ids:
-                others.append(row)
-            elif (matcher := sequence.matcher) is not None and not (
+            if token_id < 0 or token_id in sequence.end_token_ids or ((matcher := sequence.matcher) is not None and not (
                 len(known) < sequence.max_num_tokens - 1
                 and sequence.check_at
                 and matcher.continues_after(token_id)
-            ):
+            )):
                 others.append(row)
             elif len(known) < sequence.check_at:
                 known.append(token_id)
@@ -132,6 +135,8 @@ class StepResults:
             self._cache_blocks(sequence, row.start + row.num_tokens)
             self._set_check(sequence)
             return
+        if sequence.matcher is not None and self._enter_followed(row, sampled, events):
+            return
         sequence.num_tokens_in_flight -= num_logits
         if row.draft:
             sampled = leading(sampled, row.draft)
@@ -157,6 +162,41 @@ class StepResults:
             self._live.finish(sequence, reason)
             assert sequence.usage is not None
             events.usage[len(events) - 1] = sequence.usage
+
+    def _enter_followed(
+        self,
+        row: ScheduledSequence,
+        sampled: TypingSequence[SampledResult],
+        events: StepEvents,
+    ) -> bool:
+        """Enter the token of a row, and those that its grammar has followed, if none of them ends the sequence.
+
+        Returns:
+            Whether it did; otherwise nothing has changed.
+        """
+        sequence = row.sequence
+        if len(sampled) != 1 or row.num_logits != 1 or sequence.is_expired:
+            return False
+        token_id, known = sampled[0].token_id, sequence.token_ids
+        matcher = sequence.matcher
+        assert matcher is not None
+        if token_id is None or sampled[0].error is not None or sampled[0].top:
+            return False
+        most = sequence.max_num_tokens - len(known) - 1
+        tokens = matcher.take_ahead(token_id, most, sequence.end_token_ids)
+        if tokens is None:
+            return False
+        known += tokens
+        sequence.num_tokens_in_flight -= 1
+        events.add_run(sequence.request_id, tokens, sampled[0].logprob)
+        stop = row.start + row.num_tokens
+        if stop // self._block_size > sequence.num_linked_blocks:
+            self._cache_blocks(sequence, stop)
+        if len(tokens) > 1 and sequence.num_tokens_in_flight:
+            void_results_in_flight(sequence)
+            self.has_void = True
+        self._set_check(sequence)
+        return True
 
     def _set_check(self, sequence: Sequence) -> None:
         """Set the number of tokens from which on a row of a sequence needs more than its token; see `_enter_decode`."""

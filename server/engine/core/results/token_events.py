@@ -94,10 +94,15 @@ def append_forced(sequence: Sequence, events: StepEvents) -> FinishReason | None
         log.exception("the grammar of request %d failed", sequence.request_id)
         return _fail(sequence, _GRAMMAR_FAILED)
     if forced and sequence.num_tokens_in_flight:
-        sequence.num_void_results = sequence.num_tokens_in_flight
-        sequence.num_tokens_in_flight = 0
-        sequence.check_at = 0
+        void_results_in_flight(sequence)
     return reason
+
+
+def void_results_in_flight(sequence: Sequence) -> None:
+    """Note that forced tokens took the positions of those in flight."""
+    sequence.num_void_results = sequence.num_tokens_in_flight
+    sequence.num_tokens_in_flight = 0
+    sequence.check_at = 0
 
 
 def _fail(sequence: Sequence, error: str) -> FinishReason:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _THREADS: Final = 2
 _KEPT: Final = 64
 """Grammars that are kept compiled for requests with the same one."""
-_MOST_PROCESSES: Final = 8
+_MOST_PROCESSES: Final = 12
 _SPARE_CPUS: Final = 2
 """For the engine's thread and the front end."""
 

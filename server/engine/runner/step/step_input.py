@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -102,6 +102,10 @@ def _slots(sequences: Iterable[EngineSequence]) -> HostArray:
 
 def _no_batch() -> None:
     """Stand in for a weak reference before the first step."""
+
+
+_FEW_TOKENS: Final = 32
+"""Tokens of a chunk below which lists are faster than arrays."""
 
 
 class PackedStep:
@@ -293,13 +297,19 @@ class PackedStep:
         for row, s in enumerate(prefill):
             first, end = end, end + s.num_tokens
             stop = s.start + s.num_tokens
-            blocks = np.array(s.sequence.block_table[: -(-stop // block_size)], np.int32)
-            at = np.arange(s.start, stop)
+            table = s.sequence.block_table[: -(-stop // block_size)]
             ids[first:end] = s.sequence.token_ids[s.start : stop]
-            positions[first:end] = at
-            slots[first:end] = blocks[at // block_size] * block_size + at % block_size
+            if s.num_tokens < _FEW_TOKENS:  # such as those that a grammar forces: arrays take longer
+                at = range(s.start, stop)
+                positions[first:end] = at
+                slots[first:end] = [table[i // block_size] * block_size + i % block_size for i in at]
+                host.prompt_block_table[row, : len(table)] = table
+            else:
+                blocks, places = np.array(table, np.int32), np.arange(s.start, stop)
+                positions[first:end] = places
+                slots[first:end] = blocks[places // block_size] * block_size + places % block_size
+                host.prompt_block_table[row, : len(blocks)] = blocks
             host.prompt_seq_lens[row] = stop
-            host.prompt_block_table[row, : len(blocks)] = blocks
             host.prompt_cu_seqlens[row + 1] = end
         ids[end:] = 0
         positions[end:] = 0
