@@ -43,6 +43,35 @@ _BROKEN: Final = -1
 _NO_MASKS: Final = np.empty((0, 0), np.int32)
 
 
+class SampleTables:
+    """The tables of a step's rows, which can be made before the tokens and the masks of these rows are known.
+
+    Args:
+        rows: M >= 1 rows.
+        size: logits of a row.
+    """
+
+    def __init__(self, rows: Sequence[SamplingRow], size: int) -> None:
+        self._rows, self._size = rows, size
+
+    @functools.cached_property
+    def tables(self) -> list[tuple[list[int], KernelTable]]:
+        """The rows whose logits stay and those whose logits change, each with a table whose masks are not set."""
+        unchanged: list[int] = []
+        changed: list[int] = []
+        for i, row in enumerate(self._rows):
+            (changed if row.parameters.changes_logits else unchanged).append(i)
+        found = []
+        for group, sources in ((unchanged, unchanged), (changed, range(len(changed)))):
+            rows = [self._rows[i] for i in group]
+            found.append((group, kernel_table(rows, sources, group, None, self._size)))
+        return found
+
+    def prepare(self) -> None:
+        """Make the tables."""
+        self.tables  # noqa: B018 - computed when it is read first
+
+
 class DeviceTokens:
     """A token for each row, sampled without waiting for the device; needs `kernels.sampling.tokens.has_kernels`.
 
@@ -50,6 +79,7 @@ class DeviceTokens:
         logits: [M, V] float32, bfloat16 or float16, contiguous in V. Not changed.
         rows: M >= 1 rows.
         of_grammars: the masks of their grammars; None if no row has one.
+        prepared: the tables of the rows; None to make them.
 
     Attributes:
         tokens: [M] int64, valid ids; arbitrary for a row without a finite largest logit.
@@ -58,7 +88,11 @@ class DeviceTokens:
     feeds_next = True
 
     def __init__(
-        self, logits: Tensor, rows: Sequence[SamplingRow], of_grammars: RowMasks | None = None
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        of_grammars: RowMasks | None = None,
+        prepared: SampleTables | None = None,
     ) -> None:
         self._logits, self._rows = logits, rows
         self.tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -73,24 +107,21 @@ class DeviceTokens:
             bits, self._mask_of = _NO_MASKS, list(of_grammars.slots)
         else:
             bits, self._mask_of = build_masks(rows, size, of_grammars)
-        unchanged: list[int] = []
-        changed: list[int] = []
-        for i, row in enumerate(rows):
-            (changed if row.parameters.changes_logits else unchanged).append(i)
-        tables = [
-            kernel_table([rows[i] for i in group], sources, group, self._mask_of, size)
-            for sources, group in ((unchanged, unchanged), (range(len(changed)), changed))
-        ]
-        arrays: list[HostArray] = [bits, *(table.columns for table in tables)]
+        (unchanged, plain), (changed, adjusted) = (prepared or SampleTables(rows, size)).tables
+        arrays: list[HostArray] = [bits]
+        mask_of = np.array(self._mask_of)
+        for group, table in ((unchanged, plain), (changed, adjusted)):
+            table.columns[:, _MASK] = mask_of[group]
+            arrays.append(table.columns)
         masks, *uploaded = upload(arrays, device)
         if kept is not None:
             masks = kept.send(-(-size // WORD_BITS))
         if unchanged:
-            sample_tokens(logits, uploaded[0], tables[0].kinds, masks, self.tokens, checked)
+            sample_tokens(logits, uploaded[0], plain.kinds, masks, self.tokens, checked)
         if changed:
             copies = logits[_indices(changed, device)].float()
             adjust_logits(copies, [rows[i] for i in changed])
-            sample_tokens(copies, uploaded[1], tables[1].kinds, masks, self.tokens, checked)
+            sample_tokens(copies, uploaded[1], adjusted.kinds, masks, self.tokens, checked)
         if kept is not None:
             kept.note_read()
         self._answers = Download(checked)
@@ -158,7 +189,7 @@ def kernel_table(
     rows: Sequence[SamplingRow],
     sources: Sequence[int],
     targets: Sequence[int],
-    mask_of: Sequence[int],
+    mask_of: Sequence[int] | None,
     size: int,
 ) -> KernelTable:
     """Return the rows of the sampling kernels' table.
@@ -167,7 +198,7 @@ def kernel_table(
         rows: how to sample R rows.
         sources: their rows of the logits.
         targets: their rows of the output.
-        mask_of: index in the token masks of each row of the output; -1 for none.
+        mask_of: index in the token masks of each row of the output; -1 for none. None leaves the column open.
         size: logits of a row.
     """
     if not rows:
@@ -178,7 +209,8 @@ def kernel_table(
     numbers = {identity: number for number, identity in enumerate(distinct)}
     columns = np.array(list(distinct.values()), np.float64)[[numbers[id(it)] for it in fixed]]
     columns[:, _SOURCE], columns[:, _TARGET] = sources, targets
-    columns[:, _MASK] = [mask_of[target] for target in targets]
+    if mask_of is not None:
+        columns[:, _MASK] = [mask_of[target] for target in targets]
     kinds = {it.kind for it in distinct.values()}
     if kinds != {GREEDY}:
         keys = noise_keys([row.parameters.seed for row in rows], [row.position for row in rows])

@@ -26,10 +26,11 @@ class DeviceMasks(HostMasks):
         self._device = device
         with torch.cuda.device(device):
             # Without the lock, which an operating system may refuse, a copy blocks the host.
-            torch.cuda.cudart().cudaHostRegister(words.ctypes.data, words.nbytes, 0)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostRegister(words.ctypes.data, words.nbytes, 0)
         self._source = torch.from_numpy(words)
         self._target = torch.zeros(words.shape, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._sent: torch.cuda.Event | None = None
         self._read = torch.cuda.current_stream(device).record_event()
 

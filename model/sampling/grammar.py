@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -101,19 +101,21 @@ class MatcherRules(NamedTuple):
 
 
 _NO_RULES: Final = MatcherRules()
+_FAILURE: Final = "the grammar cannot be followed: an internal error"
 
 
 class FollowedMatcher(ABC):
     """The state of a grammar after some tokens, which may be some tokens ahead of its owner.
 
-    Whoever computes masks accepts the tokens of a step, follows those that are forced, and sets the attributes. The owner
-    then accepts the same tokens one by one, which only confirms them. Not thread-safe.
+    Whoever computes masks accepts the tokens of a step, follows those that are forced, and sets the attributes. The
+    owner then accepts the same tokens one by one, which only confirms them. Not thread-safe.
 
     Attributes:
         rules: what the request adds.
         num_tokens: accepted tokens, with those ahead.
         ahead: accepted tokens that the owner has not accepted yet.
         is_refused: whether the last token ahead was not allowed.
+        has_failed: whether following the grammar raised an error.
         has_stopped: whether the grammar ends after the tokens ahead, or cannot be followed further.
         is_masked: whether the mask in `slot` is that of the state after the tokens ahead.
         is_followed: whether no token is forced in that state.
@@ -121,14 +123,16 @@ class FollowedMatcher(ABC):
     """
 
     __slots__ = (
-        "__weakref__", "ahead", "has_stopped", "is_followed", "is_masked", "is_refused", "num_tokens", "rules", "slot",
+        "__weakref__", "ahead", "has_failed", "has_stopped", "is_followed", "is_masked", "is_refused", "num_tokens",
+        "rules", "slot",
     )  # fmt: skip
 
     def __init__(self, rules: MatcherRules) -> None:
         self.rules = rules
         self.num_tokens, self.slot = 0, -1
         self.ahead: list[int] = []
-        self.is_refused = self.has_stopped = self.is_masked = self.is_followed = False
+        self.is_refused = self.has_stopped = self.has_failed = False
+        self.is_masked = self.is_followed = False
 
     @property
     def num_left(self) -> int:
@@ -196,15 +200,23 @@ class FollowedMatcher(ABC):
         """Take over the state of a matcher of which this one is a copy; it has no mask."""
         self.num_tokens, self.ahead = other.num_tokens, other.ahead.copy()
         self.is_refused, self.has_stopped = other.is_refused, other.has_stopped
+        self.has_failed = other.has_failed
 
     @abstractmethod
     def copy(self) -> FollowedMatcher:
         """Return an independent matcher in the same state."""
 
     @property
-    @abstractmethod
     def error(self) -> str:
         """Why the matcher cannot continue; empty if it can."""
+        return _FAILURE if self.has_failed else self._find_error()
+
+    def fail(self) -> None:
+        """Note that the grammar cannot be followed because of an error that is not the request's."""
+        self.is_refused = self.has_stopped = self.has_failed = True
+
+    @abstractmethod
+    def _find_error(self) -> str: ...
 
     @abstractmethod
     def _consume(self, token_id: int) -> bool: ...
@@ -272,8 +284,8 @@ class GrammarMatcher(FollowedMatcher):
         Args:
             words: [num_words] int32 contiguous, written: bit i % 32 of word i // 32 is 1 where token i is allowed.
             address: of `words`; NumPy takes a microsecond to tell it.
-            end_ids: the model's end tokens. They are allowed where the grammar and `rules` allow them, and where nothing
-                else is. A matcher that cannot continue allows them, and has an `error`.
+            end_ids: the model's end tokens. They are allowed where the grammar and `rules` allow them, and where
+                nothing else is. A matcher that cannot continue allows them, and has an `error`.
         """
         library = self.library
         library.unsafe_compute_mask_ptr(address, words.nbytes)
@@ -296,9 +308,7 @@ class GrammarMatcher(FollowedMatcher):
         self.library.is_accepting()
         return not self.library.is_error()
 
-    @property
-    def error(self) -> str:
-        """Why the matcher cannot continue; empty if it can."""
+    def _find_error(self) -> str:
         if not self.library.is_error():
             return ""
         return f"the grammar cannot be followed further: {_reason(self.library.get_error())}"
@@ -337,7 +347,7 @@ def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
     words = np.empty((1, tokenizer.num_words), np.int32)
     for step in range(_TRIAL_TOKENS):
         start = time.thread_time()
-        matcher.library.unsafe_compute_mask_ptr(address, words.nbytes)
+        matcher.library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.library.is_error():
             if step == 0 and "NoExtension" in matcher.library.get_error():
                 raise GrammarError("no text follows this grammar")

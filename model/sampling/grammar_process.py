@@ -1,8 +1,8 @@
 """A process that follows the grammars of some sequences, next to others that follow those of the rest.
 
 `model.sampling.grammar_processes` starts it as `python -m model.sampling.grammar_process` with the numbers of three
-inherited file descriptors: a socket for steps, one for orders, and the memory of the masks. It ends with its parent, since
-both sockets are closed then. Grammars are compiled in a thread of their own, so that steps do not wait for them.
+inherited file descriptors: a socket for steps, one for orders, and the memory of the masks. It ends with its parent,
+since both sockets are closed then. Grammars are compiled in a thread of their own, so that steps do not wait for them.
 
 A step is one packet of int32: a request, the number of matchers that are gone, their ids, then the rows, three numbers
 each (id of the matcher, slot, token id). The reply has for each row its flags, the number of forced tokens, and those.
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 ADVANCE, MASK, CONSUME, FORCED, COPY = range(5)
 """Requests: accept the token of each row ahead, with those that are forced after it, and compute the masks; compute the
-mask of each row; and for one row: accept its token, return what is forced next, or copy its matcher to the id that is in
-the place of the token. Plain numbers, since each step reads them for each row.
+mask of each row; and for one row: accept its token, return what is forced next, or copy its matcher to the id in the
+place of the token. Plain numbers, since each step reads them for each row.
 """
 REFUSED, STOPPED, FOLLOWED, FAILED = 1, 2, 4, 8
 """Flags of a row: attributes of `FollowedMatcher`, and whether the library failed."""
@@ -163,7 +163,7 @@ class GrammarProcess:
     def serve_steps(self, steps: socket.socket) -> None:
         """Answer packets until the connection is closed."""
         buffer = np.empty(2 * MOST_PACKET_NUMBERS, np.int32)
-        while size := steps.recv_into(buffer):
+        while size := steps.recv_into(buffer.data):
             numbers = buffer[: size // buffer.itemsize].tolist()
             request, num_gone = numbers[:2]
             for matcher_id in numbers[2 : 2 + num_gone]:
@@ -172,11 +172,11 @@ class GrammarProcess:
             for at in range(2 + num_gone, len(numbers), 3):
                 found = self._row(request, *numbers[at : at + 3])
                 if len(reply) + len(found) > MOST_PACKET_NUMBERS:
-                    steps.send(np.array(reply, np.int32))
+                    steps.send(np.array(reply, np.int32).data)
                     reply = []
                 reply += found
             if reply:
-                steps.send(np.array(reply, np.int32))
+                steps.send(np.array(reply, np.int32).data)
 
     def _compile(self, matcher_id: int, grammar: str, rules: MatcherRules) -> str:
         """Keep a matcher of a grammar; return why that is not possible."""
@@ -216,8 +216,8 @@ class GrammarProcess:
                 self._matchers[token_id] = matcher.copy()
             if request <= MASK and not matcher.is_refused:
                 matcher.write_mask(self._words[slot], self._addresses[slot], self._end_ids)
-        except Exception as error:
-            print(f"following a grammar failed: {error!r}", file=sys.stderr, flush=True)
+        except Exception as error:  # noqa: BLE001 - of a library; the other rows go on
+            sys.stderr.write(f"following a grammar failed: {error!r}\n")
             return [FAILED, 0]
         flags = (
             (REFUSED if matcher.is_refused else 0)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -61,14 +61,13 @@ class RemoteMatcher(FollowedMatcher):
     Attributes:
         worker: where it is.
         matcher_id: its id there.
-        has_failed: whether the process could not follow the grammar, or has ended.
     """
 
-    __slots__ = ("has_failed", "matcher_id", "worker")
+    __slots__ = ("matcher_id", "worker")
 
     def __init__(self, worker: _Worker, matcher_id: int, rules: MatcherRules) -> None:
         super().__init__(rules)
-        self.worker, self.matcher_id, self.has_failed = worker, matcher_id, False
+        self.worker, self.matcher_id = worker, matcher_id
 
     def copy(self) -> RemoteMatcher:
         """Return an independent matcher in the same state."""
@@ -77,21 +76,18 @@ class RemoteMatcher(FollowedMatcher):
         copy.take_over(self)
         return copy
 
-    @property
-    def error(self) -> str:
-        """Why the matcher cannot continue; empty if it can."""
-        if self.has_failed:
-            return _FAILURE
-        return self.worker.order(Explain(self.matcher_id)).result(_SECONDS)
-
     def note(self, flags: int, forced: Sequence[int]) -> None:
         """Take the state from a process's answer."""
-        self.has_failed = bool(flags & FAILED)
-        self.is_refused = bool(flags & REFUSED) or self.has_failed
-        self.has_stopped = bool(flags & STOPPED) or self.has_failed
+        self.is_refused = bool(flags & REFUSED)
+        self.has_stopped = bool(flags & STOPPED)
+        if flags & FAILED:
+            self.fail()
         self.is_followed = bool(flags & FOLLOWED)
         self.ahead += forced
         self.num_tokens += len(forced)
+
+    def _find_error(self) -> str:
+        return self.worker.order(Explain(self.matcher_id)).result(_SECONDS)
 
     def _consume(self, token_id: int) -> bool:
         self.note(self.worker.ask_one(CONSUME, self.matcher_id, token_id)[0], ())
@@ -162,7 +158,7 @@ class _Worker:
         gone, self.gone = self.gone, []
         packet = np.array([request, len(gone), *gone, *rows], np.int32)
         try:
-            self._steps.send(packet)
+            self._steps.send(packet.data)
         except OSError as error:
             self._fail(error)
 
@@ -171,7 +167,7 @@ class _Worker:
         found: list[tuple[int, list[int]]] = []
         while len(found) < count and not self.has_ended:
             try:
-                size = self._steps.recv_into(self._buffer)
+                size = self._steps.recv_into(self._buffer.data)
             except OSError as error:
                 self._fail(error)
                 break
@@ -262,12 +258,21 @@ class GrammarProcesses:
         if due:
             self._run(MASK, due)
 
-    def advance(self, rows: Sequence[tuple[RemoteMatcher, int]]) -> None:
-        """Accept tokens ahead and compute the masks; see `TokenMasker.advance`."""
+    def advance(
+        self,
+        rows: Sequence[tuple[RemoteMatcher, int]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Accept tokens ahead and compute the masks; see `TokenMasker.advance`.
+
+        Args:
+            rows: different matchers without tokens ahead, and the token of each.
+            meanwhile: is called while the processes compute.
+        """
         for matcher, token_id in rows:
             matcher.ahead.append(token_id)
             matcher.num_tokens += 1
-        self._run(ADVANCE, rows)
+        self._run(ADVANCE, rows, meanwhile)
 
     def close(self) -> None:
         """End the processes."""
@@ -275,7 +280,12 @@ class GrammarProcesses:
             worker.end()
         os.close(self._memory)
 
-    def _run(self, request: int, rows: Sequence[tuple[RemoteMatcher, int]]) -> None:
+    def _run(
+        self,
+        request: int,
+        rows: Sequence[tuple[RemoteMatcher, int]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Let the processes compute rows at the same time, and take their answers."""
         numbers: dict[_Worker, list[int]] = {}
         matchers: dict[_Worker, list[RemoteMatcher]] = {}
@@ -289,6 +299,8 @@ class GrammarProcesses:
             matchers[worker].append(matcher)
         for worker, its in numbers.items():
             worker.start(request, its)
+        if meanwhile is not None:
+            meanwhile()
         for worker, of_worker in matchers.items():
             for matcher, (flags, forced) in zip(
                 of_worker, worker.answers(len(of_worker)), strict=True

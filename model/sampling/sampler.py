@@ -16,7 +16,7 @@ from kernels.sampling.registry import TRITON
 from kernels.sampling.tokens import has_kernels
 from kernels.selection import VectorSpec
 from model.device.transfer import Download
-from model.sampling.device import DeviceTokens
+from model.sampling.device import DeviceTokens, SampleTables
 from model.sampling.host import HostSampler
 from model.sampling.mask import RowMasks
 from model.sampling.parameters import SampledToken
@@ -100,8 +100,17 @@ class Sampler:
         """
         return self.begin(logits, rows).result() if rows else []
 
+    def plan(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleTables | None:
+        """Return what can be prepared before the rows are sampled; None if that is nothing."""
+        on_device = logits.device.type != "cpu" and has_kernels(logits.device)
+        return SampleTables(rows, logits.shape[1]) if on_device else None
+
     def begin(
-        self, logits: Tensor, rows: Sequence[SamplingRow], of_grammars: RowMasks | None = None
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        of_grammars: RowMasks | None = None,
+        prepared: SampleTables | None = None,
     ) -> PendingTokens:
         """Choose one token for each row without waiting for the device.
 
@@ -109,6 +118,7 @@ class Sampler:
             logits: as for `forward`.
             rows: M >= 1 rows.
             of_grammars: the masks of their grammars; None if no row has one.
+            prepared: the result of `plan` for the same rows; None to prepare now.
         """
         assert len(rows) == len(logits), (logits.shape, len(rows))
         logits = logits.detach()
@@ -120,4 +130,4 @@ class Sampler:
             return HostTokens(sample(logits))
         if not has_kernels(logits.device):
             return CopiedTokens(logits, sample)
-        return DeviceTokens(logits.contiguous(), rows, of_grammars)
+        return DeviceTokens(logits.contiguous(), rows, of_grammars, prepared)

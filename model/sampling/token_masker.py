@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from model.sampling.grammar import GrammarMatcher, GrammarTokenizer
 from model.sampling.mask import HostMasks
+
+log = logging.getLogger("tessera.engine")
 
 
 class TokenMasker:
@@ -27,7 +30,7 @@ class TokenMasker:
     def compute(self, matchers: Iterable[GrammarMatcher]) -> None:
         """Compute the masks of the matchers that have none for their state; see `GrammarMatcher.write_mask`."""
         for matcher in matchers:
-            if not matcher.is_masked:
+            if not matcher.is_masked and not matcher.has_failed:
                 self._write(matcher)
 
     def advance(self, rows: Iterable[tuple[GrammarMatcher, int]]) -> None:
@@ -37,9 +40,13 @@ class TokenMasker:
             rows: different matchers without tokens ahead, and the token of each.
         """
         for matcher, token_id in rows:
-            matcher.follow(token_id)
-            if not matcher.is_refused:
-                self._write(matcher)
+            try:
+                matcher.follow(token_id)
+                if not matcher.is_refused:
+                    self._write(matcher)
+            except Exception:
+                log.exception("a grammar failed")
+                matcher.fail()
 
     def _write(self, matcher: GrammarMatcher) -> None:
         if matcher.slot < 0:

@@ -53,8 +53,9 @@ class Sequence:
         capacity: number of known tokens up to which it is scheduled without another look: those that its blocks hold,
             and fewer than `max_num_tokens`.
         slots: with its state of fixed size, while it runs; None if the network has no such state.
-        check_at: while fewer tokens have known ids, a sampled token is only appended, unless the grammar has more to do or it is one of
-            `end_token_ids`: it neither ends the sequence otherwise nor fills a block. 0 if every token is looked at.
+        check_at: while fewer tokens have known ids, a sampled token is only appended, unless its grammar needs a look
+            at it or it is one of `end_token_ids`: it neither ends the sequence otherwise nor fills a block. 0 if every
+            token is looked at.
         end_token_ids: ids that may end the sequence.
         sampling: how its tokens are chosen.
         matcher: state of its grammar after the tokens with known ids; None without a grammar.

@@ -175,12 +175,11 @@ def test_a_matcher_forces_what_is_certain_and_copies_are_independent(tokenizer, 
     assert not matcher.error
 
 
-@pytest.mark.parametrize("num_threads", [1, 3, 20])
-def test_masks_of_many_matchers_are_those_of_each_alone(tokenizer, vocabulary, num_threads):
+def test_masks_of_many_matchers_are_those_of_each_alone(vocabulary):
     kinds = [("regex", "[a-f]+"), ("json_object", None), ("choice", ["x"]), ("regex", "")]
     matchers = [compile_matcher(vocabulary, serialize(*kind)) for kind in kinds * 8]
     matchers += [matcher.copy() for matcher in matchers]
-    together, alone = TokenMasker(vocabulary, num_threads), TokenMasker(vocabulary)
+    together, alone = TokenMasker(vocabulary), TokenMasker(vocabulary)
     together.compute(matchers)
     words = [together.masks.words[matcher.slot].copy() for matcher in matchers]
 
@@ -220,16 +219,13 @@ def test_logits_without_a_token_are_never_allowed(tokenizer):
     assert max(allowed) < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_tokens_that_are_accepted_ahead_are_those_that_single_steps_would_sample(
-    tokenizer, vocabulary, num_threads
-):
+def test_tokens_that_are_accepted_ahead_are_those_that_single_steps_would_sample(vocabulary):
     grammar = serialize("json_schema", OBJECT)
     rules = MatcherRules(most_tokens=40, follows_forced=True)
     first = compile_matcher(vocabulary, grammar)
     matchers = [first.copy(rules) for _ in range(6)]
     plain = [first.copy() for _ in matchers]
-    masker, single = TokenMasker(vocabulary, num_threads), TokenMasker(vocabulary)
+    masker, single = TokenMasker(vocabulary), TokenMasker(vocabulary)
     rng = np.random.default_rng(5)
     for _ in range(12):
         masker.compute(matchers)
@@ -258,7 +254,7 @@ def test_tokens_that_are_accepted_ahead_are_those_that_single_steps_would_sample
 def test_a_token_that_is_not_allowed_is_refused_when_its_owner_accepts_it(tokenizer, vocabulary):
     good, bad = (compile_matcher(vocabulary, serialize("regex", "[a-f]+")) for _ in range(2))
     (a,), (x,) = (tokenizer.encode(text, add_special_tokens=False) for text in "ax")
-    masker = TokenMasker(vocabulary, 2)
+    masker = TokenMasker(vocabulary)
     masker.advance([(bad, x), (good, a)])
 
     assert not bad.continues_after(x)
@@ -268,7 +264,7 @@ def test_a_token_that_is_not_allowed_is_refused_when_its_owner_accepts_it(tokeni
     assert not good.error
 
 
-def test_no_more_tokens_are_followed_than_the_output_has(tokenizer, vocabulary):
+def test_no_more_tokens_are_followed_than_the_output_has(vocabulary):
     rules = MatcherRules(most_tokens=4, follows_forced=True)
     matcher = compile_matcher(vocabulary, serialize("choice", ["x" + "ab" * 500])).copy(rules)
     masker = TokenMasker(vocabulary)

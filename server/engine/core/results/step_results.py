@@ -91,20 +91,21 @@ class StepResults:
         rows = zip(range(len(token_ids)), sequences, token_ids, strict=False)
         for row, sequence, token_id in rows:
             known = sequence.token_ids
-            if token_id < 0 or token_id in sequence.end_token_ids or ((matcher := sequence.matcher) is not None and not (
-                len(known) < sequence.max_num_tokens - 1
-                and sequence.check_at
-                and matcher.continues_after(token_id)
-            )):
+            if token_id < 0 or token_id in sequence.end_token_ids:
                 others.append(row)
-            elif len(known) < sequence.check_at:
+            elif len(known) < sequence.check_at and sequence.matcher is None:
                 known.append(token_id)
                 sequence.num_tokens_in_flight -= 1
-            elif sequence.check_at and len(known) < sequence.max_num_tokens - 1:
+            elif (
+                sequence.check_at
+                and len(known) < sequence.max_num_tokens - 1
+                and (sequence.matcher is None or sequence.matcher.continues_after(token_id))
+            ):
                 known.append(token_id)
                 sequence.num_tokens_in_flight -= 1
-                self._block_manager.cache_full_blocks(sequence, len(known) - 1)
-                self._set_check(sequence)
+                if len(known) > sequence.check_at:
+                    self._block_manager.cache_full_blocks(sequence, len(known) - 1)
+                    self._set_check(sequence)
             else:
                 others.append(row)
         first = 0
@@ -130,12 +131,7 @@ class StepResults:
         if sequence.finish_reason is not None:
             self._accounting.charge_ended(sequence.finish_reason, row.num_tokens)
             return
-        if sequence.num_void_results and num_logits and not (sampled and sampled[0].error):
-            sequence.num_void_results -= 1
-            self._cache_blocks(sequence, row.start + row.num_tokens)
-            self._set_check(sequence)
-            return
-        if sequence.matcher is not None and self._enter_followed(row, sampled, events):
+        if self._enter_followed(row, sampled, events):
             return
         sequence.num_tokens_in_flight -= num_logits
         if row.draft:
@@ -169,21 +165,26 @@ class StepResults:
         sampled: TypingSequence[SampledResult],
         events: StepEvents,
     ) -> bool:
-        """Enter the token of a row, and those that its grammar has followed, if none of them ends the sequence.
+        """Enter a result that is void, or a token and those that its grammar has followed if none ends the sequence.
 
         Returns:
             Whether it did; otherwise nothing has changed.
         """
         sequence = row.sequence
-        if len(sampled) != 1 or row.num_logits != 1 or sequence.is_expired:
+        if sequence.num_void_results and row.num_logits and not (sampled and sampled[0].error):
+            sequence.num_void_results -= 1
+            self._cache_blocks(sequence, row.start + row.num_tokens)
+            self._set_check(sequence)
+            return True
+        if sequence.matcher is None or len(sampled) != 1 or row.num_logits != 1:
+            return False
+        if sequence.is_expired:
             return False
         token_id, known = sampled[0].token_id, sequence.token_ids
-        matcher = sequence.matcher
-        assert matcher is not None
         if token_id is None or sampled[0].error is not None or sampled[0].top:
             return False
         most = sequence.max_num_tokens - len(known) - 1
-        tokens = matcher.take_ahead(token_id, most, sequence.end_token_ids)
+        tokens = sequence.matcher.take_ahead(token_id, most, sequence.end_token_ids)
         if tokens is None:
             return False
         known += tokens

@@ -104,13 +104,17 @@ class BucketGrid:
                     if tokens <= seqs * columns * self._block_size:
                         yield self._bucket(0, tokens, seqs, columns)
             if self._most_seqs > 1:
-                for seqs in self._mixed_seqs:
-                    for tokens in self._mixed_tokens:
-                        if seqs > _MIXED_CROWD and tokens > _MOST_FORCED:
-                            continue
-                        # The most rows first: later recordings reuse the memory of larger ones.
-                        for rows in reversed(self._mixed_rows):
-                            yield self._bucket(rows, tokens, seqs, columns)
+                yield from self._mixed_ahead(columns)
+
+    def _mixed_ahead(self, columns: int) -> Iterator[Bucket]:
+        """Yield the buckets of both kinds to record in idle time."""
+        for seqs in self._mixed_seqs:
+            for tokens in self._mixed_tokens:
+                if seqs > _MIXED_CROWD and tokens > _MOST_FORCED:
+                    continue
+                # The most rows first: later recordings reuse the memory of larger ones.
+                for rows in reversed(self._mixed_rows):
+                    yield self._bucket(rows, tokens, seqs, columns)
 
     def fitting(self, step: Bucket) -> Iterator[Bucket]:
         """Yield the buckets that a step fits in, the best first.

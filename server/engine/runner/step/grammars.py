@@ -1,4 +1,4 @@
-"""Compiles grammars on threads or in processes, and follows them: accepts a step's tokens and computes the next masks."""
+"""Compiles grammars, and follows them in this process or in others: accepts tokens and computes the next masks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from model.device.cpus import usable_cpus
 from model.sampling.grammar import WORD_BITS, GrammarTokenizer, MatcherRules, compile_matcher
-from model.sampling.grammar_processes import GrammarProcesses, Setup
+from model.sampling.grammar_process import Setup
+from model.sampling.grammar_processes import GrammarProcesses
 from model.sampling.mask import HostMasks
 from model.sampling.token_masker import TokenMasker
 from model.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -52,7 +53,7 @@ class Grammars:
         folder: str,
         config: ModelConfig,
         device: torch.device,
-        num_slots: int,
+        num_slots: int = 1,
         num_processes: int | None = None,
     ) -> None:
         self._folder, self._config, self._device = folder, config, device
@@ -75,7 +76,7 @@ class Grammars:
         ends_from = sampling.min_new_tokens if sampling.eos_token_ids else math.inf
         rules = MatcherRules(ends_from, sampling.max_new_tokens, sampling.skips_forced_tokens)
         if isinstance(self._follower, GrammarProcesses):
-            return self._follower.compile(sampling.grammar, rules)
+            return cast("Future[Matcher]", self._follower.compile(sampling.grammar, rules))
         return self._threads.submit(self._compile, sampling.grammar, rules)
 
     def compute_masks(self, matchers: Iterable[FollowedMatcher]) -> HostMasks:
@@ -84,10 +85,22 @@ class Grammars:
         self._follower.compute(matchers)
         return masks
 
-    def advance(self, rows: Sequence[tuple[FollowedMatcher, int]]) -> None:
-        """Accept the tokens of a step ahead; see `TokenMasker.advance`. Only the engine's thread calls it."""
+    def advance(
+        self,
+        rows: Sequence[tuple[FollowedMatcher, int]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Accept the tokens of a step ahead; see `TokenMasker.advance`. Only the engine's thread calls it.
+
+        Args:
+            rows: matchers and tokens.
+            meanwhile: work for the time in which other processes follow the grammars.
+        """
         self._writable_masks()
-        self._follower.advance(rows)
+        if isinstance(self._follower, GrammarProcesses):
+            self._follower.advance(cast("Any", rows), meanwhile)
+        else:
+            self._follower.advance(rows)
 
     def _writable_masks(self) -> HostMasks:
         """Return the masks once they may be written."""
@@ -140,5 +153,7 @@ class Grammars:
     def _start_processes(self) -> GrammarProcesses:
         config = self._config
         size = max(config.network.vocab, Tokenizer.from_folder(self._folder).vocab_size)
-        setup = Setup(self._folder, config.network.vocab, config.eos_token_ids, -(-size // WORD_BITS))
+        setup = Setup(
+            self._folder, config.network.vocab, config.eos_token_ids, -(-size // WORD_BITS)
+        )
         return GrammarProcesses(setup, self._num_processes, self._num_slots)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from model.device.replay import Recorder
     from model.executors.columns import Bucket
     from model.executors.step import PromptScores
+    from model.sampling.device import SampleTables
     from model.sampling.grammar import FollowedMatcher
     from model.sampling.parameters import SampledToken, SamplingParams
     from model.sampling.sampler import PendingTokens
@@ -103,6 +104,7 @@ class ModelRunner:
         self._sampler = Sampler()
         self._needs = DecodeNeeds()
         self._histories: dict[int, TokenHistory] = {}
+        self._planned: SampleTables | None = None  # of the launched step that waits
 
     @property
     def num_cache_tokens(self) -> int:
@@ -212,9 +214,11 @@ class ModelRunner:
         if greedy:
             sampling, rows = self._sampling_rows(decode, prefill)
 
+        self._planned = planned = self._sampler.plan(logits, rows) if waits else None
+
         def sample() -> SampledStep:
-            masks, errors = self._masks(rows, sampling)
-            tokens = self._sampler.begin(logits, rows, masks)
+            masks, errors = self._masks(rows, sampling, has_drafts=decode.drafts is not None)
+            tokens = self._sampler.begin(logits, rows, masks, planned)
             feeds_next = self._keep(decode, tokens)
             # The host keeps some of the tokens of a row with a draft.
             follows = masks is not None and decode.drafts is None
@@ -339,12 +343,20 @@ class ModelRunner:
         return history.followed_by(drafted) if drafted else history
 
     def _masks(
-        self, rows: list[SamplingRow], sequences: list[Sequence]
+        self, rows: list[SamplingRow], sequences: list[Sequence], *, has_drafts: bool
     ) -> tuple[RowMasks | None, dict[int, str]]:
         """Return the masks of the rows with a grammar, None for none; and by row why some have none."""
         matchers: list[tuple[int, FollowedMatcher]] = []
         for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-            if sequence.matcher is not None and (matcher := _matcher_before(sequence, row)):
+            if sequence.matcher is None:
+                continue
+            if has_drafts or row.position != len(sequence.token_ids):
+                matcher = _matcher_before(sequence, row)
+            elif sequence.status is SequenceStatus.FINISHED:
+                continue
+            else:
+                matcher = cast("FollowedMatcher", sequence.matcher)
+            if matcher is not None:
                 matchers.append((i, matcher))
         if not matchers:
             return None, {}
@@ -379,7 +391,9 @@ class ModelRunner:
             pairs.append((cast("FollowedMatcher", matcher), token_id))
         if pairs:
             assert self._grammars is not None
-            self._grammars.advance(pairs)
+            # The next step's rows are known: they are prepared while other processes follow the grammars.
+            meanwhile = self._planned.prepare if self._planned is not None else None
+            self._grammars.advance(pairs, meanwhile)
 
 
 def _prompt_logprobs(

@@ -299,10 +299,14 @@ class PackedStep:
             stop = s.start + s.num_tokens
             table = s.sequence.block_table[: -(-stop // block_size)]
             ids[first:end] = s.sequence.token_ids[s.start : stop]
-            if s.num_tokens < _FEW_TOKENS:  # such as those that a grammar forces: arrays take longer
+            if (
+                s.num_tokens < _FEW_TOKENS
+            ):  # such as those that a grammar forces: arrays take longer
                 at = range(s.start, stop)
                 positions[first:end] = at
-                slots[first:end] = [table[i // block_size] * block_size + i % block_size for i in at]
+                slots[first:end] = [
+                    table[i // block_size] * block_size + i % block_size for i in at
+                ]
                 host.prompt_block_table[row, : len(table)] = table
             else:
                 blocks, places = np.array(table, np.int32), np.arange(s.start, stop)

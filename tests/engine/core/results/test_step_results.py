@@ -411,6 +411,9 @@ class Forcing:
     def continues_after(self, token_id):
         return False
 
+    def take_ahead(self, token_id, most, end_ids):
+        return None
+
     def forced_tokens(self):
         return self.forced_after.get(self.accepted[-1] if self.accepted else None, self.forced)
 

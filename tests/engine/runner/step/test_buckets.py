@@ -99,8 +99,11 @@ def test_mixed_steps_use_the_smallest_bucket_that_they_fit_in():
     assert fitting(64, 9, columns=65) == [
         bucket(64, 128, 32, 200),
         bucket(256, 128, 32, 200),
+        bucket(64, 128, 256, 200),
+        bucket(256, 128, 256, 200),
     ]
-    assert fitting(1, 100, seqs=33) == []
+    assert fitting(200, 400, seqs=33)[0] == bucket(256, 512, 256)
+    assert fitting(1, 600, seqs=33) == []
 
 
 def test_buckets_to_record_ahead_are_few_and_ordered_by_need():
@@ -120,7 +123,8 @@ def test_buckets_to_record_ahead_are_few_and_ordered_by_need():
     assert sorted({it.prompt_tokens for it in mixed}) == [
         128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
     ]  # fmt: skip
-    assert len(mixed) == 9 * 3 * 2
+    assert len(mixed) == (9 + 5) * 3 * 2
+    assert {it.prompt_tokens for it in mixed if it.prompt_seqs > 32} == {128, 192, 256, 384, 512}
     assert prompts[0] == bucket(0, 16, 1)
     assert len(set(ahead)) == len(ahead)
 
@@ -133,7 +137,7 @@ def test_buckets_have_no_more_decode_rows_than_a_step(most, rows):
 
     mixed = [it for it in ahead if it.prompt_seqs and it.rows]
     assert {it.rows for it in mixed} == rows
-    assert {it.prompt_seqs for it in mixed} <= {min(32, most)}
+    assert {it.prompt_seqs for it in mixed} <= {min(32, most), most}
     assert all(it.num_logits <= most for it in ahead)
 
 

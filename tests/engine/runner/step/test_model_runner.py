@@ -189,7 +189,7 @@ def test_an_interrupted_dummy_step_leaves_no_state(monkeypatch, model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
 
-    def interrupted(logits, rows):
+    def interrupted(*_arguments):
         raise NotCompiledError
 
     monkeypatch.setattr(runner._sampler, "begin", interrupted)
