@@ -423,7 +423,8 @@ class _Writer:
             case _Set():
                 return self._set(node.sure)
             case _Raw():
-                return node.text
+                # See `_set`.
+                return f"[{node.text}&&[^\\x1f]]" if self._in_json else node.text
             case _Sequence():
                 return "".join(self._grouped(part, _Choice) for part in node.parts)
             case _Choice():
