@@ -61,7 +61,8 @@ LAST_USER = LAST_USER.replace(
     "[INST]", "[INST]{% if loop.last and system %}{{ system ~ ': ' }}{% endif %}"
 )
 TEMPLATES = {
-    "last user": LAST_USER, "gemma2": GEMMA2, "qwen3": QWEN3, "lossy": LOSSY, "items": ITEMS, "text only": TEXT_ONLY, "mistral": MISTRAL,
+    "gemma2": GEMMA2, "qwen3": QWEN3, "lossy": LOSSY, "items": ITEMS, "text only": TEXT_ONLY, "mistral": MISTRAL,
+    "last user": LAST_USER,
     **{name: template for name, (template, _) in chat_cases.CASES.items()},
 }  # fmt: skip
 
@@ -135,6 +136,11 @@ CONVERSATIONS = {
          said("assistant", None, function_call={"name": "weather", "arguments": '{"city": "Bob"}'}),
          said("function", "Cid", name="weather")],
         ["Ada", "weather", "Bob", "Cid"],
+    ),
+    "a function without a result": (
+        [said("user", "Ada"), said("assistant", None, function_call={"name": "weather", "arguments": "{}"}),
+         said("function", None, name="weather")],
+        ["Ada", "weather"],
     ),
     "a dump with nulls": (
         [said("user", "Ada"), said("assistant", "Bob", **NULLS), said("user", "Cid")], ["Ada", "Bob", "Cid"],
