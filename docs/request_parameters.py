@@ -67,6 +67,7 @@ _CONSTRAINTS: Mapping[str, Parameter] = {
     "ebnf": Parameter(OTHERS, 'root ::= "a"'),
     "format": Parameter(OTHERS, _SCHEMA),
     "grammar": Parameter(OTHERS, 'root ::= "a"'),
+    "grammar_string": Parameter(OTHERS, 'root ::= "a"'),
     "guided_choice": Parameter(OTHERS, ["a"]),
     "guided_decoding_backend": Parameter(OTHERS, "auto"),
     "guided_grammar": Parameter(OTHERS, 'root ::= "a"'),
@@ -77,7 +78,11 @@ _CONSTRAINTS: Mapping[str, Parameter] = {
     "logits_processors": Parameter(OTHERS, ["a"]),
     "nvext": Parameter(OTHERS, {"guided_regex": "a+"}),
     "regex": Parameter(OTHERS, "a+"),
+    "regex_pattern": Parameter(OTHERS, "a+"),
     "stop_regex": Parameter(OTHERS, "a+"),
+    "structural_tag": Parameter(
+        OTHERS, {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+    ),
 }
 
 _SHARED: Mapping[str, Parameter] = {

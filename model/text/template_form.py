@@ -34,7 +34,8 @@ class TemplateForm:
     """What a chat template writes. One that does not write what the user says gets everything as it is.
 
     Attributes:
-        system: a system message that is the first one.
+        system: a system message that is the first one, before a message of the user.
+        system_before: roles of a last message with which that is written too; `system` if it is the only message.
         later_system: any number of system messages, anywhere.
         developer: messages of the role `developer`, anywhere.
         repeats: consecutive messages of one role.
@@ -49,6 +50,7 @@ class TemplateForm:
     """
 
     system: bool = True
+    system_before: frozenset[str] = frozenset({"system", "user", "assistant", "tool"})
     later_system: bool = True
     developer: bool = True
     repeats: bool = True
@@ -77,6 +79,16 @@ def find_form(
     if _WORDS[0] not in alone:
         return TemplateForm(definitions=definitions, calls=True, results=True)
     form = _with_calls(TemplateForm(definitions=definitions), render, alone)
+    system = _say("system", 4)
+    call = _call(0, as_object=form.object_arguments)
+    calling = _calling(call, content=None if form.null_content else "")
+    last = {
+        "system": [system],
+        "user": [system, user],
+        "assistant": [system, user, assistant],
+        "tool": [system, user, calling, _result(0)],
+    }
+    system_before = frozenset(role for role, some in last.items() if _WORDS[4] in render(some))
 
     def writes(*messages: dict[str, Any]) -> bool:
         text = render(messages)
@@ -88,7 +100,8 @@ def find_form(
 
     return dataclasses.replace(
         form,
-        system=_WORDS[2] in render([_say("system", 2), user]),
+        system="user" in system_before,
+        system_before=system_before,
         later_system=writes_anywhere("system"),
         developer=writes_anywhere("developer"),
         repeats=writes(user, _say("user", 2), assistant, _say("assistant", 3), _say("user", 4)),

@@ -51,8 +51,18 @@ MISTRAL = """{% for m in messages %}{% if m.role in ('user', 'assistant') and no
 {% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[RESULT]{{ m.content }}{% else %}\
 {{ raise_exception('Only user and assistant') }}{% endif %}{% endfor %}"""
 MISTRAL = "{% set ns = namespace(i=0) %}" + MISTRAL
+# As Mistral's of 2024: the system message is written in the last message, if that is the user's.
+LAST_USER = MISTRAL.replace(
+    "{% for m in messages %}{% if loop.first",
+    """{% if messages[0].role == 'system' %}\
+{% set system, messages = messages[0].content, messages[1:] %}{% endif %}{% for m in messages %}{% if loop.first""",
+)
+LAST_USER = LAST_USER.replace(
+    "[INST]", "[INST]{% if loop.last and system %}{{ system ~ ': ' }}{% endif %}"
+)
 TEMPLATES = {
     "gemma2": GEMMA2, "qwen3": QWEN3, "lossy": LOSSY, "items": ITEMS, "text only": TEXT_ONLY, "mistral": MISTRAL,
+    "last user": LAST_USER,
     **{name: template for name, (template, _) in chat_cases.CASES.items()},
 }  # fmt: skip
 
@@ -93,6 +103,14 @@ CONVERSATIONS = {
         ["Ada", "Bob", "Cid", "Dan", "Eve"],
     ),
     "only system": ([said("system", "Ada")], ["Ada"]),
+    "system and the assistant's last": (
+        [said("system", "Ada"), said("user", "Bob"), said("assistant", "Cid")], ["Ada", "Bob", "Cid"],
+    ),
+    "system and a result": (
+        [said("system", "Ada"), said("user", "Bob"), said("assistant", None, tool_calls=[call(1, '{"city": "Cid"}')]),
+         result(1, "Dan")],
+        ["Ada", "Bob", "weather", "Cid", "Dan"],
+    ),
     "repeated roles": (
         [said("user", "Ada"), said("user", "Bob"), said("assistant", "Cid"), said("assistant", "Dan"),
          said("user", "Eve")],
@@ -118,6 +136,11 @@ CONVERSATIONS = {
          said("assistant", None, function_call={"name": "weather", "arguments": '{"city": "Bob"}'}),
          said("function", "Cid", name="weather")],
         ["Ada", "weather", "Bob", "Cid"],
+    ),
+    "a function without a result": (
+        [said("user", "Ada"), said("assistant", None, function_call={"name": "weather", "arguments": "{}"}),
+         said("function", None, name="weather")],
+        ["Ada", "weather"],
     ),
     "a dump with nulls": (
         [said("user", "Ada"), said("assistant", "Bob", **NULLS), said("user", "Cid")], ["Ada", "Bob", "Cid"],
@@ -180,7 +203,9 @@ async def prompt_of(client, tokenizer: Tokenizer, body):
 @pytest.mark.parametrize("with_tools", [False, True], ids=["", "tools"])
 @pytest.mark.parametrize("template", TEMPLATES)
 async def test_no_message_is_dropped_or_refused(open_with, tokenizer, template, with_tools):
-    client = await open_with(TEMPLATES[template], "mistral" if template == "mistral" else "hermes")
+    client = await open_with(
+        TEMPLATES[template], "mistral" if template in ("mistral", "last user") else "hermes"
+    )
     for messages, words in CONVERSATIONS.values():
         body = {"messages": messages, **({"tools": [TOOL]} if with_tools else {})}
 
@@ -224,6 +249,23 @@ async def test_the_systems_text_begins_the_first_message_where_there_is_no_such_
     text = await prompt_of(client, tokenizer, {"messages": messages})
 
     assert text.endswith("<user>Ada\n\nBob\n\nCid\n")
+
+
+async def test_the_system_message_stays_where_the_template_writes_it(open_with, tokenizer):
+    client = await open_with(LAST_USER, "mistral")
+    messages = [said("system", "Ada"), said("user", "Bob"), said("assistant", "Cid")]
+
+    texts = [
+        await prompt_of(client, tokenizer, {"messages": some})
+        for some in (messages[:2], [*messages, said("user", "Dan")], messages, messages[:1])
+    ]
+
+    assert texts == [
+        "[INST]Ada: Bob",
+        "[INST]Bob Cid[INST]Ada: Dan",
+        "[INST]Ada\n\nBob Cid",
+        "[INST]Ada",
+    ]
 
 
 async def test_each_result_follows_its_call_where_a_message_has_one_call_only(open_with, tokenizer):

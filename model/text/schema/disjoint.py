@@ -10,6 +10,7 @@ from model.text.schema.modern import DEFINITIONS, TYPES, Schema
 from model.text.schema.numbers import Limit, limits
 
 _MAX_STEPS: Final = 4000
+_MAX_REFERENCES: Final = 8
 _ALL: Final = frozenset(TYPES)
 
 
@@ -22,11 +23,42 @@ class Disjointness:
 
     def all_disjoint(self, options: list[Schema]) -> bool:
         """Return whether no value certainly follows two of the options."""
-        return all(
+        return self._values_differ(options) or all(
             self.disjoint(first, second)
             for i, first in enumerate(options)
             for second in options[i + 1 :]
         )
+
+    def _values_differ(self, options: list[Schema]) -> bool:
+        """Return whether each option lists its values, or those of a property that it requires, without a common one.
+
+        In contrast to a comparison of pairs, this takes no longer for many options.
+        """
+        followed = [self._followed(option) for option in options]
+        nodes = [node for node in followed if isinstance(node, dict)]
+        if len(nodes) < len(followed):
+            return False
+        if _no_common_value(list(map(_values, nodes))):
+            return True
+        names = nodes[0].get("required", ()) if nodes else ()
+        return any(
+            _no_common_value([self._values_of_required(node, name) for node in nodes])
+            for name in names
+        )
+
+    def _values_of_required(self, node: dict[str, Any], name: str) -> list[Any] | None:
+        """Return the values that a property may have; None if it may have any, or be missing."""
+        if node.get("type") != ["object"] or name not in node.get("required", ()):
+            return None
+        value = self._followed(node.get("properties", {}).get(name, True))
+        return _values(value) if isinstance(value, dict) else None
+
+    def _followed(self, node: Schema) -> Schema:
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(node, dict) or "$ref" not in node or _values(node) is not None:
+                break
+            node = self._target(node["$ref"])
+        return node
 
     def disjoint(self, a: Schema, b: Schema, depth: int = 0) -> bool:
         """Return whether certainly no value follows both."""
@@ -137,6 +169,12 @@ def _property(schema: dict[str, Any], name: str) -> Schema:
     other = True if "patternProperties" in schema else schema.get("additionalProperties", True)
     found: Schema = properties.get(name, other)
     return found
+
+
+def _no_common_value(lists: list[list[Any] | None]) -> bool:
+    """Return whether all lists are known, and no value is in two of them."""
+    keys = [{_key(value) for value in values} for values in lists if values is not None]
+    return len(keys) == len(lists) and len(set().union(*keys)) == sum(map(len, keys))
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:

@@ -112,7 +112,9 @@ class _Lowering:
     def _of_values(self, node: dict[str, Any], place: str) -> Schema:
         keyword = "enum" if "enum" in node else "const"
         values = node["enum"] if keyword == "enum" else [node["const"]]
-        if set(node) != {keyword}:
+        if set(node) == {keyword, "type"}:
+            values = [value for value in values if _is_of(value, node["type"])]
+        elif set(node) != {keyword}:
             valid = _validity(node, self._modern.definitions)
             values = [value for value in values if valid(value)]
         kept = [value for value in values if _is_exact(value)]
@@ -161,7 +163,7 @@ class _Lowering:
         self, value: Schema, rest: dict[str, Any], _: list[Schema], place: str
     ) -> None:
         """Replace `unevaluatedItems` where nothing beside it evaluates any."""
-        if not any(key in rest for key in (*_IN_PLACE, "contains")):
+        if not any(key in rest for key in (*_IN_PLACE, "contains", "if", "dependentSchemas")):
             rest.setdefault("items", value)
         elif not _is_any(value):
             self._lose("unevaluatedItems", place)
@@ -537,6 +539,22 @@ def _is_exact(value: Any) -> bool:  # noqa: ANN401 - a JSON value
     return True
 
 
+def _is_of(value: Any, types: list[str]) -> bool:  # noqa: ANN401 - a JSON value
+    """Return whether a value has one of some types."""
+    match value:
+        case None:
+            return "null" in types
+        case bool():
+            return "boolean" in types
+        case int() | float():
+            return "number" in types or ("integer" in types and value == value // 1)
+        case str():
+            return "string" in types
+        case list():
+            return "array" in types
+    return "object" in types
+
+
 def _same(a: Any, b: Any) -> bool:  # noqa: ANN401 - JSON values
     return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
@@ -551,9 +569,10 @@ def _validity(node: dict[str, Any], definitions: Mapping[str, Schema]) -> Callab
 _CONDITIONS: Final[
     dict[str, Callable[[_Lowering, Any, dict[str, Any], list[Schema], str], None]]
 ] = {
+    # These first, since the others remove what may evaluate something.
+    "unevaluatedProperties": _Lowering.unevaluated_properties,
+    "unevaluatedItems": _Lowering.unevaluated_items,
     "if": _Lowering.conditional,
     "dependentRequired": _Lowering.dependent_required,
     "dependentSchemas": _Lowering.dependent_schemas,
-    "unevaluatedProperties": _Lowering.unevaluated_properties,
-    "unevaluatedItems": _Lowering.unevaluated_items,
 }

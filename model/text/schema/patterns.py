@@ -121,6 +121,7 @@ _POSSIBLE_SPACE: Final = _union(_SPACE, ((0x1C, 0x1F),), _chars("\x85\ufeff"))
 _LINE: Final = _complement(_chars("\n\r\u2028\u2029"))
 _POSSIBLE_LINE: Final = _complement(_chars("\n"))
 _CONTROLS: Final = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+_COUNT: Final = re.compile(r"\{(\d+)(,(\d*))?\}")
 _CASED: Final = frozenset("bBkpP123456789")
 
 
@@ -185,7 +186,7 @@ class _Parser:
             pass
         elif self._next("?"):
             least, most = 0, 1
-        elif found := re.compile(r"\{(\d+)(,(\d*))?\}").match(self.text, self.place):
+        elif found := _COUNT.match(self.text, self.place):
             least = int(found[1])
             most = least if found[2] is None else int(found[3]) if found[3] else None
             if most is not None and most < least:
@@ -198,7 +199,9 @@ class _Parser:
         if self._next("+"):
             node = _Assertion(self.text)  # possessive
         self._next("?")
-        if self.place < len(self.text) and self.text[self.place] in "*+?":
+        if self.place < len(self.text) and (
+            self.text[self.place] in "*+?" or _COUNT.match(self.text, self.place)
+        ):
             raise self._error("a repetition of nothing")
         return _Repeat(node, least, most)
 
@@ -423,7 +426,8 @@ class _Writer:
             case _Set():
                 return self._set(node.sure)
             case _Raw():
-                return node.text
+                # See `_set`.
+                return f"[{node.text}&&[^\\x1f]]" if self._in_json else node.text
             case _Sequence():
                 return "".join(self._grouped(part, _Choice) for part in node.parts)
             case _Choice():
@@ -553,6 +557,7 @@ def check_pattern(pattern: str) -> None:
 def is_found(pattern: str, text: str) -> bool | None:
     """Return whether a text has a match of a pattern, None if Python cannot tell. May take very long."""
     python = re.sub(r"\(\?<(?=[A-Za-z_])", "(?P<", pattern)
+    python = re.sub(r"\\k<(\w+)>", r"(?P=\1)", python)
     python = re.sub(r"\\u\{([0-9A-Fa-f]+)\}", lambda m: re.escape(chr(int(m[1], 16))), python)
     try:
         return re.search(python, text) is not None

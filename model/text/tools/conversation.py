@@ -155,11 +155,14 @@ def _fit_system(messages: Sequence[Message], form: TemplateForm) -> Sequence[Mes
             for message in messages
         ]
     places = [i for i, message in enumerate(messages) if message["role"] == "system"]
-    if not places or (form.system and (form.later_system or places == [0])):
+    if not places:
+        return messages
+    others = [message for message in messages if message["role"] != "system"]
+    is_written = form.system and (others or messages)[-1]["role"] in form.system_before
+    if is_written and (form.later_system or places == [0]):
         return messages
     content = _join_texts([text_of(messages[i]["content"]) for i in places])
-    others = [message for message in messages if message["role"] != "system"]
-    if form.system:
+    if is_written:
         return [messages[places[0]] | {"content": content}, *others]
     for i, message in enumerate(others):
         if message["role"] == "user":

@@ -99,7 +99,7 @@ class CallParser:
         self._rest = ""  # not yet consumed
         self._ended = False
         self._cut_off = False
-        self._following = ""
+        self._following: str | None = None
         self._delta = MessageDelta()
         self._tool = tools[0]
         self._json = _JSONScanner()
@@ -125,13 +125,14 @@ class CallParser:
         self._rest += text
         return self._advance()
 
-    def finish(self, *, cut_off: bool = False, after: str = "") -> MessageDelta:
+    def finish(self, *, cut_off: bool = False, after: str | None = None) -> MessageDelta:
         """Parse the end of the message; return what was held back.
 
         Args:
             cut_off: whether the message ended before the model ended it. Its last characters are dropped if they may
                 begin calls.
-            after: text that followed, such as a stop string; it tells whether they did.
+            after: text of a stop string that followed, empty if that string stays at the end; None if none ended the
+                message. It tells whether they did.
         """
         self._ended, self._cut_off, self._following = True, cut_off, after
         return self._advance()
@@ -345,9 +346,9 @@ class CallParser:
             whole: a part of a call.
             atomic: whether it is one token, so that only a stop string cuts it.
         """
-        if not self._cut_off or (atomic and not self._following):
+        if not self._cut_off or (atomic and self._following is None):
             return False
-        text = begun + self._following
+        text = begun + (self._following or "")
         return whole.startswith(text) or (text.startswith(whole) and whole.startswith(begun))
 
     def _match(self, candidates: Sequence[str]) -> int | None:

@@ -144,6 +144,13 @@ class Completion:
         return "".join(self._texts)
 
     @property
+    def after(self) -> str | None:
+        """Text of the stop string that follows the text, empty if it is a part of it; None if none ended it."""
+        if not isinstance(self.stop_reason, str):
+            return None
+        return "" if self._keeps_end else self.stop_reason
+
+    @property
     def mean_logprob(self) -> float:
         """Mean log-probability of the tokens; valid after `finish`."""
         return self.logprob_sum / max(1, self.num_tokens)

@@ -64,8 +64,9 @@ def read_message(
         raise ValidationError(f"`{field}.role` must be one of {', '.join(ROLES)}. Given: {given}")
     read = {key: value for key, value in message.items() if value is not None}
     if role == "function":
-        # The older form of a result, which names its function instead of the call.
+        # The older form of a result, which names its function instead of the call and may be null.
         read["role"] = "tool"
+        read.setdefault("content", "")
         if "name" in read:
             read.setdefault("tool_call_id", read["name"])
     if not _ANSWER.isdisjoint(read):

@@ -77,6 +77,8 @@ class ContentBlocks:
     def _add_text(self, text: str) -> None:
         if not text:
             return
+        if self._call is not None:
+            self._close()
         if not self._open:
             self._events.append(ContentBlockStart(self._index, TextBlock("")))
             self._open = True
@@ -91,11 +93,13 @@ class ContentBlocks:
                 self._close_call()
             call_id = self._tools.new_id(_ID_PREFIX)
             self._call = ToolUseBlock(id=call_id, name=call.name, input=_NO_INPUT)
-            if call.name in self._eager:
+        self._pieces.append(call.arguments)
+        assert self._call is not None
+        # A block without any input would be a call with an empty one.
+        if self._call.name in self._eager and call.arguments:
+            if not self._open:
                 self._events.append(ContentBlockStart(self._index, self._call))
                 self._open = True
-        self._pieces.append(call.arguments)
-        if self._open and call.arguments:
             self._events.append(ContentBlockDelta(self._index, InputDelta(call.arguments)))
 
     def _close_call(self) -> None:

@@ -56,13 +56,10 @@ def find_constraint(body: ConstraintFields) -> StructuredOutput | None:
         value = _at_field(body, field)
         if value is not None and (constraint := read(value, field)) is not None:
             found.append(_decoded(constraint))
-    for other in found[1:]:
-        if (other.kind, other.value) != (found[0].kind, found[0].value):
-            raise ValidationError(f"`{found[0].field}` and `{other.field}` exclude each other")
     if not found:
         return None
     strict = any(constraint.strict for constraint in found)
-    return _with_json_options(found[0]._replace(strict=strict), body)
+    return _with_json_options(_only(found)._replace(strict=strict), body)
 
 
 def read_strict(value: object, field: str) -> bool:
@@ -130,18 +127,50 @@ def _format(wanted: dict[str, Any], field: str) -> StructuredOutput | None:
     for name in _FORMAT_VALUES:
         if name in wanted and name not in roots:
             raise ValidationError(f"`{field}.{name}` needs another `type` than `{kind}`")
-    if not found:
-        if kind == "text":
-            return None
-        if kind == "json_object":
-            return StructuredOutput("json_object", None, field)
-        raise ValidationError(f"`{field}.{places[0]}` is required")
-    place, value = found[0]
+    if found:
+        return _stated(wanted, field, language, found)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutput("json_object", None, field)
+    raise ValidationError(f"`{field}.{places[0]}` is required")
+
+
+def _stated(
+    wanted: dict[str, Any], field: str, language: _Kind, found: list[tuple[str, object]]
+) -> StructuredOutput:
+    """Return the constraint that a format states, perhaps at several places, which are given with what is there."""
     types, expected = _TYPES[language]
-    if not isinstance(value, types):
-        raise ValidationError(f"`{field}.{place}` must be {expected}. Given: {describe(value)}")
     strict = any(read_strict(_at(wanted, name), f"{field}.{name}") for name in _STRICT_PLACES)
-    return StructuredOutput(language, value, f"{field}.{place}", strict)
+    stated: list[StructuredOutput] = []
+    for place, value in found:
+        # An object with a schema is none itself.
+        if any(other.startswith(f"{place}.") for other, _ in found):
+            continue
+        if not isinstance(value, types):
+            raise ValidationError(f"`{field}.{place}` must be {expected}. Given: {describe(value)}")
+        stated.append(_decoded(StructuredOutput(language, value, f"{field}.{place}", strict)))
+    return _only(stated)
+
+
+def _only(stated: list[StructuredOutput]) -> StructuredOutput:
+    """Return the first of several constraints, which are equal.
+
+    Raises:
+        ValidationError: they are not.
+    """
+    first = stated[0]
+    for other in stated[1:]:
+        if other.kind != first.kind or not _equal(other.value, first.value):
+            raise ValidationError(f"`{first.field}` and `{other.field}` exclude each other")
+    return first
+
+
+def _equal(a: Any, b: Any) -> bool:  # noqa: ANN401 - JSON values
+    """Return whether two JSON values are the same, for which `true` is not 1."""
+    return bool(a == b) and msgspec.json.encode(a, order="deterministic") == msgspec.json.encode(
+        b, order="deterministic"
+    )
 
 
 def _at(value: object, path: str) -> object:
@@ -179,6 +208,7 @@ _FIELDS: Final[tuple[tuple[str, Callable[[Any, str], StructuredOutput | None]], 
     ("regex", _of_kind("regex")),
     ("ebnf", _of_kind("lark")),
     ("grammar", _grammar),
+    ("structural_tag", _of_kind("structural_tag")),
     # Ollama.
     ("format", _json_format),
 )

@@ -60,6 +60,9 @@ NO_EFFECT: Mapping[str, tuple[object, ...]] = {
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],),
     "custom_logit_processor": ("",),
+    "guided_decoding": ({},),
+    "guided_decoding_params": ({},),
+    "guided_json_object": (False,),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
     "input_ids": (),
@@ -76,10 +79,12 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 left out, and their values that ask for nothing."""
 
 OTHER_NAMES: Mapping[str, str] = {
+    "grammar_string": "grammar",
     "max_new_tokens": "max_tokens",
     "n_cmpl": "n",
     "n_predict": "max_tokens",
     "no_stop_trim": "include_stop_str_in_output",
+    "regex_pattern": "regex",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
 }

@@ -205,6 +205,7 @@ class ConstraintFields(GuidedFields):
     ebnf: str | None = optional("A grammar, as GBNF or Lark.")
     grammar: ObjectOrText | None = optional("A grammar, as GBNF or Lark; or a format.")
     format: ObjectOrText | None = optional("A JSON schema; or `json` for any object.")
+    structural_tag: StructuralTag | None = optional("A structural tag.")
 
 
 class TextFields(SamplingFields, ConstraintFields):

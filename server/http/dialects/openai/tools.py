@@ -206,13 +206,8 @@ def read_piece(parser: CallParser, completion: Completion, text: str) -> list[Me
     """
     deltas = [parser.push(text)]
     if completion.finish_reason is not None:
-        stop = completion.stop_reason
-        deltas.append(
-            parser.finish(
-                cut_off=completion.finish_reason is not FinishReason.EOS,
-                after=stop if isinstance(stop, str) else "",
-            )
-        )
+        cut_off = completion.finish_reason is not FinishReason.EOS
+        deltas.append(parser.finish(cut_off=cut_off, after=completion.after))
     return deltas
 
 

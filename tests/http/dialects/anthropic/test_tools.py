@@ -120,6 +120,22 @@ async def test_input_that_the_client_gets_at_once_ends_where_it_was_cut_off(call
     assert reply["content"] == []
 
 
+@pytest.mark.parametrize("eager", [False, True])
+async def test_a_call_that_is_cut_off_before_its_input_has_no_block(call, answer, eager):
+    head = CALL.partition("{")[0] + '{"name": "weather", "arguments": '
+    answer(head, FinishReason.LENGTH)
+    tools = [TOOL | {"eager_input_streaming": eager}]
+
+    found = events(await call(tools=tools, stream=True))
+
+    assert [one["type"] for one in found] == [
+        "message_start",
+        "ping",
+        "message_delta",
+        "message_stop",
+    ]
+
+
 async def test_numbers_of_an_input_are_those_of_the_model(call, answer):
     answer(
         '<tool_call>\n{"name": "f", "arguments": {"n": 12345678901234567890123, "x": 1.50}}\n</tool_call>'

@@ -104,6 +104,14 @@ def compiled(monkeypatch):
         ({"grammar": {"type": "json", "value": SCHEMA}}, ("json_schema", SCHEMA, "grammar.value")),
         ({"format": "json"}, ("json_object", None, "format")),
         ({"format": SCHEMA}, ("json_schema", SCHEMA, "format")),
+        ({"structural_tag": TAG}, ("structural_tag", TAG, "structural_tag")),
+        ({"structural_tag": "{}"}, ("structural_tag", {}, "structural_tag")),
+        ({"regex_pattern": "a"}, ("regex", "a", "regex")),
+        ({"grammar_string": "g"}, ("lark", "g", "grammar")),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
+            ("json_schema", SCHEMA, "response_format.schema"),
+        ),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
             ("json_schema", SCHEMA, "response_format.schema"),
@@ -260,6 +268,14 @@ async def test_the_format_of_a_response_has_the_same_forms(client, templates, co
             "`json_schema` and `format` exclude each other",
         ),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "exclude each other"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": {}}},
+            "`response_format.json_schema.schema` and `response_format.schema` exclude each other",
+        ),
+        ({"grammar": {"type": "regex", "value": "a", "pattern": "b"}}, "`grammar.value` and `grammar.pattern` exclude"),
+        ({"json_schema": {"const": 1}, "format": {"const": True}}, "`json_schema` and `format` exclude each other"),
+        ({"regex": "a", "regex_pattern": "b"}, "`regex` and `regex_pattern` exclude each other"),
+        ({"structural_tag": "{"}, "`structural_tag` must be JSON"),
         ({"regex": 1}, "`regex` must be a string"),
         ({"grammar": 1}, "`grammar` must be an object or a string"),
         ({"grammar": {"type": "x"}}, "`grammar.type` must be one of text, json_object"),
@@ -290,6 +306,7 @@ async def test_the_format_of_a_response_has_the_same_forms(client, templates, co
             for name, value in (
                 ("allowed_token_ids", [1]), ("stop_regex", "a+"), ("logits_processors", ["x"]), ("n_indent", 4),
                 ("grammar_lazy", True), ("template", "{{ .Prompt }}"), ("lora_path", "x"), ("input_ids", [1]),
+                ("guided_json_object", True), ("guided_decoding", {"regex": "a"}),
             )
         ],
         ({"n_predict": 5, "max_tokens": 6}, "`max_tokens` and `n_predict` exclude each other"),
@@ -308,7 +325,13 @@ async def test_what_cannot_be_enforced_is_refused(complete, engine, fields, mess
     "fields",
     [
         {"allowed_token_ids": [], "stop_regex": None, "logits_processors": [], "n_indent": 0},
-        {"n_predict": -1, "grammar_lazy": False, "template": ""},
+        {
+            "n_predict": -1,
+            "grammar_lazy": False,
+            "template": "",
+            "grammar_string": "",
+            "guided_json_object": False,
+        },
         {"regex": None, "grammar": None, "format": None, "json_schema": None, "ebnf": None},
     ],
 )

@@ -168,8 +168,9 @@ async def test_a_stop_string_within_what_begins_a_call_leaves_no_syntax(
     for stop in ("eather", "all", "ALL", "name", "thon", "func"):
         if stop not in TEXTS[name].partition("weather")[0] + "weather":
             continue
-        assert await whole(client, stop=[stop]) == ("", [], "stop")
-        assert await streamed(client, stop=[stop]) == ("", [], "stop")
+        for fields in ({"stop": [stop]}, {"stop": [stop], "include_stop_str_in_output": True}):
+            assert await whole(client, **fields) == ("", [], "stop")
+            assert await streamed(client, **fields) == ("", [], "stop")
 
 
 async def test_text_before_a_stop_string_is_kept(client, engine, tokenizer):

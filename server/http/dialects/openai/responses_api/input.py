@@ -63,11 +63,11 @@ def read_input(request: ResponseBody, *, parts: bool = False) -> Conversation:
         ValidationError: the input is neither a text nor a list of items, or an item is not valid.
     """
     value, instructions = request.input, request.instructions
+    if value in ("", []):
+        raise ValidationError("`input` cannot be empty")
     if isinstance(value, str):
-        if not value:
-            raise ValidationError("`input` cannot be empty")
         items = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
         items = value
     else:
         raise ValidationError(
