@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.errors import ValidationError
+from server.errors import UnknownThreadError, ValidationError
 from server.http.body.limits import check_stop_strings
 from server.http.dialects.anthropic.blocks import ContentBlocks
 from server.http.dialects.anthropic.conversation import read_conversation
@@ -139,10 +139,18 @@ def read_messages_request(
     Raises:
         ValidationError: the body is not valid.
         UnknownModelError: it names a model that is neither served nor Claude.
+        UnknownThreadError: it continues a conversation by the identifier of a message.
     """
     request, warnings = parse_body(
         MessagesBody, body, context.config, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
     )
+    if request.thread is not None:
+        # Clients that continue a thread keep the conversation, and send all of it where no thread is found.
+        if request.thread.type == "continue":
+            raise UnknownThreadError(
+                "`thread`: this server keeps no conversation; send all messages, with `create`"
+            )
+        warnings += ("`thread` has no effect",)
     return MessagesAnswer(context, info, request, texts, warnings)
 
 

@@ -117,6 +117,17 @@ class OutputConfig(BaseModel):
     effort: str | None = optional("Has no effect.")
 
 
+class Thread(BaseModel):
+    """Whether the server keeps the conversation, or continues one that it kept."""
+
+    model_config = _BODY
+
+    type: Literal["create", "continue"] = Field(
+        description="`create` has no effect; after `continue`, clients send the whole conversation."
+    )
+    previous_message_id: str | None = optional("With `continue`: the message that is continued.")
+
+
 class ConversationFields(BaseModel):
     """What makes the prompt. Null means the default."""
 
@@ -147,6 +158,7 @@ class MessagesBody(SamplingFields, ConstraintFields, ConversationFields):
     max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] = Field(
         description="Maximum number of tokens to generate; at most what fits is generated."
     )
+    thread: Thread | None = optional("No conversation is kept: one that is continued is not found.")
     temperature: Annotated[
         float | None, number("temperature", f"{SMALLEST}. Default: 1", le=1.0)
     ] = None

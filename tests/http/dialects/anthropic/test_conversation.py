@@ -231,3 +231,29 @@ async def test_a_system_prompt_of_other_blocks_is_refused(ask):
     assert response.json()["error"]["message"] == (
         "`system.0.type` must be `text`: the model reads text only. Given: `image`"
     )
+
+
+async def test_a_thread_that_is_continued_is_not_found_so_that_clients_send_all_messages(ask):
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+
+    response = await ask([{"role": "user", "content": [result("20")]}], thread=thread)
+
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["type"] == "not_found_error"
+    assert error["details"] == {"error_code": "thread_not_found"}
+
+
+async def test_a_thread_that_is_created_has_no_effect(ask):
+    response = await ask(thread={"type": "create"})
+
+    assert response.status_code == 200
+    assert response.json()["warnings"] == ["`thread` has no effect"]
+
+
+@pytest.mark.parametrize("thread", [{"type": "fork"}, {}, "create"])
+async def test_another_thread_is_an_error(ask, thread):
+    response = await ask(thread=thread)
+
+    assert response.status_code == 400
+    assert "`thread" in response.json()["error"]["message"]
