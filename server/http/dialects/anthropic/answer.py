@@ -82,7 +82,7 @@ class MessagesAnswer(ChatAnswer):
             parallel_tool_calls=tools.parallel,
         )
         self._tool_fields = tools.fields
-        warnings += _warnings(request, context.config) + tools.warnings
+        warnings += _warnings(request, context.config) + conversation.warnings + tools.warnings
         super().__init__(
             context, info, chat, conversation.messages, texts, warnings, constraint=constraint
         )

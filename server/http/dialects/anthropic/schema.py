@@ -44,10 +44,24 @@ def _block(kind: str, **properties: object) -> dict[str, Any]:
 
 _TEXT_BLOCK = _block("text", text=_TEXT)
 _TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK}]}
+_SOURCES = [
+    {"properties": {"type": {"const": "text"}, "data": _TEXT}, "required": ["type", "data"]},
+    {
+        "properties": {"type": {"const": "content"}, "content": _TEXTS},
+        "required": ["type", "content"],
+    },
+]
+_DOCUMENTS = [
+    _block("document", source={"type": "object", "anyOf": _SOURCES}),
+    _block(
+        "search_result", source=_TEXT, title=_TEXT, content={"type": "array", "items": _TEXT_BLOCK}
+    ),
+]
+_READ = {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, *_DOCUMENTS]}}
 _RESULT = _block("tool_result", tool_use_id=_TEXT)
-_RESULT["properties"] |= {"content": _TEXTS, "is_error": {"type": "boolean"}}
+_RESULT["properties"] |= {"content": {"anyOf": [_TEXT, _READ]}, "is_error": {"type": "boolean"}}
 _BLOCKS = {
-    "user": [_TEXT_BLOCK, _RESULT],
+    "user": [_TEXT_BLOCK, *_DOCUMENTS, _RESULT],
     "assistant": [
         _TEXT_BLOCK,
         _block("tool_use", id=_TEXT, name=_TEXT, input={"type": "object"}),
