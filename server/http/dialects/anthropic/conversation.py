@@ -237,8 +237,8 @@ def _plain(block: dict[str, Any]) -> dict[str, Any]:
         head, content = [block.get("title"), source], block.get("content")
     elif block.get("type") == "document" and isinstance(source, dict):
         kind = source.get("type")
-        known = isinstance(kind, str) and kind in _TEXT_SOURCES
-        content = source.get(_TEXT_SOURCES[kind]) if known else None
+        key = _TEXT_SOURCES.get(kind) if isinstance(kind, str) else None
+        content = source.get(key) if key is not None else None
     else:
         return block
     texts = [{"text": content}] if isinstance(content, str) else content
