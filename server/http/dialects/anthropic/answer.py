@@ -49,6 +49,7 @@ class MessagesAnswer(ChatAnswer):
 
     Raises:
         ValidationError: the body is not valid.
+        UnknownThreadError: it continues a conversation by the identifier of a message.
     """
 
     _nested_tools = False
@@ -62,6 +63,11 @@ class MessagesAnswer(ChatAnswer):
         texts: TokenTexts,
         warnings: tuple[str, ...],
     ) -> None:
+        # Clients that continue a thread keep the conversation, and send all of it where no thread is found.
+        if request.thread is not None and request.thread.type == "continue":
+            raise UnknownThreadError(
+                "`thread`: this server keeps no conversation; send all messages, with `create`"
+            )
         check_stop_strings(request.stop_sequences or (), context.config, "stop_sequences")
         conversation = read_conversation(request, parts=context.reads_parts)
         tools = chat_tools(request)
@@ -144,13 +150,6 @@ def read_messages_request(
     request, warnings = parse_body(
         MessagesBody, body, context.config, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
     )
-    if request.thread is not None:
-        # Clients that continue a thread keep the conversation, and send all of it where no thread is found.
-        if request.thread.type == "continue":
-            raise UnknownThreadError(
-                "`thread`: this server keeps no conversation; send all messages, with `create`"
-            )
-        warnings += ("`thread` has no effect",)
     return MessagesAnswer(context, info, request, texts, warnings)
 
 
@@ -160,6 +159,7 @@ async def count_tokens(context: AppContext, body: object) -> TokenReply:
     Raises:
         ValidationError: the body is not valid, or the chat template rejects the conversation.
         UnknownModelError: it names a model that is neither served nor Claude.
+        UnknownThreadError: it continues a conversation by the identifier of a message.
         UnavailableError: the engine is not ready.
     """
     request, warnings = parse_body(
@@ -183,6 +183,8 @@ def _warnings(request: ConversationFields, config: HTTPConfig) -> tuple[str, ...
     name, names = request.model or "", served_names(config)
     if name.startswith(_MODEL_PREFIXES) and name not in names:
         warnings.append(f"`model` has no effect: the model is `{names[0]}`")
+    if request.thread is not None:
+        warnings.append("`thread` has no effect")
     if request.thinking is not None and request.thinking.type != "disabled":
         warnings.append("`thinking` has no effect")
     if request.output_config is not None and request.output_config.effort is not None:

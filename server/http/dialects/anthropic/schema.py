@@ -154,6 +154,7 @@ class ConversationFields(BaseModel):
     system: SystemPrompt = optional("Instructions before the conversation: text, or text blocks.")
     tools: list[dict[str, Any]] | None = optional("Tools that the model may call.")
     tool_choice: ToolChoice | None = optional("Which tools the model calls. Default: `auto`.")
+    thread: Thread | None = optional("No conversation is kept: one that is continued is not found.")
     thinking: ThinkingConfig | None = optional("Whether the model reasons first.")
     output_config: OutputConfig | None = optional("How the model answers.")
     output_format: OutputFormat | None = optional("Older name of `output_config.format`.")
@@ -172,7 +173,6 @@ class MessagesBody(SamplingFields, ConstraintFields, ConversationFields):
     max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] = Field(
         description="Maximum number of tokens to generate; at most what fits is generated."
     )
-    thread: Thread | None = optional("No conversation is kept: one that is continued is not found.")
     temperature: Annotated[
         float | None, number("temperature", f"{SMALLEST}. Default: 1", le=1.0)
     ] = None

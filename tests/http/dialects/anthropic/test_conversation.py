@@ -299,10 +299,17 @@ async def test_a_system_prompt_of_other_blocks_is_refused(ask):
     )
 
 
-async def test_a_thread_that_is_continued_is_not_found_so_that_clients_send_all_messages(ask):
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_thread_that_is_continued_is_not_found_so_that_clients_send_all_messages(
+    open_chat, path
+):
+    client = await open_chat()
     thread = {"type": "continue", "previous_message_id": "msg_1"}
+    messages = [{"role": "user", "content": [result("20")]}]
 
-    response = await ask([{"role": "user", "content": [result("20")]}], thread=thread)
+    response = await client.post(
+        path, json={"max_tokens": 9, "messages": messages, "thread": thread}
+    )
 
     assert response.status_code == 404
     error = response.json()["error"]
