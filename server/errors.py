@@ -9,6 +9,7 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     │   ├── ForbiddenError                    403  forbidden
     │   ├── NotFoundError                     404  not_found
     │   ├── UnknownModelError                 404  model_not_found
+    │   ├── UnknownThreadError                404  thread_not_found
     │   ├── MethodNotAllowedError             405  method_not_allowed
     │   ├── BodyTimeoutError                  408  request_timeout
     │   ├── BodyTooLargeError                 413  body_too_large
@@ -159,6 +160,13 @@ class UnknownModelError(ClientError):
 
     status = 404
     error_type = "model_not_found"
+
+
+class UnknownThreadError(ClientError):
+    """The request continues a conversation that the server does not have; the client has to send all of it."""
+
+    status = 404
+    error_type = "thread_not_found"
 
 
 class CapacityError(TesseraError):

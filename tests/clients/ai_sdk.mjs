@@ -23,8 +23,12 @@ const weather = tool({
 });
 const answer = Output.object({ schema: z.object({ city: z.string().max(20), degrees: z.int() }) });
 const common = { prompt: "How warm is Rome?", maxOutputTokens: 120, temperature: 0, maxRetries: 0 };
+// The first step calls the tool, the second one answers.
+const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "auto" });
+const providerOptions = { openai: { parallelToolCalls: false }, anthropic: { disableParallelToolUse: true } };
 const steps = {
   text: {},
+  loop: { tools: { weather }, prepareStep, providerOptions, stopWhen: stepCountIs(2) },
   tools: { tools: { weather }, stopWhen: stepCountIs(2) },
   "required tool": { tools: { weather }, toolChoice: "required" },
   object: { output: answer },

@@ -1,5 +1,6 @@
 // The TypeScript SDK of Anthropic: messages, streams, tools and their results, counting tokens, errors.
 import Anthropic from "@anthropic-ai/sdk";
+import { betaTool } from "@anthropic-ai/sdk/helpers/beta/json-schema";
 
 const client = new Anthropic({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "How warm is Rome?" }];
@@ -35,6 +36,17 @@ const steps = {
   async toolsStreamed() {
     const final = await client.messages.stream({ ...common, tools, tool_choice: { type: "any" } }).finalMessage();
     check(["tool_use", "max_tokens"].includes(final.stop_reason), final.stop_reason);
+  },
+  async runner() {
+    // The SDK runs the tool over several turns, in a thread of messages.
+    const forecast = betaTool({
+      name: "forecast", description: "Return the forecast.", inputSchema: tools[0].input_schema, run: () => "20 degrees",
+    });
+    const options = { tools: [forecast], tool_choice: { type: "any", disable_parallel_tool_use: true } };
+    const reasons = [];
+    const runner = client.beta.messages.toolRunner({ ...common, max_tokens: 300, ...options, max_iterations: 3 });
+    for await (const message of runner) reasons.push(message.stop_reason);
+    check(reasons.length === 3 || reasons.at(-1) === "max_tokens", reasons.join());
   },
   async count() {
     const { input_tokens: counted } = await client.messages.countTokens({ model: "bundled", messages, tools });

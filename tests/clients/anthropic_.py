@@ -1,6 +1,10 @@
 """anthropic, the Python SDK: messages, streams, tools and their results, counting tokens, errors."""
 
+from typing import Literal
+
 import anthropic
+from anthropic import beta_tool
+from pydantic import BaseModel
 from scenario import MODEL, WEATHER, run, url
 
 client = anthropic.Anthropic(base_url=url(), api_key="none", max_retries=0)
@@ -49,6 +53,50 @@ def tools_streamed():
     assert final.stop_reason in {"tool_use", "max_tokens"}
 
 
+class Answer(BaseModel):
+    """A typed answer."""
+
+    city: Literal["Rome", "Oslo"]
+    warm: bool
+
+
+def typed():
+    """Ask for a typed answer."""
+    for messages in (client.messages, client.beta.messages):
+        reply = messages.parse(**COMMON, output_format=Answer)
+        assert isinstance(reply.parsed_output, Answer)
+
+
+@beta_tool
+def forecast(city: str) -> str:
+    """Return the forecast of a city."""
+    return f"{city}: 20 degrees"
+
+
+def runner():
+    """Let the SDK run a tool over several turns, in a thread of messages."""
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    for streamed in (False, True):
+        turns = client.beta.messages.tool_runner(
+            **COMMON | {"max_tokens": 300},
+            tools=[forecast],
+            tool_choice=choice,
+            max_iterations=3,
+            stream=streamed,
+        )
+        finals = [turn.get_final_message() if streamed else turn for turn in turns]
+        assert len(finals) == 3 or finals[-1].stop_reason == "max_tokens"
+
+
+def documents():
+    """Send a document of text and a search result."""
+    source = {"type": "text", "media_type": "text/plain", "data": "Rome: 20 degrees"}
+    found = {"source": "x", "title": "Rome", "content": [{"type": "text", "text": "20 degrees"}]}
+    blocks = [{"type": "document", "source": source}, {"type": "search_result", **found}]
+    message = {"role": "user", "content": [*blocks, {"type": "text", "text": "How warm is Rome?"}]}
+    client.messages.create(**{**COMMON, "messages": [message]})
+
+
 def count():
     """Count the tokens of a request."""
     counted = client.messages.count_tokens(model=MODEL, messages=HELLO, tools=TOOLS).input_tokens
@@ -73,4 +121,7 @@ def error():
     assert refused.body["error"]["type"] == "invalid_request_error"
 
 
-run({it.__name__: it for it in (create, stream, tools, tools_streamed, count, models, error)})
+STEPS = (
+    create, stream, tools, tools_streamed, typed, runner, documents, count, models, error,
+)  # fmt: skip
+run({it.__name__: it for it in STEPS})

@@ -4,14 +4,16 @@ import functools
 
 from guidance import assistant, gen, json, regex, select, user
 from guidance.models.experimental import SglangModel, VLLMModel
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from scenario import MODEL, run, url
 
 
 class Answer(BaseModel):
-    """A typed answer."""
+    """A typed answer; short, since guidance recurses once for each piece of a stream."""
 
-    degrees: int
+    model_config = ConfigDict(extra="forbid")
+
+    degrees: int = Field(ge=0, le=99)
 
 
 GRAMMARS = {

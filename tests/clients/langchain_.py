@@ -68,6 +68,25 @@ def forced(responses):
     model(responses).bind_tools([weather]).invoke([HumanMessage("x"), reply, *results])
 
 
+def typed_streamed(responses, method):
+    """Ask for a typed answer, piece by piece."""
+    list(model(responses).with_structured_output(Answer, method=method).stream("How warm is Rome?"))
+
+
+def any_tool(responses):
+    """Force any call, piece by piece, and give it back with its result."""
+    bound = model(responses).bind_tools(
+        [weather], tool_choice="any", strict=True, parallel_tool_calls=False
+    )
+    question = HumanMessage("How warm is Rome?")
+    reply = None
+    for chunk in bound.stream([question]):
+        reply = chunk if reply is None else reply + chunk
+    assert reply.tool_calls or reply.invalid_tool_calls
+    results = [weather.invoke(call) for call in reply.tool_calls]
+    model(responses).bind_tools([weather]).invoke([question, reply, *results])
+
+
 def typed(responses, method):
     """Ask for a typed answer."""
     bound = model(responses).with_structured_output(Answer, method=method, include_raw=True)
@@ -77,8 +96,9 @@ def typed(responses, method):
 steps = {}
 for by_responses in (False, True):
     name = "Responses" if by_responses else "chat"
-    for step in (whole, streamed, forced):
+    for step in (whole, streamed, forced, any_tool):
         steps[f"{name}, {step.__name__}"] = functools.partial(step, by_responses)
     for way in ("json_schema", "function_calling", "json_mode"):
-        steps[f"{name}, typed by {way}"] = functools.partial(typed, by_responses, way)
+        for step in (typed, typed_streamed):
+            steps[f"{name}, {step.__name__} by {way}"] = functools.partial(step, by_responses, way)
 run(steps, tolerated=(OutputParserException, ValidationError, LengthFinishReasonError))

@@ -48,6 +48,26 @@ async def ask(kind, output, tools, streamed):
     assert [event async for event in running.stream_events()]
 
 
+async def loop(kind, streamed):
+    """Force a call, which hands over to another agent."""
+    client = AsyncOpenAI(base_url=f"{url()}/v1", api_key="none", max_retries=0)
+    settings = ModelSettings(
+        max_tokens=300, temperature=0.0, tool_choice="required", parallel_tool_calls=False
+    )
+    model = kind(model=MODEL, openai_client=client)
+    other = Agent(
+        name="b", instructions="Answer.", model=model, tools=[weather], model_settings=settings
+    )
+    agent = Agent(
+        name="a", instructions="Hand over.", model=model, handoffs=[other], model_settings=settings
+    )
+    if not streamed:
+        await Runner.run(agent, "How warm is Rome?", max_turns=3)
+        return
+    running = Runner.run_streamed(agent, "How warm is Rome?", max_turns=3)
+    assert [event async for event in running.stream_events()]
+
+
 set_tracing_disabled(disabled=True)
 run(
     {
@@ -57,6 +77,11 @@ run(
         for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel)
         for output in (None, Answer)
         for tools in ([], [weather])
+        for streamed in (False, True)
+    }
+    | {
+        f"{kind.__name__}, loop, streamed {streamed}": functools.partial(loop, kind, streamed)
+        for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel)
         for streamed in (False, True)
     },
     tolerated=(MaxTurnsExceeded, ModelBehaviorError),

@@ -7,6 +7,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from scenario import MODEL, run, url
 from semantic_kernel.agents import ChatCompletionAgent
+from semantic_kernel.connectors.ai import FunctionChoiceBehavior
 from semantic_kernel.connectors.ai.open_ai import (
     OpenAIChatCompletion,
     OpenAIChatPromptExecutionSettings,
@@ -30,7 +31,7 @@ class Weather:
         return f"{city}: 20 degrees for {days} days"
 
 
-async def ask(plugins, output, streamed):
+async def ask(plugins, output, streamed, behavior=None):
     """Ask once."""
     client = AsyncOpenAI(base_url=f"{url()}/v1", api_key="none", max_retries=0)
     settings = OpenAIChatPromptExecutionSettings(max_tokens=100, temperature=0.0)
@@ -42,6 +43,7 @@ async def ask(plugins, output, streamed):
         instructions="Answer.",
         plugins=plugins,
         arguments=KernelArguments(settings=settings),
+        function_choice_behavior=behavior,
     )
     if streamed:
         assert [piece async for piece in agent.invoke_stream(messages="How warm is Rome?")]
@@ -57,6 +59,16 @@ run(
         )
         for plugins in ([], [Weather()])
         for output in (None, Answer)
+        for streamed in (False, True)
+    }
+    | {
+        f"loop, streamed {streamed}": functools.partial(
+            ask,
+            [Weather()],
+            None,
+            streamed,
+            FunctionChoiceBehavior.Required(maximum_auto_invoke_attempts=2),
+        )
         for streamed in (False, True)
     }
 )

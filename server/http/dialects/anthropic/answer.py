@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.errors import ValidationError
+from server.errors import UnknownThreadError, ValidationError
 from server.http.body.limits import check_stop_strings
 from server.http.dialects.anthropic.blocks import ContentBlocks
 from server.http.dialects.anthropic.conversation import read_conversation
@@ -49,6 +49,7 @@ class MessagesAnswer(ChatAnswer):
 
     Raises:
         ValidationError: the body is not valid.
+        UnknownThreadError: it continues a conversation by the identifier of a message.
     """
 
     _nested_tools = False
@@ -62,6 +63,11 @@ class MessagesAnswer(ChatAnswer):
         texts: TokenTexts,
         warnings: tuple[str, ...],
     ) -> None:
+        # Clients that continue a thread keep the conversation, and send all of it where no thread is found.
+        if request.thread is not None and request.thread.type == "continue":
+            raise UnknownThreadError(
+                "`thread`: this server keeps no conversation; send all messages, with `create`"
+            )
         check_stop_strings(request.stop_sequences or (), context.config, "stop_sequences")
         conversation = read_conversation(request, parts=context.reads_parts)
         tools = chat_tools(request)
@@ -82,7 +88,7 @@ class MessagesAnswer(ChatAnswer):
             parallel_tool_calls=tools.parallel,
         )
         self._tool_fields = tools.fields
-        warnings += _warnings(request, context.config) + tools.warnings
+        warnings += _warnings(request, context.config) + conversation.warnings + tools.warnings
         super().__init__(
             context, info, chat, conversation.messages, texts, warnings, constraint=constraint
         )
@@ -139,6 +145,7 @@ def read_messages_request(
     Raises:
         ValidationError: the body is not valid.
         UnknownModelError: it names a model that is neither served nor Claude.
+        UnknownThreadError: it continues a conversation by the identifier of a message.
     """
     request, warnings = parse_body(
         MessagesBody, body, context.config, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
@@ -152,6 +159,7 @@ async def count_tokens(context: AppContext, body: object) -> TokenReply:
     Raises:
         ValidationError: the body is not valid, or the chat template rejects the conversation.
         UnknownModelError: it names a model that is neither served nor Claude.
+        UnknownThreadError: it continues a conversation by the identifier of a message.
         UnavailableError: the engine is not ready.
     """
     request, warnings = parse_body(
@@ -175,6 +183,8 @@ def _warnings(request: ConversationFields, config: HTTPConfig) -> tuple[str, ...
     name, names = request.model or "", served_names(config)
     if name.startswith(_MODEL_PREFIXES) and name not in names:
         warnings.append(f"`model` has no effect: the model is `{names[0]}`")
+    if request.thread is not None:
+        warnings.append("`thread` has no effect")
     if request.thinking is not None and request.thinking.type != "disabled":
         warnings.append("`thinking` has no effect")
     if request.output_config is not None and request.output_config.effort is not None:

@@ -20,6 +20,16 @@ _BLOCKS: Final[Mapping[str, tuple[str, ...]]] = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+# What tools of Anthropic did in a conversation, much of it encrypted.
+_SKIPPED: Final = frozenset(
+    {
+        "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction",
+        "container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "server_tool_use",
+        "text_editor_code_execution_tool_result", "tool_search_tool_result", "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)  # fmt: skip
+_TEXT_SOURCES: Final = {"text": "data", "content": "content"}
 # Claude Code's first line, which differs in each request, would keep every prompt from the prefix cache.
 _BILLING: Final = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 
@@ -30,10 +40,12 @@ class Conversation(NamedTuple):
     Attributes:
         messages: as those of a chat.
         continues: whether the model continues the last message, which is the assistant's.
+        warnings: what is not in it, or has no effect.
     """
 
     messages: list[dict[str, Any]]
     continues: bool
+    warnings: tuple[str, ...]
 
 
 def read_conversation(request: ConversationFields, *, parts: bool) -> Conversation:
@@ -63,13 +75,21 @@ def read_conversation(request: ConversationFields, *, parts: bool) -> Conversati
         if content == [] and role != "assistant":
             raise ValidationError(f"`{field}.content` cannot be empty")
         reader.add(role, content, f"{field}.content")
+    if _cites(request.messages):
+        reader.warnings.append("`citations` has no effect")
     return reader.finish(parts=parts)
 
 
 class _Reader:
-    """Collects messages; their `content` is a list of texts until `finish`."""
+    """Collects messages; their `content` is a list of texts until `finish`.
+
+    Attributes:
+        warnings: what has no effect.
+    """
 
     def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self._skipped: set[str] = set()
         self._messages: list[dict[str, Any]] = []
         self._call_ids: set[str] = set()
 
@@ -81,8 +101,10 @@ class _Reader:
         """
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        for block, kind, place in _blocks(content, field, _BLOCKS[role]):
-            if kind == "text":
+        for block, kind, place in _blocks(content, field, _BLOCKS[role], _SKIPPED):
+            if kind in _SKIPPED:
+                self._skipped.add(kind)
+            elif kind == "text":
                 text = _text(block, "text", place)
                 if role == "system":
                     header = _BILLING.match(text)
@@ -125,7 +147,10 @@ class _Reader:
             calls_only = "tool_calls" in message and not content
             message["content"] = None if calls_only else content
             read.append(read_message(message, "messages", parts=parts))
-        return Conversation(read, continues)
+        skipped = [
+            f"`messages`: blocks of the type `{kind}` are skipped" for kind in sorted(self._skipped)
+        ]
+        return Conversation(read, continues, (*skipped, *self.warnings))
 
     def _message(self, role: str) -> dict[str, Any]:
         """Return the last message, or a new one if that has another role."""
@@ -174,30 +199,71 @@ def _result_texts(content: object, field: str) -> list[str]:
 
 
 def _blocks(
-    content: object, field: str, kinds: Sequence[str]
+    content: object,
+    field: str,
+    kinds: Sequence[str],
+    others: frozenset[str] = frozenset(),
 ) -> list[tuple[dict[str, Any], str, str]]:
-    """Return the blocks of a content, each with its type and its field.
+    """Return the blocks of a content, each with its type and its field; documents of text are text.
 
     Raises:
-        ValidationError: it is not a list, or a block has another type than `kinds`.
+        ValidationError: it is not a list, or a block has another type than `kinds` and `others`.
     """
     if not isinstance(content, list):
         raise ValidationError(
             f"`{field}` must be a string or a list of blocks. Given: {describe(content)}"
         )
     found: list[tuple[dict[str, Any], str, str]] = []
-    for i, block in enumerate(content):
+    for i, given in enumerate(content):
         place = f"{field}.{i}"
-        if not isinstance(block, dict):
-            raise ValidationError(f"`{place}` must be an object. Given: {describe(block)}")
+        if not isinstance(given, dict):
+            raise ValidationError(f"`{place}` must be an object. Given: {describe(given)}")
+        block = _plain(given)
         kind = block.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
+        if not isinstance(kind, str) or (kind not in kinds and kind not in others):
             raise ValidationError(
                 f"`{place}.type` must be {' or '.join(f'`{k}`' for k in kinds)}: the model reads text only. "
                 f"Given: {_given(kind)}"
             )
         found.append((block, kind, place))
     return found
+
+
+def _plain(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of text or a search result as a block of text, other blocks as they are."""
+    head = [block.get("title"), block.get("context")]
+    content = source = block.get("source")
+    if block.get("type") == "search_result":
+        head, content = [block.get("title"), source], block.get("content")
+    elif block.get("type") == "document" and isinstance(source, dict):
+        kind = source.get("type")
+        key = _TEXT_SOURCES.get(kind) if isinstance(kind, str) else None
+        content = source.get(key) if key is not None else None
+    else:
+        return block
+    texts = [{"text": content}] if isinstance(content, str) else content
+    if not isinstance(texts, list) or not all(_is_text(text) for text in texts):
+        return block
+    lines = [*(line for line in head if isinstance(line, str)), *(text["text"] for text in texts)]
+    return {"type": "text", "text": "\n".join(lines)}
+
+
+def _is_text(block: object) -> bool:
+    return isinstance(block, dict) and isinstance(block.get("text"), str)
+
+
+def _cites(blocks: object) -> bool:
+    """Return whether a block, or one of its content, asks for citations."""
+    if not isinstance(blocks, list):
+        return False
+    for block in blocks:
+        if isinstance(block, dict):
+            citations = block.get("citations")
+            if isinstance(citations, dict) and citations.get("enabled"):
+                return True
+            if _cites(block.get("content")):
+                return True
+    return False
 
 
 def _text(block: Mapping[str, Any], name: str, field: str) -> str:

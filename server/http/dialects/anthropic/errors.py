@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from server.errors import (
     GenerationError,
     PromptTooLongError,
     TesseraError,
     UnavailableError,
+    UnknownThreadError,
     ValidationError,
 )
-from server.http.dialects.anthropic.replies import MessagesError, MessagesErrorReply
+from server.http.dialects.anthropic.replies import (
+    MessagesError,
+    MessagesErrorDetails,
+    MessagesErrorReply,
+)
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
@@ -46,8 +53,10 @@ def error_reply(error: TesseraError) -> MessagesErrorReply:
     if isinstance(error, PromptTooLongError):
         # Claude Code recognizes an exceeded context by this sentence, and shortens the conversation.
         message = f"prompt is too long: {error.given} tokens > {error.most} maximum"
+    lost = isinstance(error, UnknownThreadError)
+    details = MessagesErrorDetails(error.error_type) if lost else UNSET
     return MessagesErrorReply(
-        error=MessagesError(type=kind, message=message), request_id=current_request().id
+        error=MessagesError(kind, message, details), request_id=current_request().id
     )
 
 

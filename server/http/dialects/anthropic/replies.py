@@ -137,11 +137,18 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
+class MessagesErrorDetails(msgspec.Struct, frozen=True):
+    """What clients handle by themselves: they send the whole conversation after `thread_not_found`."""
+
+    error_code: str
+
+
 class MessagesError(msgspec.Struct, frozen=True):
     """An error."""
 
     type: str
     message: str
+    details: MessagesErrorDetails | UnsetType = UNSET
 
 
 class MessagesErrorReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):

@@ -44,10 +44,24 @@ def _block(kind: str, **properties: object) -> dict[str, Any]:
 
 _TEXT_BLOCK = _block("text", text=_TEXT)
 _TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK}]}
+_SOURCES = [
+    {"properties": {"type": {"const": "text"}, "data": _TEXT}, "required": ["type", "data"]},
+    {
+        "properties": {"type": {"const": "content"}, "content": _TEXTS},
+        "required": ["type", "content"],
+    },
+]
+_DOCUMENTS = [
+    _block("document", source={"type": "object", "anyOf": _SOURCES}),
+    _block(
+        "search_result", source=_TEXT, title=_TEXT, content={"type": "array", "items": _TEXT_BLOCK}
+    ),
+]
+_READ = {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, *_DOCUMENTS]}}
 _RESULT = _block("tool_result", tool_use_id=_TEXT)
-_RESULT["properties"] |= {"content": _TEXTS, "is_error": {"type": "boolean"}}
+_RESULT["properties"] |= {"content": {"anyOf": [_TEXT, _READ]}, "is_error": {"type": "boolean"}}
 _BLOCKS = {
-    "user": [_TEXT_BLOCK, _RESULT],
+    "user": [_TEXT_BLOCK, *_DOCUMENTS, _RESULT],
     "assistant": [
         _TEXT_BLOCK,
         _block("tool_use", id=_TEXT, name=_TEXT, input={"type": "object"}),
@@ -117,6 +131,17 @@ class OutputConfig(BaseModel):
     effort: str | None = optional("Has no effect.")
 
 
+class Thread(BaseModel):
+    """Whether the server keeps the conversation, or continues one that it kept."""
+
+    model_config = _BODY
+
+    type: Literal["create", "continue"] = Field(
+        description="`create` has no effect; after `continue`, clients send the whole conversation."
+    )
+    previous_message_id: str | None = optional("With `continue`: the message that is continued.")
+
+
 class ConversationFields(BaseModel):
     """What makes the prompt. Null means the default."""
 
@@ -129,6 +154,7 @@ class ConversationFields(BaseModel):
     system: SystemPrompt = optional("Instructions before the conversation: text, or text blocks.")
     tools: list[dict[str, Any]] | None = optional("Tools that the model may call.")
     tool_choice: ToolChoice | None = optional("Which tools the model calls. Default: `auto`.")
+    thread: Thread | None = optional("No conversation is kept: one that is continued is not found.")
     thinking: ThinkingConfig | None = optional("Whether the model reasons first.")
     output_config: OutputConfig | None = optional("How the model answers.")
     output_format: OutputFormat | None = optional("Older name of `output_config.format`.")

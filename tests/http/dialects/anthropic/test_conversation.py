@@ -170,6 +170,72 @@ async def test_an_empty_message_of_the_assistant_may_be_sent_back(rendered):
     assert messages == [USER, {"role": "assistant", "content": ""}, USER]
 
 
+SOURCE = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+
+
+@pytest.mark.parametrize(
+    ("block", "content"),
+    [
+        ({"type": "document", "source": SOURCE}, "It rains."),
+        ({"type": "document", "source": SOURCE, "title": "News", "context": None}, "News\nIt rains."),
+        ({"type": "document", "source": SOURCE, "title": "News", "context": "Old"}, "News\nOld\nIt rains."),
+        ({"type": "document", "source": {"type": "content", "content": "It rains."}}, "It rains."),
+        ({"type": "document", "source": {"type": "content", "content": [text("It"), text("rains.")]}}, "It\nrains."),
+        (
+            {"type": "search_result", "source": "https://x.org", "title": "News", "content": [text("It rains.")]},
+            "News\nhttps://x.org\nIt rains.",
+        ),
+    ],
+)  # fmt: skip
+async def test_documents_of_text_and_search_results_are_text(rendered, block, content):
+    messages = await rendered([{"role": "user", "content": [block]}])
+    results = [CALLED, {"role": "user", "content": [result([block])]}]
+
+    assert messages == [{"role": "user", "content": content}]
+    assert (await rendered(results))[1]["content"] == content
+
+
+async def test_citations_have_no_effect(ask):
+    document = {"type": "document", "source": SOURCE, "citations": {"enabled": True}}
+    silent = [{"role": "user", "content": [document | {"citations": {"enabled": False}}]}]
+    results = [CALLED, {"role": "user", "content": [result([document])]}]
+
+    warned = [
+        (await ask(messages)).json().get("warnings")
+        for messages in (silent, [{"role": "user", "content": [document]}], results)
+    ]
+
+    assert warned == [None, ["`citations` has no effect"], ["`citations` has no effect"]]
+
+
+async def test_what_tools_of_anthropic_did_is_skipped_with_a_warning(ask, rendered):
+    blocks = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+        text("It rains."),
+    ]
+    conversation = [USER, {"role": "assistant", "content": blocks}, USER]
+
+    messages = await rendered(conversation)
+    response = await ask(conversation)
+
+    assert messages == [USER, {"role": "assistant", "content": "It rains."}, USER]
+    assert response.json()["warnings"] == [
+        "`messages`: blocks of the type `server_tool_use` are skipped",
+        "`messages`: blocks of the type `web_search_tool_result` are skipped",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["base64", "url", "file", None, []])
+async def test_documents_of_other_sources_are_refused(ask, kind):
+    document = {"type": "document", "source": {"type": kind, "data": "AAAA", "url": "x"}}
+
+    response = await ask([{"role": "user", "content": [document]}])
+
+    assert response.status_code == 400
+    assert "Given: `document`" in response.json()["error"]["message"]
+
+
 def block(kind, **fields):
     return {"role": "user", "content": [{"type": kind, **fields}]}
 
@@ -231,3 +297,36 @@ async def test_a_system_prompt_of_other_blocks_is_refused(ask):
     assert response.json()["error"]["message"] == (
         "`system.0.type` must be `text`: the model reads text only. Given: `image`"
     )
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_thread_that_is_continued_is_not_found_so_that_clients_send_all_messages(
+    open_chat, path
+):
+    client = await open_chat()
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    messages = [{"role": "user", "content": [result("20")]}]
+
+    response = await client.post(
+        path, json={"max_tokens": 9, "messages": messages, "thread": thread}
+    )
+
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["type"] == "not_found_error"
+    assert error["details"] == {"error_code": "thread_not_found"}
+
+
+async def test_a_thread_that_is_created_has_no_effect(ask):
+    response = await ask(thread={"type": "create"})
+
+    assert response.status_code == 200
+    assert response.json()["warnings"] == ["`thread` has no effect"]
+
+
+@pytest.mark.parametrize("thread", [{"type": "fork"}, {}, "create"])
+async def test_another_thread_is_an_error(ask, thread):
+    response = await ask(thread=thread)
+
+    assert response.status_code == 400
+    assert "`thread" in response.json()["error"]["message"]

@@ -35,6 +35,7 @@ def error_of(response, status):
         (errors.ForbiddenError("x"), 403, "permission_error"),
         (errors.NotFoundError("x"), 404, "not_found_error"),
         (errors.UnknownModelError("x"), 404, "not_found_error"),
+        (errors.UnknownThreadError("x"), 404, "not_found_error"),
         (errors.MethodNotAllowedError("x", ()), 405, "invalid_request_error"),
         (errors.BodyTimeoutError("x"), 408, "invalid_request_error"),
         (errors.BodyTooLargeError("x"), 413, "request_too_large"),
