@@ -14,7 +14,9 @@ TEMPLATE = (
     "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
 )
+MISSING = object()
 VALUES = [
+    MISSING,
     None,
     True,
     0,
@@ -207,7 +209,10 @@ def changed(body, path, value):
     place = body
     for key in path[:-1]:
         place = place[key]
-    place[path[-1]] = value
+    if value is MISSING:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
     return body
 
 
