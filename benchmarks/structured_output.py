@@ -25,6 +25,7 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.errors import GrammarError
 from model.sampling.grammar import (
+    WORD_BITS,
     GrammarMatcher,
     GrammarTokenizer,
     check,
@@ -69,13 +70,26 @@ class Walker:
         tokenizer: the checkpoint's.
         vocabulary: the same for grammars.
         seed: of the random choices.
+
+    Attributes:
+        vocabulary: see above.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: GrammarTokenizer, seed: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer, self.vocabulary = tokenizer, vocabulary
         self._masker = TokenMasker(vocabulary)
-        self._random = random.Random(seed)
         self.mask_seconds: list[float] = []
+        self._is_closing = np.array(
+            [
+                tokenizer.token_text(i)[:1] in set('"}],')
+                for i in range(vocabulary.num_words * WORD_BITS)
+            ]
+        )
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Continue like a new walker with this seed."""
+        self._random = random.Random(seed)
 
     def walk(self, matcher: GrammarMatcher, most: int) -> str | None:
         """Return a text that follows the grammar; None if it is not complete after `most` tokens.
@@ -83,7 +97,7 @@ class Walker:
         Raises:
             GrammarError: the grammar exceeds a limit.
         """
-        rng, ends = self._random, set(self._vocabulary.eos_token_ids)
+        rng, ends = self._random, list(self.vocabulary.eos_token_ids)
         ids: list[int] = []
         for _ in range(most):
             start = time.perf_counter()
@@ -93,12 +107,13 @@ class Walker:
             self.mask_seconds.append(time.perf_counter() - start)
             mask = self._masker.masks.words[matcher.slot]
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            allowed = [i for i in np.flatnonzero(bits).tolist() if i not in ends]
-            if not allowed or (matcher.is_accepting and rng.random() < 0.5):
+            bits[ends] = 0
+            allowed = np.flatnonzero(bits)
+            if not len(allowed) or (matcher.is_accepting and rng.random() < 0.5):
                 return self._text(ids)
-            closing = [i for i in allowed if self._tokenizer.token_text(i)[:1] in set('"}],')]
-            choices = closing if closing and rng.random() < 0.3 else allowed
-            ids.append(rng.choice(choices))
+            closing = allowed[self._is_closing[allowed]]
+            choices = closing if len(closing) and rng.random() < 0.3 else allowed
+            ids.append(int(rng.choice(choices)))
             assert matcher.accept(ids[-1])
             if matcher.is_complete:
                 return self._text(ids)

@@ -99,9 +99,8 @@ class DeviceTokens:
         checked = torch.empty_like(self.tokens)
         size, device = logits.shape[1], logits.device
         kept: DeviceMasks | None = None
-        if of_grammars is not None and isinstance(of_grammars.masks, DeviceMasks):
-            if not any(row.parameters.bans_tokens for row in rows):
-                kept = of_grammars.masks
+        if of_grammars is not None and not any(row.parameters.bans_tokens for row in rows):
+            kept = of_grammars.masks if isinstance(of_grammars.masks, DeviceMasks) else None
         bits: HostArray
         if kept is not None and of_grammars is not None:
             bits, self._mask_of = _NO_MASKS, list(of_grammars.slots)

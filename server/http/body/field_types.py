@@ -54,6 +54,12 @@ _STRUCTURE = {
     },
     "additionalProperties": False,
 }
+_TAG_FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string"}},
+}
+TagFormat = Annotated[dict[str, Any], WithJsonSchema(_TAG_FORMAT)]
 StructuralTag = Annotated[
     Any,
     BeforeValidator(_check_object_or_text),
@@ -64,7 +70,7 @@ StructuralTag = Annotated[
                 {
                     "type": "object",
                     "required": ["format"],
-                    "properties": {"type": {}, "format": {"type": "object"}},
+                    "properties": {"type": {}, "format": _TAG_FORMAT},
                     "additionalProperties": False,
                 },
                 {

@@ -51,7 +51,10 @@ def chat_tools(request: ConversationFields) -> ChatTools:
     ignored: set[str] = set()
     eager: set[str] = set()
     for i, tool in enumerate(request.tools or ()):
-        if tool.get("type") not in (None, "custom"):
+        kind = tool.get("type")
+        if not isinstance(kind, str | None):
+            raise ValidationError(f"`tools.{i}.type` must be a string. Given: {describe(kind)}")
+        if kind not in (None, "custom"):
             skipped.append(f"`tools.{i}`")
             continue
         schema = tool.get("input_schema")

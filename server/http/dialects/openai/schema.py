@@ -16,6 +16,7 @@ from server.http.body.field_types import (
     ObjectOrText,
     OnlyFalse,
     StructuralTag,
+    TagFormat,
     optional,
 )
 from server.http.body.sampling_fields import SMALLEST, CommonSamplingFields, number
@@ -147,7 +148,7 @@ class ResponseFormat(BaseModel):
     triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = (
         optional("With `structural_tag`.")
     )
-    format: dict[str, Any] | None = optional("With `structural_tag`.")
+    format: TagFormat | None = optional("With `structural_tag`.")
 
 
 class SamplingFields(CommonSamplingFields):

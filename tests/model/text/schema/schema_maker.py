@@ -2,7 +2,6 @@
 
 import json
 
-from benchmarks.structured_output import Walker
 from model.errors import GrammarError
 from model.sampling.grammar import compile_constraint, compile_matcher
 
@@ -194,13 +193,13 @@ class SchemaMaker:
         return out
 
 
-def outputs(tokenizer, vocabulary, schema, seed, walks, limit=200):
+def outputs(walker, schema, seed, walks, limit=200):
     """Return the translation of a schema and some outputs that follow it; None and the reason if it is refused."""
     try:
-        found = compile_constraint(vocabulary, "json_schema", schema)
-        matcher = compile_matcher(vocabulary, found.grammar)
+        found = compile_constraint(walker.vocabulary, "json_schema", schema)
+        matcher = compile_matcher(walker.vocabulary, found.grammar)
     except GrammarError as error:
         return None, str(error)
-    walker = Walker(tokenizer, vocabulary, seed)
+    walker.reseed(seed)
     texts = [walker.walk(matcher.copy(), limit) for _ in range(walks)]
     return found, [json.loads(text) for text in texts if text is not None]

@@ -36,8 +36,8 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer):
-    return GrammarTokenizer(tokenizer, 4096, [0])
+def walker(tokenizer):
+    return Walker(tokenizer, GrammarTokenizer(tokenizer, 4096, [0]), seed=0)
 
 
 def is_empty(row):
@@ -49,10 +49,10 @@ def is_openapi(row):
     return "openapi" in row["type"] or "OpenAPI" in row["generator"]
 
 
-def check_rows(tokenizer, vocabulary, chosen, walks):
+def check_rows(walker, chosen, walks):
     refused, wrong, unenforced, values = [], [], set(), 0
     for row in chosen:
-        found, documents = outputs(tokenizer, vocabulary, row["schema"], 1, walks)
+        found, documents = outputs(walker, row["schema"], 1, walks)
         if found is None:
             if not is_empty(row):
                 refused.append((row["generator"], row["type"], documents))
@@ -76,20 +76,18 @@ def check_rows(tokenizer, vocabulary, chosen, walks):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_some_types_of_each_generator_are_accepted_and_their_values_are_valid(
-    tokenizer, vocabulary, name
-):
+def test_some_types_of_each_generator_are_accepted_and_their_values_are_valid(walker, name):
     found = rows(name)
     chosen = random.Random(3).sample(found, min(len(found), 20))
 
-    check_rows(tokenizer, vocabulary, chosen, walks=1)
+    check_rows(walker, chosen, walks=1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FILES)
-def test_every_type_is_accepted_and_its_values_are_valid_or_announced(tokenizer, vocabulary, name):
-    unenforced, values = check_rows(tokenizer, vocabulary, rows(name), walks=4)
+def test_every_type_is_accepted_and_its_values_are_valid_or_announced(walker, name):
+    unenforced, values = check_rows(walker, rows(name), walks=4)
 
     assert values > 20
     kinds = {kind for kind, _ in unenforced}
@@ -105,22 +103,23 @@ UNENFORCED = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("format_name", ["hermes", "qwen3-coder"])
 @pytest.mark.parametrize("name", FILES)
-def test_every_type_is_accepted_as_parameters_of_a_tool(tokenizer, vocabulary, name, format_name):
+def test_every_type_is_accepted_as_parameters_of_a_tool(tokenizer, walker, name, format_name):
     refused, wrong, num_calls = [], [], 0
     for row in rows(name):
         if is_empty(row):
             continue
         value = ToolsConstraint(format_name, [("f", row["schema"], False)], True, False)
         try:
-            found = compile_constraint(vocabulary, "tools", value, text_tokenizer=tokenizer)
+            found = compile_constraint(walker.vocabulary, "tools", value, text_tokenizer=tokenizer)
         except Exception as error:  # noqa: BLE001 - collected
             refused.append((row["generator"], row["type"], str(error)))
             continue
-        walker = Walker(tokenizer, vocabulary, 1)
-        texts = [walker.walk(compile_matcher(vocabulary, found.grammar), 250) for _ in range(2)]
+        walker.reseed(1)
+        matcher = compile_matcher(walker.vocabulary, found.grammar)
+        texts = [walker.walk(matcher.copy(), 250) for _ in range(2)]
         for text in filter(None, texts):
             parser = CallParser(BY_NAME[format_name], value.read())
             parser.push(text)

@@ -109,7 +109,11 @@ class _Reader:
         Raises:
             ValidationError: it is not valid.
         """
-        kind = item.get("type") or (_REFERENCE if item.keys() <= {"id", "type"} else _MESSAGE)
+        kind = item.get("type")
+        if kind is None:
+            kind = _REFERENCE if item.keys() <= {"id", "type"} else _MESSAGE
+        if not isinstance(kind, str):
+            raise _unknown_type(describe(kind), field)
         if kind == _MESSAGE:
             message = {key: item[key] for key in ("role", "content") if key in item}
             self.messages.append(read_message(message, field, parts=self._parts))
@@ -133,11 +137,7 @@ class _Reader:
         elif kind in _SKIPPED:
             self.skipped.add(kind)
         else:
-            given = quote("", kind) if isinstance(kind, str) else describe(kind)
-            raise ValidationError(
-                f"`{field}.type` must be `{_MESSAGE}`, `{_CALL}`, `{_RESULT}` or another type of the OpenAI API. "
-                f"Given: {given}"
-            )
+            raise _unknown_type(quote("", kind), field)
 
     def _add_call(
         self, item: Mapping[str, Any], name: str, arguments: dict[str, Any] | str, field: str
@@ -178,6 +178,13 @@ class _Reader:
 
     def _append_result(self, call_id: str, content: str) -> None:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _unknown_type(given: str, field: str) -> ValidationError:
+    return ValidationError(
+        f"`{field}.type` must be `{_MESSAGE}`, `{_CALL}`, `{_RESULT}` or another type of the OpenAI API. "
+        f"Given: {given}"
+    )
 
 
 def _call_id(item: Mapping[str, Any], field: str) -> str:

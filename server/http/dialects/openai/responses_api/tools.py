@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from server.errors import ValidationError
+from server.http.body.validation import describe
+
 if TYPE_CHECKING:
     from server.http.dialects.openai.schema import ResponseBody
 
@@ -57,7 +60,11 @@ class ResponseTools(NamedTuple):
 
 
 def read_response_tools(request: ResponseBody) -> ResponseTools:
-    """Turn the tools of a request into functions. Definitions of unknown types stay, to be refused."""
+    """Turn the tools of a request into functions. Definitions of unknown types stay, to be refused.
+
+    Raises:
+        ValidationError: a namespace or the format of a custom tool is not valid.
+    """
     reader = _Reader()
     for i, tool in enumerate(request.tools or ()):
         reader.add(tool, f"tools.{i}")
@@ -65,6 +72,10 @@ def read_response_tools(request: ResponseBody) -> ResponseTools:
     return ResponseTools(
         reader.functions, reader.fields, choice, reader.called, tuple(reader.warnings)
     )
+
+
+def _is_skipped(kind: object) -> bool:
+    return isinstance(kind, str) and kind in _SKIPPED
 
 
 def qualified(name: str, namespace: object) -> str:
@@ -86,9 +97,11 @@ class _Reader:
                 f"`{field}`: the functions of the namespace have its name before theirs"
             )
             for i, inner in enumerate(tool["tools"]):
-                if isinstance(inner, dict):
-                    self._add_callable(inner, f"{field}.tools.{i}", tool.get("name"))
-        elif kind in _SKIPPED:
+                place = f"{field}.tools.{i}"
+                if not isinstance(inner, dict):
+                    raise ValidationError(f"`{place}` must be an object. Given: {describe(inner)}")
+                self._add_callable(inner, place, tool.get("name"))
+        elif _is_skipped(kind):
             self.warnings.append(f"`{field}`: tools of the type `{kind}` are not available")
         else:
             self._add_callable(tool, field, None)
@@ -114,7 +127,12 @@ class _Reader:
         format_ = tool.get("format")
         if isinstance(format_, dict) and format_.get("type") == "grammar":
             if format_.get("syntax") == "regex":
-                text["pattern"] = f"^(?:{format_.get('definition')})$"
+                definition = format_.get("definition")
+                if not isinstance(definition, str):
+                    raise ValidationError(
+                        f"`{field}.format.definition` must be a string. Given: {describe(definition)}"
+                    )
+                text["pattern"] = f"^(?:{definition})$"
             else:
                 self.warnings.append(f"`{field}.format`: the grammar of the text is not enforced")
         return {
@@ -142,7 +160,7 @@ class _Reader:
         kept = []
         for i, entry in enumerate(entries):
             kind = entry.get("type") if isinstance(entry, dict) else None
-            if kind in _SKIPPED:
+            if _is_skipped(kind):
                 self.warnings.append(
                     f"`tool_choice.tools.{i}`: tools of the type `{kind}` are not available"
                 )
@@ -153,7 +171,7 @@ class _Reader:
     def _chosen(self, entry: dict[str, Any]) -> dict[str, Any]:
         name = entry.get("name")
         if isinstance(name, str):
-            known = {tool.get("name") for tool in self.functions}
+            known = [tool.get("name") for tool in self.functions]
             seen = qualified(name, entry.get("namespace"))
             if seen not in known:
                 seen = next((s for s, tool in self.called.items() if tool.name == name), name)
