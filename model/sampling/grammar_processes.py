@@ -49,6 +49,7 @@ log = logging.getLogger("tessera.engine")
 
 _SECONDS: Final = 10.0
 """Time after which a process that does not answer is killed. The limits of a grammar end sooner."""
+_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _COPIES: Final = 8
 """Matchers that a process with the grammar may have more than the others, before another one compiles it too."""
 _REMEMBERED: Final = 64
@@ -127,9 +128,11 @@ class _Worker:
         fds = (steps.fileno(), orders.fileno(), memory)
         command = [sys.executable, "-P", "-m", "model.sampling.grammar_process", *map(str, fds)]
         with steps, orders:
+            # In a session of its own, since an interrupt often goes to the whole process group.
             self._process = subprocess.Popen(  # noqa: S603 - our own command
-                command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True,
+                env=os.environ | _ENVIRONMENT,  # noqa: TID251 - handed on, not read
+            )  # fmt: skip
         self._steps.settimeout(_SECONDS)
         self._buffer = np.empty(2 * MOST_PACKET_NUMBERS, np.int32)
         threading.Thread(target=self._read_answers, name="grammar-answers", daemon=True).start()
@@ -190,9 +193,9 @@ class _Worker:
         """End the process."""
         self.has_ended = True
         self._process.kill()
-        for connection in (self._steps, self._orders):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._steps.close()
+        with contextlib.suppress(OSError):
+            self._orders.shutdown(socket.SHUT_RDWR)  # ends the thread that reads
 
     def _fail(self, error: Exception) -> None:
         if not self.has_ended:
@@ -209,7 +212,8 @@ class _Worker:
                 self._waiting.pop(answer.matcher_id).set_result(answer.text)
         except OSError as error:
             self._fail(error)
-        self.has_ended = True
+        self.end()
+        self._orders.close()
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():

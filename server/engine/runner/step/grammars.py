@@ -68,6 +68,7 @@ class Grammars:
         self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
         self._follower: Any = None
         self._masks: HostMasks | None = None
+        self._is_prepared = False
 
     def compile(self, sampling: SamplingParams) -> Future[Matcher]:
         """Start to compile the grammar of a request. The future raises a `ModelError` if that fails."""
@@ -78,6 +79,12 @@ class Grammars:
         if isinstance(self._follower, GrammarProcesses):
             return cast("Future[Matcher]", self._follower.compile(sampling.grammar, rules))
         return self._threads.submit(self._compile, sampling.grammar, rules)
+
+    def prepare(self) -> None:
+        """Start the processes, if there are to be any, so that the first request does not wait for them."""
+        if self._num_processes and self._follower is None and not self._is_prepared:
+            self._is_prepared = True
+            self._threads.submit(self._start)
 
     def compute_masks(self, matchers: Iterable[FollowedMatcher]) -> HostMasks:
         """Compute the masks of matchers that have none; return all masks. Only the engine's thread calls it."""
@@ -121,11 +128,9 @@ class Grammars:
         return DeviceMasks(self._follower.words, self._device)
 
     def _compile(self, grammar: str, rules: MatcherRules) -> Matcher:
-        with self._lock:
-            if self._num_processes and self._follower is None:
-                self._follower = self._start_processes()
-        if isinstance(self._follower, GrammarProcesses):
-            return self._follower.compile(grammar, rules).result()
+        if self._num_processes:
+            self._start()
+            return cast("GrammarProcesses", self._follower).compile(grammar, rules).result()
         with self._lock:
             tokenizer = self._load()
             if grammar in self._compiled:
@@ -150,10 +155,11 @@ class Grammars:
             self._follower = TokenMasker(self._tokenizer)
         return self._tokenizer
 
-    def _start_processes(self) -> GrammarProcesses:
-        config = self._config
-        size = max(config.network.vocab, Tokenizer.from_folder(self._folder).vocab_size)
-        setup = Setup(
-            self._folder, config.network.vocab, config.eos_token_ids, -(-size // WORD_BITS)
-        )
-        return GrammarProcesses(setup, self._num_processes, self._num_slots)
+    def _start(self) -> None:
+        """Start the processes unless they run."""
+        with self._lock:
+            if self._follower is None:
+                vocab, end_ids = self._config.network.vocab, self._config.eos_token_ids
+                size = max(vocab, Tokenizer.from_folder(self._folder).vocab_size)
+                setup = Setup(self._folder, vocab, end_ids, -(-size // WORD_BITS))
+                self._follower = GrammarProcesses(setup, self._num_processes, self._num_slots)

@@ -137,7 +137,11 @@ class ModelRunner:
 
     def use_idle_time(self) -> bool:
         """Record the steps of one bucket; return whether any bucket was waiting for a recording."""
-        return self.recorded is not None and self.recorded.record_next()
+        if self.recorded is not None and self.recorded.record_next():
+            return True
+        if self._grammars is not None:
+            self._grammars.prepare()
+        return False
 
     def compile_grammar(self, sampling: SamplingParams) -> Future[Matcher]:
         """Start to compile the grammar of a request on another thread."""

@@ -518,6 +518,57 @@ def test_steps_that_are_computed_again_follow_the_grammars(tokenizer, engine_of)
     assert_all_free(engine)
 
 
+@pytest.fixture
+def followed_elsewhere(engine_of):
+    """Return an engine whose grammars are followed in other processes, as for a GPU."""
+    engine = engine_of()
+    runner = engine.engine._runner
+    own = runner._grammars
+    runner._grammars = grammars.Grammars(own._folder, own._config, torch.device("cpu"), 40, 2)
+    yield engine
+    runner._grammars._follower.close()
+
+
+def test_grammars_in_other_processes_change_no_output(engine_of, followed_elsewhere):
+    requests = mixed(16, seed=3)
+    expected = engine_of().generate(requests)
+
+    found = followed_elsewhere.generate(requests)
+
+    assert [[event.token_id for event in events] for events in found] == [
+        [event.token_id for event in events] for events in expected
+    ]
+    assert_all_free(followed_elsewhere)
+
+
+def test_a_process_that_ends_fails_its_sequences_only(followed_elsewhere, tokenizer):
+    engine = followed_elsewhere
+    engine.channel.inbox += [structured(i, temperature=1.0, seed=i) for i in range(16)]
+    engine.engine.receive(wait=math.inf)
+    follower = None
+    for step in range(2000):
+        engine.engine.step()
+        follower = engine.engine._runner._grammars._follower
+        if step > 3 and follower is not None and engine.channel.steps:
+            break
+    follower._workers[0]._process.kill()
+    while engine.engine.has_work:
+        engine.engine.step()
+    events = {i: [] for i in range(16)}
+    for message in engine.channel.steps:
+        for k, request_id in enumerate(message.request_ids):
+            events[request_id].append(message.event(k))
+
+    failed = [its for its in events.values() if its[-1].finish_reason is FinishReason.ERROR]
+    assert 0 < len(failed) < 16
+    assert all("internal error" in its[-1].error for its in failed)
+    for its in events.values():
+        if its not in failed:
+            assert_valid(tokenizer, its)
+    assert_all_free(engine)
+    assert_valid(tokenizer, engine.generate([structured(99)])[0])
+
+
 @pytest.mark.parametrize("method", ["follow", "write_mask"])
 def test_an_exception_in_a_grammar_ends_only_its_sequence(
     tokenizer, engine_of, monkeypatch, method
