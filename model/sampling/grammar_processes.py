@@ -53,6 +53,7 @@ _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "f
 _COPIES: Final = 8
 """Matchers that a process with the grammar may have more than the others, before another one compiles it too."""
 _REMEMBERED: Final = 64
+_MOST_GONE: Final = 1024
 _FAILURE: Final = "the grammar cannot be followed: an internal error"
 
 
@@ -158,7 +159,8 @@ class _Worker:
 
     def start(self, request: int, rows: Sequence[int]) -> None:
         """Send a packet for some rows, three numbers each."""
-        gone, self.gone = self.gone, []
+        # Finalizers add to the list at any time; a packet has room for some.
+        gone = [self.gone.pop() for _ in range(min(len(self.gone), _MOST_GONE))]
         packet = np.array([request, len(gone), *gone, *rows], np.int32)
         try:
             self._steps.send(packet.data)
