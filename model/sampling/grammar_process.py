@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from model.errors import GrammarError, ModelError
-from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, MatcherRules, compile_matcher
+from model.sampling.followed_matcher import MatcherRules
+from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, compile_matcher
 from model.text.tokenizer import Tokenizer
 
 Numbers = npt.NDArray[np.int32]

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 from model.errors import GrammarError
-from model.sampling.grammar import FollowedMatcher, MatcherRules
+from model.sampling.followed_matcher import FAILURE, FollowedMatcher, MatcherRules
 from model.sampling.grammar_process import (
     ADVANCE,
     CONSUME,
@@ -54,7 +54,6 @@ _COPIES: Final = 8
 """Matchers that a process with the grammar may have more than the others, before another one compiles it too."""
 _REMEMBERED: Final = 64
 _MOST_GONE: Final = 1024
-_FAILURE: Final = "the grammar cannot be followed: an internal error"
 
 
 class RemoteMatcher(FollowedMatcher):
@@ -147,14 +146,16 @@ class _Worker:
         return matcher
 
     def order(self, order: Compile | Explain) -> Future[str]:
-        """Send an order; the future has the text of the answer."""
+        """Send an order; the future has the text of the answer, `FAILURE` if the process has ended."""
         future: Future[str] = Future()
         with self._lock:
-            self._waiting[order.matcher_id] = future
-            try:
-                send_order(self._orders, order)
-            except OSError:
-                self.end()
+            if not self.has_ended:
+                self._waiting[order.matcher_id] = future
+                # If the process ends now, the thread that reads answers finds the order in the table.
+                with contextlib.suppress(OSError):
+                    send_order(self._orders, order)
+                return future
+        future.set_result(FAILURE)
         return future
 
     def start(self, request: int, rows: Sequence[int]) -> None:
@@ -219,7 +220,7 @@ class _Worker:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            future.set_result(_FAILURE)
+            future.set_result(FAILURE)
         self._process.wait()
 
 
@@ -311,8 +312,7 @@ class GrammarProcesses:
             for matcher, (flags, forced) in zip(
                 of_worker, worker.answers(len(of_worker)), strict=True
             ):
-                if flags or forced or matcher.has_stopped:
-                    matcher.note(flags, forced)
+                matcher.note(flags, forced)
                 matcher.is_masked = True
 
     def _assign_slot(

@@ -1,4 +1,4 @@
-"""Fixtures: tokenizers trained on a few sentences, one for each kind of decoder, and both samplers."""
+"""Fixtures: tokenizers trained on a few sentences, one for each kind of decoder, the bundled one, and samplers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from model.checkpoint.hub import BUNDLED, resolve
+from model.sampling.grammar import GrammarTokenizer, check, compile_matcher, serialize
 from model.sampling.sampler import Sampler
+from model.text.tokenizer import Tokenizer
 from tests.model.sampling import plain_device
 
 CORPUS = [
@@ -110,6 +113,32 @@ LIBRARIES = {
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, tokenizers.Tokenizer]:
     return {name: build() for name, build in LIBRARIES.items()}
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The bundled model's tokenizer."""
+    return Tokenizer.from_folder(resolve(BUNDLED))
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tokenizer) -> GrammarTokenizer:
+    """The same as grammars are matched against it."""
+    return GrammarTokenizer(tokenizer, 4096, [0])
+
+
+@pytest.fixture(scope="session")
+def accepts(tokenizer, vocabulary):
+    """Return a function that tells whether a whole text follows a constraint."""
+
+    def ask(kind, value, text):
+        grammar = serialize(kind, value)
+        check(vocabulary, grammar)
+        matcher = compile_matcher(vocabulary, grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return all(matcher.accept(i) for i in ids) and matcher.is_accepting
+
+    return ask
 
 
 @pytest.fixture(params=["host", "device"])

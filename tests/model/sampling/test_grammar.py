@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured_output import Walker, validity
-from model.checkpoint.hub import resolve
 from model.errors import GrammarError
+from model.sampling.followed_matcher import MatcherRules
 from model.sampling.grammar import (
     GrammarTokenizer,
-    MatcherRules,
     check,
     compile_matcher,
     serialize,
@@ -35,30 +34,6 @@ TAGS = {
     ],
     "triggers": ["<f="],
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_folder(resolve("bundled"))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer):
-    return GrammarTokenizer(tokenizer, 4096, [0])
-
-
-@pytest.fixture(scope="module")
-def accepts(tokenizer, vocabulary):
-    """Return a function that tells whether a whole text follows a constraint."""
-
-    def ask(kind, value, text):
-        grammar = serialize(kind, value)
-        check(vocabulary, grammar)
-        matcher = compile_matcher(vocabulary, grammar)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return all(matcher.accept(i) for i in ids) and matcher.is_accepting
-
-    return ask
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,14 @@ import pytest
 
 from model.checkpoint.hub import resolve
 from model.errors import GrammarError
+from model.sampling.followed_matcher import MatcherRules
 from model.sampling.grammar import (
-    GrammarTokenizer,
-    MatcherRules,
     compile_matcher,
     serialize,
 )
 from model.sampling.grammar_process import Setup
 from model.sampling.grammar_processes import GrammarProcesses
 from model.sampling.token_masker import TokenMasker
-from model.text.tokenizer import Tokenizer
 
 RULES = MatcherRules(ends_from=0, most_tokens=60, follows_forced=True)
 SCHEMA = {
@@ -29,16 +27,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = serialize("json_schema", SCHEMA)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_folder(resolve("bundled"))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer):
-    return GrammarTokenizer(tokenizer, 4096, [0])
 
 
 @pytest.fixture

@@ -4,13 +4,6 @@ import pytest
 
 from model.errors import GrammarError
 from model.sampling.grammar import serialize
-from tests.model.sampling import test_grammar
-
-tokenizer, vocabulary, accepts = (
-    test_grammar.tokenizer,
-    test_grammar.vocabulary,
-    test_grammar.accepts,
-)
 
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 ANY = {"type": "any_text"}

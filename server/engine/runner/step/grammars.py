@@ -9,7 +9,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from model.device.cpus import usable_cpus
-from model.sampling.grammar import WORD_BITS, GrammarTokenizer, MatcherRules, compile_matcher
+from model.sampling.followed_matcher import MatcherRules
+from model.sampling.grammar import WORD_BITS, GrammarTokenizer, compile_matcher
 from model.sampling.grammar_process import Setup
 from model.sampling.grammar_processes import GrammarProcesses
 from model.sampling.mask import HostMasks
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from model.checkpoint.config import ModelConfig
-    from model.sampling.grammar import FollowedMatcher, GrammarMatcher
+    from model.sampling.followed_matcher import FollowedMatcher
+    from model.sampling.grammar import GrammarMatcher
     from model.sampling.parameters import SamplingParams
     from server.engine.core.grammar import Matcher
 
@@ -62,7 +64,7 @@ class Grammars:
         self._num_slots = num_slots
         if num_processes is None:
             usable = usable_cpus().logical - _SPARE_CPUS
-            num_processes = min(_MOST_PROCESSES, usable) if device.type == "cuda" else 0
+            num_processes = min(_MOST_PROCESSES, max(0, usable)) if device.type == "cuda" else 0
         self._num_processes = num_processes
         self._tokenizer: GrammarTokenizer | None = None
         self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from model.executors.columns import Bucket
     from model.executors.step import PromptScores
     from model.sampling.device import SampleTables
-    from model.sampling.grammar import FollowedMatcher
+    from model.sampling.followed_matcher import FollowedMatcher
     from model.sampling.parameters import SampledToken, SamplingParams
     from model.sampling.sampler import PendingTokens
     from server.engine.core.grammar import Matcher

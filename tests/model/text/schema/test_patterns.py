@@ -4,21 +4,9 @@ import json
 
 import pytest
 
-from model.checkpoint.hub import resolve
 from model.errors import GrammarError
-from model.sampling.grammar import GrammarTokenizer, compile_constraint, compile_matcher
+from model.sampling.grammar import compile_constraint, compile_matcher
 from model.text.schema.patterns import check_pattern, is_found
-from model.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_folder(resolve("bundled"))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer):
-    return GrammarTokenizer(tokenizer, 4096, [0])
 
 
 @pytest.mark.parametrize(
