@@ -13,7 +13,7 @@ JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-slow test-latency test-gpu check audit sbom lock format docs bench clean
+.PHONY: other-torch help setup dev serve test test-slow compilations test-latency test-gpu check audit sbom lock format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -45,8 +45,13 @@ test: dev ## Run the tests that need no GPU and are not slow
 
 # Of these, many load a processor, and some measure how long a process has been silent.
 test-slow: JOBS = 2
-test-slow: dev ## Run the slow tests: compile every launch for every GPU, all combinations
-	$(PYTEST) -m 'slow and not gpu'
+test-slow: dev ## Run the slow tests; ALL_COMPILATIONS=1 repeats the known compilations for absent GPUs too
+	$(PYTEST) -m 'slow and not gpu' $(if $(ALL_COMPILATIONS),--all-compilations)
+
+compilations: JOBS = 2
+compilations: TESTS = tests/kernels/compile
+compilations: dev ## Compile for absent GPUs what the list of known compilations lacks, and enter what passes
+	$(PYTEST) -m 'slow and not gpu' --record-compilations
 
 test-latency: dev ## Run the tests that measure latencies, one after the other
 	$(PYTEST) -n 0 -m 'latency and not gpu'

@@ -6,13 +6,7 @@ import contextlib
 
 import pytest
 
-from tests.kernels.compile.cross_compile_pool import Worker
-
-_MODULES = {
-    "Job": "tests.kernels.compile.cross_compile_worker",
-    "FusedJob": "tests.kernels.compile.fused_compile_worker",
-}
-"""The module that compiles each kind of job."""
+from tests.kernels.compile.cross_compile_pool import MODULES, Worker
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +14,7 @@ def compile_job(request):
     """Compile a job and return its facts; results of earlier runs are read from pytest's cache."""
     cache = request.config.cache.mkdir("triton")
     with contextlib.ExitStack() as stack:
-        workers = {kind: Worker(cache, module) for kind, module in _MODULES.items()}
+        workers = {kind: Worker(cache, module) for kind, module in MODULES.items()}
         for worker in workers.values():
             stack.callback(worker.close)
         yield lambda job: workers[type(job).__name__].answer(job)

@@ -15,14 +15,19 @@ if TYPE_CHECKING:
     from tests.kernels.compile.cross_compile_jobs import Job
     from tests.kernels.compile.fused_compile_worker import FusedJob
 
+MODULES = {
+    "Job": "tests.kernels.compile.cross_compile_worker",
+    "FusedJob": "tests.kernels.compile.fused_compile_worker",
+}
+"""The module that compiles each kind of job."""
 _ROOT = Path(__file__).parents[3]
 
 
 class Worker:
     """One process of `cross_compile_worker --serve`, or of another module with the same protocol."""
 
-    def __init__(self, cache: Path | None, module: str, *, disassemble: bool = False) -> None:
-        self._arguments = [module, "--serve", *(["--sass"] if disassemble else [])]
+    def __init__(self, cache: Path | None, module: str, *options: str) -> None:
+        self._arguments = [module, "--serve", *options]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         # The environment of an interpreting test process makes Triton interpret; a compiler must not.
         self._environment.pop("TRITON_INTERPRET", None)
@@ -51,7 +56,8 @@ class Worker:
             facts: dict[str, Any] = json.loads(line)
         except (OSError, ValueError):
             status = self.close()
-            return {"error": f"the compiler ended the process, status {status}; it said {line!r}"}
+            error = f"the compiler ended the process, status {status}; it said {line!r}"
+            return {"error": error, "ended": True}
         return facts
 
     def close(self) -> int | None:
@@ -73,8 +79,8 @@ class Pool:
         *,
         disassemble: bool = False,
     ) -> None:
-        module = "tests.kernels.compile.cross_compile_worker"
-        self._workers = [Worker(None, module, disassemble=disassemble) for _ in range(processes)]
+        options = ["--sass"] if disassemble else []
+        self._workers = [Worker(None, MODULES["Job"], *options) for _ in range(processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)

@@ -7,7 +7,7 @@ are therefore those of the real launch and not a copy of them.
     python -m tests.kernels.compile.cross_compile_worker --arch 90 --kernel portable_prefill --head-dim 128 \
         --block-m 128 --block-n 64 --warps 8 --stages 3
     python -m tests.kernels.compile.cross_compile_worker --sweep jobs.json --output facts.json
-    python -m tests.kernels.compile.cross_compile_worker --serve
+    python -m tests.kernels.compile.cross_compile_worker --serve [--keys]
 
 The last reads a job per line from standard input and answers each with a line of facts: a compiler that
 aborts ends only this process. `cross_compile_pool` starts such processes.
@@ -46,12 +46,13 @@ from kernels.attention.problem import KV_DTYPES, AttentionProblem, PackedBatch, 
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from kernels.attention.select import Selection
 from tests.kernels.compile.cross_compile_jobs import Job, arch_of, problem
+from tests.kernels.compile.manifest.source_key import compilation_key, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FACTS_VERSION = "7"
-"""Part of the file name of cached facts; change it when the facts change."""
+"""Part of the file name of cached facts, and of a job's key; change it when the facts change."""
 PTX_INSTRUCTIONS = (
     "mma.sync", "cp.async.cg", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32", "cp.async.bulk.tensor",
     "setmaxnreg", "e4m3.e4m3", "shfl.sync", "prmt.b32", "griddepcontrol.wait",
@@ -146,6 +147,16 @@ class Compiler:
         facts["seconds"] = round(time.perf_counter() - start, 2)
         return facts
 
+    def key(self, job: Job) -> dict[str, Any]:
+        """Return a digest of what `facts` depends on, and the kernel's name, without a compilation."""
+        compile_kernel, JITFunction._do_compile = JITFunction._do_compile, _identify
+        try:
+            (name, digest), _ = self._compile(job)
+        finally:
+            JITFunction._do_compile = compile_kernel
+        shared = arch_of(job.sm).shared_memory_bytes
+        return {"kernel": name, "key": digest_of(FACTS_VERSION, shared, job.to_json(), digest)}
+
     def count(self, sass: str) -> dict[str, int]:
         """Count the SASS instructions."""
         found = collections.Counter(re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?(\w+)", sass, re.M))
@@ -205,6 +216,15 @@ class Compiler:
             return cubin
 
         stages["cubin"] = watched
+
+
+def _identify(
+    function: Any, _key: str, signature: Any, device: int, constants: Any, options: Any, *rest: Any
+) -> tuple[str, str]:
+    """Take the place of Triton's compilation of a kernel; return its name and what identifies the compilation."""
+    attributes, _warmup = rest
+    name = f"{function.__module__}.{function.__qualname__}"
+    return name, compilation_key(function, device, options, (signature, constants, attributes))
 
 
 def _describe(ptx: str, log: str) -> dict[str, Any]:
@@ -274,14 +294,15 @@ def _write_arguments(
 
 
 def serve(compiler: Compiler, job_from_json: Callable[[dict[str, Any]], Any]) -> None:
-    """Answer each line of standard input."""
+    """Answer each line of standard input: with facts, or with keys if the program's arguments ask for those."""
+    answer = compiler.key if "--keys" in sys.argv else compiler.facts
     for line in sys.stdin:
-        print(json.dumps(_attempt(compiler, job_from_json(json.loads(line)))), flush=True)
+        print(json.dumps(_attempt(answer, job_from_json(json.loads(line)))), flush=True)
 
 
-def _attempt(compiler: Compiler, job: Job) -> dict[str, Any]:
+def _attempt(answer: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
     try:
-        return compiler.facts(job)
+        return answer(job)
     except Exception as error:  # noqa: BLE001  # any compiler error is reported
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -316,6 +337,9 @@ def job_from(**wanted: Any) -> Job:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="compile kernels for absent GPUs")
     parser.add_argument("--serve", action="store_true")
+    parser.add_argument(
+        "--keys", action="store_true", help="identify the jobs, and compile nothing"
+    )
     parser.add_argument("--sweep", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--processes", type=int, default=2)
@@ -373,7 +397,7 @@ def main() -> None:
             given.output.write_text(json.dumps(results, indent=1))
     else:
         job = job_from(**vars(given))
-        facts = _attempt(Compiler(disassemble=given.sass), job)
+        facts = _attempt(Compiler(disassemble=given.sass).facts, job)
         print(summary(job, facts))
         print(json.dumps(facts, indent=2))
 

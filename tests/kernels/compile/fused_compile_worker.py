@@ -39,7 +39,7 @@ from kernels.step.gpu.kernel_rows import RowsKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from kernels.step.sizes import on_tensor_cores
 from kernels.weight_format import FP8_ROWS, WeightFormat
-from kernels.weights import Weight, quantize
+from kernels.weights import Weight
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
@@ -343,7 +343,10 @@ class FusedCompiler(Compiler):
         matrices = (empty(stacked, c), empty(c, heads * dim), empty(2 * inner, c), empty(c, inner))
         is_fp8 = "fp8 weights" in job.around
         layer = LayerWeights(
-            *(quantize(it, FP8_ROWS) if is_fp8 else Weight.full(it) for it in matrices),
+            *(
+                Weight.empty(FP8_ROWS, tuple(it.shape), "cpu") if is_fp8 else Weight.full(it)
+                for it in matrices
+            ),
             *(gain(c), gain(c), norm, norm, bias),
             window=512 if "window" in job.around else None,
             output_norm=gain(c) if gemma else None,
