@@ -11,12 +11,23 @@ ARGS ?=
 TESTS ?= tests
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
+# Tests whose numbers come from the C library, or from the loops and products of NumPy and PyTorch, and the kernels in
+# emulators that failed for the latter's. Other kernels in emulators multiply in an order of their own.
+AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_quantized_reference.py \
+	test_reference.py test_row_products.py test_weights.py norms/test_pytorch.py) \
+	$(addprefix tests/kernels/attention/test_,fp8_rows.py functional.py invariant_interpreted.py paged_host.py rows.py) \
+	$(addprefix tests/kernels/linear/test_,cpu.py formats.py invariant_interpreted.py) \
+	$(addprefix tests/model/,network test_decoder.py test_parity.py) \
+	$(addprefix tests/model/executors/test_,cpu_library.py fp8_cache.py fp8_weights.py) \
+	$(addprefix tests/model/checkpoint/test_,cpu_dtype.py fp8_blocks.py int_quantized.py weights.py) \
+	$(addprefix tests/model/sampling/test_,sampler.py stability.py) \
+	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-slow compilations test-latency test-gpu check audit sbom lock format docs bench clean
+.PHONY: other-torch help setup dev serve test test-avx2 test-slow compilations test-latency test-gpu check audit sbom lock format docs bench clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 # Another choice than the last one installs again.
 ifeq ($(filter auto $(shell cat .venv/.torch 2>/dev/null),$(TORCH)),)
@@ -41,6 +52,15 @@ serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 	@exec $(BIN)/tessera serve $(ARGS)
 
 test: dev ## Run the tests that need no GPU and are not slow
+	$(PYTEST)
+
+# Each variable holds another library: oneDNN, PyTorch's loops and our C library, FBGEMM, and the OpenBLAS of NumPy.
+test-avx2: TESTS = $(AVX2_TESTS)
+test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
+test-avx2: export ATEN_CPU_CAPABILITY = avx2
+test-avx2: export FBGEMM_ENABLE_INSTRUCTIONS = AVX2
+test-avx2: export OPENBLAS_CORETYPE = Haswell
+test-avx2: dev ## Run the tests that depend on the processor's instructions as on one without AVX-512
 	$(PYTEST)
 
 # Of these, many load a processor, and some measure how long a process has been silent.

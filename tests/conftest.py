@@ -8,7 +8,11 @@ import torch
 
 from tests.kernels import triton_interpreter
 
-pytest_plugins = ["tests.gpu.hooks", "tests.kernels.compile.manifest.hooks"]
+pytest_plugins = [
+    "tests.gpu.hooks",
+    "tests.kernels.compile.manifest.hooks",
+    "tests.kernels.cpu.hooks",
+]
 
 # Test processes run in parallel, and a second thread does not make computations of this size faster.
 torch.set_num_threads(1)

@@ -2,12 +2,15 @@
 
 import json
 
+import httpx
 import msgspec
 import pytest
 
 from model.text.chat_template import ChatTemplate
 from server.engine.core.request import FinishReason
-from tests.http.fakes import EOS_ID, INFO, say
+from server.http.app import create_app
+from tests.http.conftest import CONFIG
+from tests.http.fakes import EOS_ID, INFO, FakeEngine, say
 
 pytestmark = pytest.mark.anyio
 
@@ -127,21 +130,36 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def large_context(engine):
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def engine(anyio_backend):
+    engine = FakeEngine()
     engine.info = msgspec.structs.replace(INFO, max_model_len=4096, max_total_tokens=4096)
+    return engine
+
+
+@pytest.fixture(scope="module")
+async def client(engine, tokenizer):
+    """One application for all tests: each starts a process that checks schemas, which takes a second."""
+    template = ChatTemplate({"default": "{{ tools }}{{ messages[0].content }}"}, tokenizer)
+    app = create_app(engine, tokenizer, CONFIG, chat_template=template)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
 
 
 @pytest.fixture
-async def ask(open_client, tokenizer, engine):
+def ask(client, tokenizer, engine):
     """Returns the JSON of the reply, or of the events of the stream, to a request of a case."""
 
     async def post(name, value, *, stream=False, reason=FinishReason.EOS, **fields):
         path, body, text, _ = CASES[name]
         ids = tokenizer.encode(text % value, add_special_tokens=False)
         engine.script = say([*ids, EOS_ID] if reason is FinishReason.EOS else ids, reason)
-        template = ChatTemplate({"default": "{{ tools }}{{ messages[0].content }}"}, tokenizer)
-        client = await open_client(chat_template=template)
         if path == "/generate":
             path += "_stream" if stream else ""
         else:
@@ -207,12 +225,11 @@ async def test_a_schema_that_is_enforced_causes_no_warning(ask):
 
 
 @pytest.mark.parametrize("name", ["chat", "responses", "chat with tools", "responses with tools"])
-async def test_a_strict_schema_that_cannot_be_enforced_is_refused(open_client, tokenizer, name):
+async def test_a_strict_schema_that_cannot_be_enforced_is_refused(client, name):
     path, body, _, field = CASES[name]
     body = json.loads(json.dumps(body).replace('"name":', '"strict": true, "name":'))
 
-    template = ChatTemplate({"default": "{{ tools }}{{ messages[0].content }}"}, tokenizer)
-    reply = await (await open_client(chat_template=template)).post(path, json=body)
+    reply = await client.post(path, json=body)
 
     assert reply.status_code == 400, reply.text
     message = reply.json()["error"]["message"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from deploy.build_hook import builds
 from kernels.cpu import library
 from kernels.cpu.library import BUILDS, choose
+from tests.kernels.cpu.hooks import pytest_report_header, runnable_builds
 
 AVX2 = {"avx2", "fma3", "f16c"}
 AVX512 = {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_cd"}
@@ -88,14 +88,9 @@ for bits in (8, 4):
 
 
 def test_all_builds_that_run_here_give_the_same_logits():
-    found = choose(platform.machine(), library.cpu_features(), "AVX512")
-    if found is None:
+    runnable = runnable_builds()
+    if not runnable:
         pytest.skip("no build for this processor")
-    runnable = [
-        build.name
-        for build in BUILDS
-        if build.machine == found.machine and library.cpu_features().issuperset(build.features)
-    ]
     root = Path(__file__).parents[3]
     logits = []
     for name in runnable:
@@ -112,3 +107,14 @@ def test_all_builds_that_run_here_give_the_same_logits():
         for a, b in zip(other, logits[0], strict=True):
             assert (a - b).abs().max() < 0.1 * b.std(), runnable
             assert (a - b).abs().mean() < 6e-3 * b.std(), runnable
+
+
+def test_a_run_says_which_builds_it_tests_and_which_it_cannot(monkeypatch):
+    if isinstance(library.load(), str):
+        pytest.skip(library.load())
+    said = pytest_report_header()
+
+    assert f"tests run {library.instructions()}" in said
+    assert all(build.name in said for build in BUILDS)
+    monkeypatch.setattr(library, "load", lambda: "there is no compiler")
+    assert pytest_report_header() == "C library: none, because there is no compiler"
