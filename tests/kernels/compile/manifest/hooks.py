@@ -141,14 +141,16 @@ class _Choice:
     def pytest_testnodedown(self, node):
         self._found = self._found or getattr(node, "workeroutput", {}).get(_CHOICE, {})
 
-    def pytest_sessionfinish(self, session):
+    def pytest_sessionfinish(self, session, exitstatus):
         if self._is_worker:
             session.config.workeroutput[_CHOICE] = self._found
+        elif self._found and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK  # nothing is left to compile
 
     def pytest_terminal_summary(self, terminalreporter, exitstatus):
         if not self._found:
             return
-        if self._records and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if self._records and exitstatus != pytest.ExitCode.INTERRUPTED:
             write_manifest(read_manifest() & set(self._found["current"]))
         terminalreporter.write_line(self._summary())
 
