@@ -205,7 +205,7 @@ _MORE: Final = (
     GPUArch("rtx5080", "NVIDIA GeForce RTX 5080", 120, 84, 99 * _KIB, 960, 112.6, 56.3, 225.1, 16_303),
     GPUArch("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell", 120, 188, 99 * _KIB, 1792, 503.8, 126.0, 1007.6, 97_887),
 )  # fmt: skip
-PROCESSORS: Mapping[str, GPUArch] = MappingProxyType(CATALOGUE | {arch.key: arch for arch in _MORE})
+PROCESSORS: Mapping[str, GPUArch] = MappingProxyType({arch.key: arch for arch in (*_KNOWN, *_MORE)})
 """The processors of `CATALOGUE` and other GPUs, for plans.
 
 They differ from those of the catalogue in SMs, memory and peaks only, so tests go through the catalogue. The sources

@@ -133,7 +133,7 @@ class Progress:
         # Else the first bar would make a lock between processes, for which Python may start a process.
         tqdm.set_lock(threading.RLock())
         in_bytes = self.unit == BYTES
-        bar: tqdm[None] = tqdm(
+        bar: tqdm[None] = tqdm(  # type: ignore[assignment] # its stub infers that there are no items
             desc=self.what,
             total=self.total or None,
             initial=self._initial,
@@ -153,6 +153,58 @@ class Progress:
         # A bar is also drawn when nothing has changed but the time.
         if not bar.update(self.done - bar.n):
             bar.refresh()
+
+
+class Status:
+    """What long work is doing, where no number says how far it is, or several do.
+
+    On a terminal it is one line that is written anew, elsewhere a line every `LINE_SECONDS`.
+
+    Args:
+        say: writes a line, for example to a log.
+        shown: whether there is a line on a terminal.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        shown: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._shown, self._clock = say, shown, clock
+        self._is_terminal = sys.stderr.isatty()
+        self._bar: tqdm[None] | None = None
+        self._began = self._line_at = clock()
+
+    def show(self, text: str) -> None:
+        """Show what the work is doing."""
+        now = self._clock()
+        if self._is_terminal:
+            if self._shown and now - self._began >= _BAR_SECONDS:
+                self._draw(text, now)
+        elif now - self._line_at >= LINE_SECONDS:
+            self._line_at = now
+            self._say(f"{text}, {duration_text(now - self._began)} so far")
+
+    def clear(self) -> None:
+        """Remove the line from a terminal. The next `show` begins anew."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._began = self._line_at = self._clock()
+
+    def _draw(self, text: str, now: float) -> None:
+        if self._bar is None:
+            from tqdm import tqdm  # noqa: PLC0415 - as in `Progress`
+
+            tqdm.set_lock(threading.RLock())
+            self._bar = tqdm(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr)
+        elif now - self._line_at < _REDRAW_SECONDS:
+            return
+        self._line_at = now
+        self._bar.set_description_str(f"{text}, {duration_text(now - self._began)} so far")
 
 
 def bytes_text(count: float) -> str:

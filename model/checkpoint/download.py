@@ -163,7 +163,7 @@ class _Library:
                 allow_patterns=self._wanted,
                 ignore_patterns=self._unwanted,
                 local_files_only=local_files_only,
-                tqdm_class=_NoBar,
+                tqdm_class=_NoBar,  # type: ignore[arg-type] # every tqdm will do
             )
         )
 

@@ -66,7 +66,8 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 ):
                     break
                 _check_attention(runner, arch)
-                warm_up(runner, limits, say)
+                requests = "deterministic requests: " if deterministic else ""
+                warm_up(runner, limits, lambda text, of=requests: say(of + text))
     except (AbsentGPUError, KernelError, ModelError) as error:
         raise StartupError(str(error)) from error
     except NotImplementedError as error:

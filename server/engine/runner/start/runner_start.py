@@ -81,7 +81,7 @@ def start_runner(
     _log_capacity(runner, limits, max_total_tokens)
     if _records(config, runner):
         served = dataclasses.replace(limits, max_model_len=max_total_tokens)
-        runner.record_steps(served, CudaGraphs(runner.device))
+        runner.record_steps(served, CudaGraphs(runner.device), phases.recorded)
     return runner, max_total_tokens
 
 

@@ -7,13 +7,11 @@ import gc
 import logging
 import os
 import platform
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from kernels import KernelError, detect
 from kernels.collective.communicator import TorchCommunicator
@@ -23,11 +21,12 @@ from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, resolve_quantization, stored_dtype
 from model.checkpoint.formats.table import kept
-from model.checkpoint.weights import load_part
+from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
 from model.executors import cpu_library
+from model.progress import Progress, bytes_text
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.memory.block_manager import BlockManager
@@ -41,7 +40,7 @@ from server.engine.runner.start.runner_start import start_follower, start_runner
 from server.engine.runner.start.startup_progress import Phases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from kernels import GPUArch
     from kernels.weight_format import WeightFormat
@@ -157,7 +156,7 @@ def start_rank(config: EngineConfig, rank: int, store: str) -> FollowingExecutor
     Raises:
         StartupError: as for `start_engine`.
     """
-    phases = Phases(_Silent())
+    phases = Phases(_Silent(), shown=False)
     with _errors_explained(phases):
         loaded = _load(config, phases, rank, store)
         return start_follower(loaded.model, config, loaded.limits, phases)
@@ -211,7 +210,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
     if store is not None:
         with phases("connecting the ranks"):
             communicator = TorchCommunicator(rank, config.tensor_parallel, store, device)
-    with phases("loading the weights"), _weights_progress(phases, shown=not rank) as progress:
+    with phases("loading the weights"), _weights_progress(phases) as progress:
         model = load_part(
             Path(config.model_path),
             model_config,
@@ -222,6 +221,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
             weight_format=loaded_format(quantization, kept(model_config.weight_format)),
             communicator=communicator,
         )
+        phases.tell("packing the weights")
         model.optimize(quantization, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
         if config.deterministic:
@@ -357,14 +357,14 @@ def _default_torch_threads() -> int:
 
 
 @contextmanager
-def _weights_progress(phases: Phases, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Report the progress of loading: as a progress bar on a terminal if it is `shown`, and as the start-up phase."""
-    disable = not (shown and sys.stderr.isatty())
-    with tqdm(unit="B", unit_scale=True, desc="weights", leave=False, disable=disable) as bar:
+def _weights_progress(phases: Phases) -> Iterator[LoadProgress]:
+    """Report the progress of loading: on a terminal or in the log, and as the start-up phase."""
+    say = log.info if phases.shown else lambda _: None
+    with Progress("loading the weights", say, shown=phases.shown) as progress:
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            phases.say(f"loading the weights, {done / max(1, total):.0%}")
+        def show(done: int, total: int, shard: int, num_shards: int) -> None:
+            shards = f"{shard} of {num_shards} shards" if num_shards > 1 else "the weights"
+            phases.tell(f"loading {shards}, {bytes_text(done)} of {bytes_text(total)}")
+            progress.update(done, total, f"shard {shard} of {num_shards}" if num_shards > 1 else "")
 
         yield show

@@ -24,7 +24,7 @@ from server.engine.runner.step.shared_prefix import shared_blocks
 from server.engine.runner.step.step_input import PackedStep, exact_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
@@ -95,6 +95,10 @@ class RecordedSteps:
         sharing_rule: decides whether a shared prefix is read once; None if no kernel supports it.
         executor: computes the steps to be recorded; None for one of the model and the cache.
         deterministic: whether the steps to record in idle time are deterministic.
+
+    Attributes:
+        report: called with the number of recordings, and that of those and the waiting ones, before and after each
+            recording in idle time.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class RecordedSteps:
         executor: StepExecutor | None = None,
         deterministic: bool = False,
     ) -> None:
+        self.report: Callable[[int, int], None] = lambda *_: None
         self._executor = executor or StepExecutor(model, kv_cache)
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._sampled, self._sharing_rule = sampled, sharing_rule
@@ -167,7 +172,11 @@ class RecordedSteps:
         """Make the next waiting recording; return whether there was one."""
         if not self._waiting:
             return False
+        made = len(self._recordings)
+        self.report(made, made + len(self._waiting))
         self._record(self._waiting.pop(0))
+        made = len(self._recordings)
+        self.report(made, made + len(self._waiting))
         return True
 
     def _run(
