@@ -5,10 +5,11 @@ Imports no PyTorch. Only one thread may use a `Progress` at a time.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ LINE_SECONDS: Final = 5.0
 _REDRAW_SECONDS: Final = 0.1
 _BAR_SECONDS: Final = 0.5
 """Work that takes less time has no bar."""
+_WATCH_SECONDS: Final = 0.5
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -69,6 +71,10 @@ class Progress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Remove the bar."""
+        self.close()
+
+    def close(self) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
@@ -205,6 +211,32 @@ class Status:
             return
         self._line_at = now
         self._bar.set_description_str(f"{text}, {duration_text(now - self._began)} so far")
+
+
+@contextlib.contextmanager
+def watched(status: Status, text: Callable[[], str]) -> Iterator[None]:
+    """Show what this thread is doing, from another one, until the end of the block.
+
+    So work that is timed does nothing but to keep what `text` reads.
+
+    Args:
+        status: nothing else may use it meanwhile.
+        text: what to show.
+    """
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(_WATCH_SECONDS):
+            status.show(text())
+        status.clear()
+
+    thread = threading.Thread(target=show, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def bytes_text(count: float) -> str:

@@ -122,7 +122,7 @@ def _add_commands(
     parser: Parser, commands: dict[str, Command], kind: str, arguments: Sequence[str] | None
 ) -> None:
     group = parser.add_subparsers(
-        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog, required=True
+        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog
     )
     for name, command in commands.items():
         child = group.add_parser(
@@ -344,6 +344,10 @@ def _doctor(call: Invocation) -> None:
 
 
 def _bench_flags(parser: Parser) -> None:
+    kinds = " or ".join(f"{name} ({kind.summary})" for name, kind in BENCHMARKS.items())
+    missing = f"the following arguments are required: KIND, which is {kinds}"
+    parser.set_defaults(run=lambda _: parser.error(missing))
+    parser.epilog = "`tessera bench KIND --help` explains the flags of a kind."
     # Both kinds get their flags: there are two, and only people wait for them.
     _add_commands(parser, BENCHMARKS, "kind", None)
 
