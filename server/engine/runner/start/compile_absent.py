@@ -16,8 +16,9 @@ from model.device.quantizations import loaded_format
 from model.errors import ModelError
 from model.executors.bound import deterministic_unsupported
 from server.engine.core.start_checks import StartupError
+from server.engine.runner.start.quantization import resolved_quantization
 from server.engine.runner.start.runner_start import make_runner
-from server.engine.runner.start.startup import resolved_quantization, step_limits
+from server.engine.runner.start.step_limits import step_limits
 from server.engine.runner.start.warm_up import warm_up
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.executors.columns import input_bytes
 from model.executors.step import StepOutput
 from server.engine.core.step import NO_ROWS
 from server.engine.runner.step.buckets import BucketGrid
@@ -67,20 +66,6 @@ class _Recording:
 
 
 _MOST_BEST: Final = 10_000
-
-
-def recorded_bytes(limits: SchedulerConfig, block_size: int, row_bytes: int) -> int:
-    """Return the device memory of inputs and results of all recordings that are made ahead.
-
-    Block tables are most of it: 138 MiB for 256 sequences of 131072 tokens. Intermediate results are not included.
-
-    Args:
-        limits: of a step.
-        block_size: tokens per block.
-        row_bytes: bytes of a row of logits.
-    """
-    results = (limits.max_logits + limits.max_num_seqs) * row_bytes
-    return results + sum(map(input_bytes, BucketGrid(limits, block_size).ahead()))
 
 
 class RecordedSteps:
