@@ -55,11 +55,11 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, done
-        self._say, self._clock, self._initial = say, clock, done
+        self._say, self._clock = say, clock
         self._began = self._line_at = self._drawn_at = clock()
         self._line_done = done
-        self._is_terminal = sys.stderr.isatty()
-        self._bar = self._make_bar() if shown and self._is_terminal else None
+        self._is_terminal, self._shown = sys.stderr.isatty(), shown
+        self._bar: tqdm[None] | None = None
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -94,11 +94,12 @@ class Progress:
         """
         self.done, self.total = done, self.total if total is None else total
         now = self._clock()
-        if self._bar is not None:
-            if now - self._drawn_at >= _REDRAW_SECONDS and now - self._began >= _BAR_SECONDS:
+        if self._is_terminal:
+            is_due = now - self._drawn_at >= _REDRAW_SECONDS and now - self._began >= _BAR_SECONDS
+            if self._shown and is_due:
                 self._drawn_at = now
-                self._draw(self._bar, note)
-        elif not self._is_terminal and now - self._line_at >= LINE_SECONDS:
+                self._draw(note)
+        elif now - self._line_at >= LINE_SECONDS:
             self._say(self.line(note, now))
             self._line_at, self._line_done = now, done
 
@@ -142,18 +143,20 @@ class Progress:
         bar: tqdm[None] = tqdm(  # type: ignore[assignment] # its stub infers that there are no items
             desc=self.what,
             total=self.total or None,
-            initial=self._initial,
+            initial=self.done,
             unit=BYTES if in_bytes else f" {self.unit}",
             unit_scale=in_bytes,
             unit_divisor=1024,
             leave=False,
-            delay=_BAR_SECONDS,
             dynamic_ncols=True,
             file=sys.stderr,
         )
         return bar
 
-    def _draw(self, bar: tqdm[None], note: str) -> None:
+    def _draw(self, note: str) -> None:
+        if self._bar is None:
+            self._bar = self._make_bar()
+        bar = self._bar
         bar.total = self.total or None
         bar.set_postfix_str(note, refresh=False)
         # A bar is also drawn when nothing has changed but the time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from model.progress import Status
 from server.engine.core.messages import StartupPhase
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from server.engine.core.engine import EngineChannel
 
 log = logging.getLogger("tessera.engine")
+
+_SAY_SECONDS: Final = 1.0
+"""Between two messages to the front end about the progress within a phase."""
 
 
 def log_phase(name: str, seconds: float) -> None:
@@ -56,7 +59,7 @@ class Phases:
 
     def tell(self, progress: str) -> None:
         """Report the progress within the phase to the front end, at most once per second."""
-        if time.monotonic() - self._said > 1.0:
+        if time.monotonic() - self._said > _SAY_SECONDS:
             self._said = time.monotonic()
             self._channel.send(StartupPhase(progress))
 
