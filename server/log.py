@@ -47,6 +47,11 @@ def configure_logging(level: str, log_format: LogFormat = "text", suffix: str = 
     # No format shows them, and finding them out takes longer than formatting a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.logAsyncioTasks = False  # type: ignore[attr-defined] # from Python 3.12 on
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Log only problems of the libraries that fetch models: neither requests nor the advice to log in."""
     for chatty in ("httpx", "httpx2", "httpcore", "urllib3", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger(_HUB_REPLIES).addFilter(_is_problem)

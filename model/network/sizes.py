@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kernels.weight_format import WeightFormat
-    from model.checkpoint.config import ModelConfig
     from model.network.spec import Layer, Network, Norm
 
 _FLOAT32_BYTES: Final = 4
@@ -21,19 +20,17 @@ class ModelSizes:
     """What a `DecoderLM` would be, as far as its sizes go; attributes are those of `DecoderLM`.
 
     Args:
-        config: of the model.
+        network: what all ranks together compute.
         dtype: name of the dtype of parameters and activations.
         weight_format: of the layers' matrices; None for full numbers.
         num_ranks: that share the model; the sizes are those of one.
     """
 
-    unmeasured_kernels = False
-
     def __init__(
-        self, config: ModelConfig, dtype: str, weight_format: WeightFormat | None, num_ranks: int
+        self, network: Network, dtype: str, weight_format: WeightFormat | None, num_ranks: int
     ) -> None:
-        self.config, self.dtype_name, self.num_ranks = config, dtype, num_ranks
-        self.network: Network = shard_network(config.network, num_ranks)
+        self.whole_network, self.dtype_name, self.num_ranks = network, dtype, num_ranks
+        self.network = shard_network(network, num_ranks)
         self.weight_format = weight_format or unquantized(dtype)
         self.weight_bytes = _weight_bytes(self.network, dtype, self.weight_format, num_ranks)
 

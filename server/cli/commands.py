@@ -249,7 +249,9 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
     from server.cli.command_settings import fail
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU
+    from server.log import quiet_libraries
 
+    quiet_libraries()
     if arch is None and settings.device == "cuda" and not may_have_gpu():
         fail(f"{NO_GPU}; use {flag} to plan for a known GPU", command)
     try:

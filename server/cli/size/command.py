@@ -24,6 +24,7 @@ from server.cli.size.estimate import (
     states_text,
 )
 from server.engine.core.memory.kv_demand import GIB, NotEnoughMemoryError
+from server.engine.runner.start.step_limits import step_limits
 
 if TYPE_CHECKING:
     import argparse
@@ -51,7 +52,8 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
         config, model = engine_config(settings, folder), ModelConfig.from_folder(folder)
         _check(options, settings, arch, model.max_context)
         sizes = resolve_sizes(config, model, arch)
-        report = estimate(sizes, config, arch, options.input_len, options.output_len)
+        limits = step_limits(config, model, arch)
+        report = estimate(sizes, limits, config, arch, options.input_len, options.output_len)
     except (ModelError, NoDeviceError, NotEnoughMemoryError) as error:
         fail(str(error), _NAME)
     if options.json:

@@ -21,7 +21,6 @@ from server.engine.runner.start.kv_sizes import (
     kv_cache_demand,
     size_within,
 )
-from server.engine.runner.start.step_limits import step_limits
 from server.engine.runner.step.buckets import recorded_bytes
 
 if TYPE_CHECKING:
@@ -115,11 +114,16 @@ def resolve_sizes(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Mo
     dtype = config.dtype
     if dtype == "auto":
         dtype = gpu_dtype_name(model, has_bfloat16=arch.has_bfloat16)
-    return ModelSizes(model, dtype, loaded_format(quantization, stored), num_ranks)
+    return ModelSizes(model.network, dtype, loaded_format(quantization, stored), num_ranks)
 
 
 def estimate(
-    model: ModelSizes, config: EngineConfig, arch: GPUArch, input_len: int, output_len: int
+    model: ModelSizes,
+    limits: SchedulerConfig,
+    config: EngineConfig,
+    arch: GPUArch,
+    input_len: int,
+    output_len: int,
 ) -> Estimate:
     """Estimate a service whose requests have one length; of several GPUs that share the model, each one.
 
@@ -127,7 +131,6 @@ def estimate(
         NotEnoughMemoryError: weights and activations leave no room for a block of the KV cache, or the size that the
             operator set does not fit.
     """
-    limits = step_limits(config, model.config, arch)
     memory = _memory(model, config, arch, limits)
     lengths = dict.fromkeys((input_len + output_len, limits.max_model_len))
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
@@ -161,7 +164,7 @@ def _memory(
     model: ModelSizes, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
     element, weight_bytes = dtype_bytes(model.dtype_name), model.weight_bytes
-    activation_bytes = _activations(model.config.network, element, limits)
+    activation_bytes = _activations(model.whole_network, element, limits)
     if config.cuda_graphs:
         row_bytes = model.network.vocab * element
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)

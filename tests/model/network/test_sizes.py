@@ -44,7 +44,7 @@ PARTS = {
 def check(config, dtype, form, num_ranks):
     ranks = AbsentRanks(num_ranks) if num_ranks > 1 else None
     model = DecoderLM(config, getattr(torch, dtype), "meta", form, ranks)
-    sizes = ModelSizes(config, dtype, form, num_ranks)
+    sizes = ModelSizes(config.network, dtype, form, num_ranks)
 
     assert sizes.weight_bytes == model.weight_bytes
     assert sizes.network == model.network
