@@ -36,14 +36,14 @@ ALIASES: Final = {
 _OLD: Final = "is older than sm_75 (T4), the oldest that PyTorch and the kernels support"
 _AMD: Final = "is an AMD GPU; the kernels are for NVIDIA GPUs and for CPUs"
 _OTHER: Final = "is no NVIDIA GPU; the kernels are for NVIDIA GPUs and for CPUs"
-_JETSON: Final = "has no known peaks here; plan for it on the machine itself, without a name"
+_SHARED_MEMORY: Final = "shares the memory of its host and has no known peaks; plan on the machine itself, without a name"
 _REFUSED: Final = (
     (r"(sm|compute)?([2356]\d|7[0-4])", _OLD),
     (r"(v100|v100sxm\d|v100pcie|titanv|quadrogv100|volta)", _OLD),
-    (r"([pkm](4|10|40|60|80|100)|gtx\d+(ti)?|titan(x|xp)?|pascal|maxwell|kepler)", _OLD),
+    (r"([pk](4|6|20|40|80|100)|m(10|40|60)|gtx(?!16)\d+(ti)?|titan(x|xp)?|pascal|maxwell|kepler)", _OLD),
     (r"(mi\d{2,3}[axp]?|instinct.*|radeon.*|rx\d+.*|w7900|7900xtx?|gfx\d+[a-z]?|rocm|cdna\d?|rdna\d?)", _AMD),
     (r"(gaudi\d?|hpu|intel.*|xpu|arc.*|tpu.*|trainium\d?|inferentia\d?|m[1-4](pro|max|ultra)?|mps|metal)", _OTHER),
-    (r"(orin.*|agxorin|jetson.*|thor|gb10|dgxspark|spark)", _JETSON),
+    (r"(orin.*|agxorin|jetson.*|thor|gb10|dgxspark|spark)", _SHARED_MEMORY),
 )  # fmt: skip
 _CAPABILITY: Final = re.compile(r"(?:sm|compute|cc|computecapability)?(\d{1,2})\.?(\d)[af]?")
 _NOISE: Final = re.compile(r"\b(?:nvidia|geforce|tesla|quadro|amd|generation|gpu)\b")

@@ -167,6 +167,10 @@ class _Library:
             )
         )
 
+    def shows_bars(self) -> bool:
+        """Whether the library would show bars: HF_HUB_DISABLE_PROGRESS_BARS applies."""
+        return not self._hub.utils.are_progress_bars_disabled()
+
     def takes_over(self, file: RemoteFile) -> bool:
         """Whether the library is to fetch a file itself: it is asked to be fast, or HTTP has not so large files."""
         return bool(
@@ -198,7 +202,8 @@ def _download(repository: str, files: Sequence[RemoteFile], library: _Library) -
         count = f"{len(own)} file{'s' if len(own) > 1 else ''}"
         _logger.info("downloading %s: %s in %s%s", repository, bytes_text(total), count, resumed)
     stop = threading.Event()
-    with Progress(f"downloading {repository}", _logger.info, total, done=begun) as progress:
+    what, shown = f"downloading {repository}", library.shows_bars()
+    with Progress(what, _logger.info, total, done=begun, shown=shown) as progress:
 
         def poll() -> None:
             progress.update(sum(it.done for it in own))

@@ -119,10 +119,15 @@ class _Version(argparse.Action):
 
 
 def _add_commands(
-    parser: Parser, commands: dict[str, Command], kind: str, arguments: Sequence[str] | None
+    parser: Parser,
+    commands: dict[str, Command],
+    kind: str,
+    arguments: Sequence[str] | None,
+    *,
+    required: bool = True,
 ) -> None:
     group = parser.add_subparsers(
-        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog
+        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog, required=required
     )
     for name, command in commands.items():
         child = group.add_parser(
@@ -351,7 +356,7 @@ def _bench_flags(parser: Parser) -> None:
     parser.set_defaults(run=lambda _: parser.error(missing))
     parser.epilog = "`tessera bench KIND --help` explains the flags of a kind."
     # Both kinds get their flags: there are two, and only people wait for them.
-    _add_commands(parser, BENCHMARKS, "kind", None)
+    _add_commands(parser, BENCHMARKS, "kind", None, required=False)
 
 
 def _bench_serve_flags(parser: Parser) -> None:

@@ -48,6 +48,8 @@ def test_other_names_of_a_processor_or_a_capability_are_read(key, names):
         ("AMD Instinct MI300X", "is an AMD GPU"),
         ("m3 max", "is no NVIDIA GPU"),
         ("gb10", "no known peaks"),
+        ("m4", "no NVIDIA GPU"),
+        ("gtx 1660", "is none of"),
         ("h1000", r"'h1000' is none of cpu, t4, .*, sm_75, .*, sm_120$"),
         ("h100 24gb", "is none of"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "is none of"),
