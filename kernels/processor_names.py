@@ -36,7 +36,9 @@ ALIASES: Final = {
 _OLD: Final = "is older than sm_75 (T4), the oldest that PyTorch and the kernels support"
 _AMD: Final = "is an AMD GPU; the kernels are for NVIDIA GPUs and for CPUs"
 _OTHER: Final = "is no NVIDIA GPU; the kernels are for NVIDIA GPUs and for CPUs"
-_SHARED_MEMORY: Final = "shares the memory of its host and has no known peaks; plan on the machine itself, without a name"
+_SHARED_MEMORY: Final = (
+    "shares its host's memory and has no known peaks; plan on the machine itself, without a name"
+)
 _REFUSED: Final = (
     (r"(sm|compute)?([2356]\d|7[0-4])", _OLD),
     (r"(v100|v100sxm\d|v100pcie|titanv|quadrogv100|volta)", _OLD),

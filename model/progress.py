@@ -209,7 +209,10 @@ class Status:
             from tqdm import tqdm  # noqa: PLC0415 - as in `Progress`
 
             tqdm.set_lock(threading.RLock())
-            self._bar = tqdm(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr)
+            bar: tqdm[None] = tqdm(  # type: ignore[assignment] # as in `Progress`
+                bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr
+            )
+            self._bar = bar
         elif now - self._line_at < _REDRAW_SECONDS:
             return
         self._line_at = now
@@ -217,10 +220,8 @@ class Status:
 
 
 @contextlib.contextmanager
-def watched(status: Status, text: Callable[[], str]) -> Iterator[None]:
-    """Show what this thread is doing, from another one, until the end of the block.
-
-    So work that is timed does nothing but to keep what `text` reads.
+def watched(status: Status, text: str) -> Iterator[None]:
+    """Show what this thread is doing, from another one, until the end of the block, so that its work may be timed.
 
     Args:
         status: nothing else may use it meanwhile.
@@ -230,7 +231,7 @@ def watched(status: Status, text: Callable[[], str]) -> Iterator[None]:
 
     def show() -> None:
         while not ended.wait(_WATCH_SECONDS):
-            status.show(text())
+            status.show(text)
         status.clear()
 
     thread = threading.Thread(target=show, name="progress", daemon=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from kernels.arch import known_processors
+from kernels.arch import GPUArch, known_processors
 from model.progress import Status
 from server.engine.core.messages import EngineConfig, EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
@@ -83,7 +83,7 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
         folder = Path(knobs.cache.dir)
         # The tiles of some kernels depend on the number of SMs.
         for processor in known_processors(arch):
-            compile_for(config, processor, lambda text, to=processor: status.show(f"{to}: {text}"))
+            compile_for(config, processor, _of(processor, status))
         if output is not None:
             kernel_cache.drop_sources(folder)
     except StartupError as error:
@@ -94,6 +94,11 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
         status.clear()
     kernels, seconds = kernel_cache.num_kernels(folder), time.perf_counter() - began
     print(f"{folder} has {kernels} compiled kernels, after {seconds:.1f} s")
+
+
+def _of(processor: GPUArch, status: Status) -> Callable[[str], None]:
+    """Return a function that shows what is done for a processor."""
+    return lambda text: status.show(f"{processor}: {text}")
 
 
 def _say(text: str) -> None:

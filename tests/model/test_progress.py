@@ -124,7 +124,7 @@ def test_another_thread_shows_what_timed_work_does(monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     shown = threading.Event()
 
-    with watched(Status(lambda text: text.startswith("work, ") and shown.set()), lambda: "work"):
+    with watched(Status(lambda text: text.startswith("work, ") and shown.set()), "work"):
         assert shown.wait(30)
 
 

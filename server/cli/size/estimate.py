@@ -111,9 +111,8 @@ def resolve_sizes(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Mo
     if reasons := model.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
     quantization = resolve_quantization(config.quantization, arch, config.dtype, tuple, stored)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = gpu_dtype_name(model, has_bfloat16=arch.has_bfloat16)
+    usual = gpu_dtype_name(model, has_bfloat16=arch.has_bfloat16)
+    dtype = usual if config.dtype == "auto" else config.dtype
     return ModelSizes(model.network, dtype, loaded_format(quantization, stored), num_ranks)
 
 

@@ -120,7 +120,7 @@ def _measure(
     total = len(plan.workloads)
     for number, workload in enumerate(plan.workloads, start=1):
         text = f"measuring {number} of {total}: {workload.kind}{workload.size}"
-        with watched(Status(_say), lambda of=text: of):
+        with watched(Status(_say), text):
             row = measures.measure(workload)
         if row is not None:
             measured.append(workload)

@@ -295,7 +295,8 @@ def run_processes(
     # Not "fork", which would copy the event loop of this process.
     context = multiprocessing.get_context("spawn")
     counts = [context.RawValue("q") for _ in shares]
-    pipes, processes = [], []
+    pipes: list[Connection] = []
+    processes = []
 
     def receive(kind: Any) -> list[Any]:  # noqa: ANN401
         while missing := [it for it in pipes if not it.poll()]:

@@ -67,8 +67,11 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 ):
                     break
                 _check_attention(runner, arch)
-                requests = "deterministic requests: " if deterministic else ""
-                warm_up(runner, limits, lambda text, of=requests: say(of + text))
+                warm_up(
+                    runner,
+                    limits,
+                    _prefixed("deterministic requests: ", say) if deterministic else say,
+                )
     except (AbsentGPUError, KernelError, ModelError) as error:
         raise StartupError(str(error)) from error
     except NotImplementedError as error:
@@ -76,6 +79,10 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
         raise StartupError(
             f"these steps cannot be taken without the GPU: {str(error).split(': ')[0]}"
         ) from error
+
+
+def _prefixed(prefix: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: say(prefix + text)
 
 
 def _check_attention(runner: ModelRunner, arch: GPUArch) -> None:
