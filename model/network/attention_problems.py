@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kernels.attention.problem import AttentionProblem, Phase
+from kernels import AttentionProblem, Phase
 from model.network.spec import Rotary
 
 if TYPE_CHECKING:

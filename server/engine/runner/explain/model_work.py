@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kernels.attention.problem import Phase
+from kernels import Phase
 from kernels.weight_format import FP8_ROWS, unquantized
 from model.network.attention_problems import attention_problem, same_problem
 from model.network.parallel import head_rows
@@ -19,8 +19,7 @@ from model.network.sizes import dtype_bytes, table_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionProblem
+    from kernels import AttentionProblem, GPUArch
     from kernels.weight_format import WeightFormat
     from model.network.spec import Network
 
