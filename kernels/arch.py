@@ -1,7 +1,8 @@
 """Describes processors for kernel selection: their properties, a catalogue of known ones, and detection.
 
 This is the only file that queries the device, and the only one that compares compute capabilities. Other
-files read a named capability of a `GPUArch`, or give it a set of compute capabilities.
+files read a named capability of a `GPUArch`, or give it a set of compute capabilities. PyTorch is imported by the
+functions that query the device, so that plans of absent GPUs and the command line do without it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from kernels.errors import UnsupportedDeviceError
-from kernels.torch_private import onednn_has_bfloat16
+
+if TYPE_CHECKING:
+    import torch
 
 _KIB = 1024
 
@@ -178,9 +179,54 @@ the compute capability in the CUDA C++ Programming Guide, "Technical Specificati
 """
 
 
+_MORE: Final = (
+    GPUArch("a100-40gb", "NVIDIA A100-SXM4-40GB", 80, 108, 163 * _KIB, 1555, 312.0, 19.5, 0.0, 40_960),
+    GPUArch("a100-pcie", "NVIDIA A100 80GB PCIe", 80, 108, 163 * _KIB, 1935, 312.0, 19.5, 0.0, 81_920),
+    GPUArch("a30", "NVIDIA A30", 80, 56, 163 * _KIB, 933, 165.0, 10.3, 0.0, 24_576),
+    GPUArch("a10g", "NVIDIA A10G", 86, 80, 99 * _KIB, 600, 70.0, 31.5, 0.0, 23_028),
+    GPUArch("a40", "NVIDIA A40", 86, 84, 99 * _KIB, 696, 149.7, 37.4, 0.0, 46_068),
+    GPUArch("rtxa6000", "NVIDIA RTX A6000", 86, 84, 99 * _KIB, 768, 154.8, 38.7, 0.0, 49_140),
+    GPUArch("rtxa5000", "NVIDIA RTX A5000", 86, 64, 99 * _KIB, 768, 111.1, 27.8, 0.0, 24_564),
+    GPUArch("rtxa4000", "NVIDIA RTX A4000", 86, 48, 99 * _KIB, 448, 76.7, 19.2, 0.0, 16_376),
+    GPUArch("rtx3080", "NVIDIA GeForce RTX 3080", 86, 68, 99 * _KIB, 760, 59.5, 29.8, 0.0, 10_240),
+    GPUArch("rtx3090", "NVIDIA GeForce RTX 3090", 86, 82, 99 * _KIB, 936, 71.0, 35.6, 0.0, 24_576),
+    GPUArch("rtx3090ti", "NVIDIA GeForce RTX 3090 Ti", 86, 84, 99 * _KIB, 1008, 80.0, 40.0, 0.0, 24_564),
+    GPUArch("l40", "NVIDIA L40", 89, 142, 99 * _KIB, 864, 181.0, 90.5, 362.1, 46_068),
+    GPUArch("l40s", "NVIDIA L40S", 89, 142, 99 * _KIB, 864, 362.0, 91.6, 733.0, 46_068),
+    GPUArch("rtx6000ada", "NVIDIA RTX 6000 Ada Generation", 89, 142, 99 * _KIB, 960, 364.2, 91.1, 728.5, 49_140),
+    GPUArch("rtx4080", "NVIDIA GeForce RTX 4080", 89, 76, 99 * _KIB, 717, 97.5, 48.7, 194.9, 16_376),
+    GPUArch("h100-pcie", "NVIDIA H100 PCIe", 90, 114, 227 * _KIB, 2039, 756.0, 51.0, 1513.0, 81_559),
+    GPUArch("h100-nvl", "NVIDIA H100 NVL", 90, 132, 227 * _KIB, 3938, 835.0, 60.0, 1671.0, 95_830),
+    GPUArch("h800", "NVIDIA H800", 90, 132, 227 * _KIB, 3352, 989.4, 66.9, 1978.9, 81_559),
+    GPUArch("h20", "NVIDIA H20", 90, 78, 227 * _KIB, 4000, 148.0, 44.0, 296.0, 97_871),
+    GPUArch("gh200", "NVIDIA GH200 480GB", 90, 132, 227 * _KIB, 4000, 989.4, 66.9, 1978.9, 97_871),
+    GPUArch("gb200", "NVIDIA GB200", 100, 152, 227 * _KIB, 8000, 2500.0, 80.0, 5000.0, 189_471),
+    GPUArch("b300", "NVIDIA B300", 103, 148, 227 * _KIB, 8000, 2250.0, 75.0, 4500.0, 275_040),
+    GPUArch("rtx5080", "NVIDIA GeForce RTX 5080", 120, 84, 99 * _KIB, 960, 112.6, 56.3, 225.1, 16_303),
+    GPUArch("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell", 120, 188, 99 * _KIB, 1792, 503.8, 126.0, 1007.6, 97_887),
+)  # fmt: skip
+PROCESSORS: Mapping[str, GPUArch] = MappingProxyType({arch.key: arch for arch in (*_KNOWN, *_MORE)})
+"""The processors of `CATALOGUE` and other GPUs, for plans.
+
+They differ from those of the catalogue in SMs, memory and peaks only, so tests go through the catalogue. The sources
+are the same, and the data sheets of the RTX A6000, L40S, GH200 (with 96 GB of HBM3), HGX B300 and GB200 NVL72, and the
+white paper "NVIDIA RTX PRO Blackwell GPU Architecture".
+"""
+
+
 def known_processors(name: str) -> tuple[GPUArch, ...]:
-    """Return the processors of `CATALOGUE` with a key such as "h100" or a compute capability such as "sm_90"."""
-    return tuple(arch for arch in CATALOGUE.values() if name in (arch.key, f"sm_{arch.sm}"))
+    """Return the processor with a key such as "h100", or those with a compute capability: of `CATALOGUE` if it has any.
+
+    Args:
+        name: a key of `PROCESSORS`, or a compute capability such as "sm_90"; `kernels.processor_names` reads others.
+    """
+    if name in PROCESSORS:
+        return (PROCESSORS[name],)
+    usual, known = (
+        tuple(arch for arch in table.values() if name == f"sm_{arch.sm}")
+        for table in (CATALOGUE, PROCESSORS)
+    )
+    return usual or known
 
 
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
@@ -214,6 +260,8 @@ def detect(device: torch.device | str | None = None) -> GPUArch:
     Raises:
         UnsupportedDeviceError: the GPU is an AMD GPU.
     """
+    import torch  # noqa: PLC0415 - see the module's docstring
+
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
@@ -232,6 +280,8 @@ def _detect_cpu() -> GPUArch:
 
 @functools.cache
 def _detect_gpu(index: int) -> GPUArch:
+    import torch  # noqa: PLC0415 - see the module's docstring
+
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         raise UnsupportedDeviceError(
@@ -269,4 +319,6 @@ def _find_known(name: str, num_sms: int) -> GPUArch | None:
 @functools.cache
 def has_bfloat16_gemm() -> bool:
     """Whether the CPU multiplies bfloat16 matrices at least as fast as float32 ones."""
+    from kernels.torch_private import onednn_has_bfloat16  # noqa: PLC0415 - as above
+
     return onednn_has_bfloat16()

@@ -14,8 +14,6 @@ from kernels.weight_format import FP8_ROWS
 FP8 = FP8_ROWS.dtype
 """Name of the dtype. A KV cache has a scale for each key and each value of a head
 (docs/decisions/0016-fp8-kv-cache.md); weights have a scale for each output (docs/decisions/0021-fp8-weights.md)."""
-SCALE_BYTES = 4
-"""Bytes of a scale."""
 LARGEST_E4M3 = 448.0
 SMALLEST_AMAX = 2.0**-100
 """No scale is below that of a row with this largest magnitude, so neither scales nor their inverses are subnormal."""

@@ -68,6 +68,13 @@ class WeightFormat:
         rows = outputs if self.scales == "group" else -(-outputs // self.group)
         return (rows, -(-inputs // self.group))
 
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a matrix of a shape [N, C], with its scales and zeros."""
+        outputs, inputs = shape
+        numbers = outputs * (inputs * self.bits // 8)
+        scales = math.prod(self.scale_shape(shape)) if self.is_quantized else 0
+        return numbers + (1 + self.zeros) * scales * SCALE_BYTES
+
     def divided(self, dim: int, *ends: int) -> WeightFormat:
         """Return the format in which no scale is on both sides of an end: this one, or one with more scales.
 
@@ -94,5 +101,7 @@ INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128
 """Numbers 1 to 255, with a float32 scale for each output."""
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
 """Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
+SCALE_BYTES: Final = 4
+"""Bytes of a scale or a zero, and of the scale of a key or a value in a quantized cache."""
 LIBRARY_FORMATS: Final = (INT8_ROWS, INT4_GROUPS)
 """Formats of the C library for CPUs (`kernels.cpu`), which has a layout of its own for them."""

@@ -10,7 +10,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TextIO, TypeAlias
 
 import msgspec
 
@@ -46,7 +47,12 @@ def configure_logging(level: str, log_format: LogFormat = "text", suffix: str = 
     # No format shows them, and finding them out takes longer than formatting a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.logAsyncioTasks = False  # type: ignore[attr-defined] # from Python 3.12 on
-    for chatty in ("httpx", "httpcore", "huggingface_hub", "filelock"):
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Log only problems of the libraries that fetch models: neither requests nor the advice to log in."""
+    for chatty in ("httpx", "httpx2", "httpcore", "urllib3", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger(_HUB_REPLIES).addFilter(_is_problem)
 
@@ -74,6 +80,15 @@ def written_together() -> Iterator[None]:
             handler.end_block()
 
 
+def _without_bars(stream: TextIO) -> AbstractContextManager[None]:
+    """Remove the progress bars of this process from a terminal, and draw them again at the end of the block."""
+    tqdm: Any = sys.modules.get("tqdm")
+    if tqdm is None:
+        return contextlib.nullcontext()
+    without: AbstractContextManager[None] = tqdm.tqdm.external_write_mode(file=stream)
+    return without
+
+
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # not generic at run time
     """Writes messages at once, or collects them in `lines` while that is a list."""
 
@@ -82,7 +97,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # not generic a
     def emit(self, record: logging.LogRecord) -> None:
         """Write or collect a message; called with the handler's lock."""
         if self.lines is None:
-            super().emit(record)
+            with _without_bars(self.stream):
+                super().emit(record)
             return
         try:
             self.lines.append(self.format(record))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernels.errors import ShapeError
-from kernels.fp8 import FP8, SCALE_BYTES
+from kernels.weight_format import FP8_ROWS, SCALE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = (FP8,)
+KV_DTYPES = (FP8_ROWS.dtype,)
 """Dtypes of a quantized cache; an unquantized cache has the queries' dtype."""
 
 

@@ -12,12 +12,16 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 _MOST_THREADS: Final = 32
+_REPORT_SECONDS: Final = 0.2
+
+Report: TypeAlias = Callable[[int, int, str], None]
+"""Called with the numbers of kernels that are compiled and that were found, and the name of one being compiled."""
 _HASHED: Final = re.compile(r"\.(py|so),sha256=")
 
 
@@ -92,7 +96,7 @@ def _make_keys_stable() -> None:
 
 
 @contextlib.contextmanager
-def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
+def compile_ahead(num_threads: int | None = None, report: Report | None = None) -> Iterator[None]:
     """Compile the kernels that are launched inside without launching them; on leaving, all of them are compiled.
 
     The outputs of the kernels stay unwritten, so nothing inside may depend on their values, for example as an index.
@@ -101,6 +105,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
 
     Args:
         num_threads: compile at the same time, at most 32; None means as many as the machine has processors.
+        report: called by this thread from time to time.
 
     Raises:
         Exception: on leaving, the exception raised inside; else the compiler's error for the first kernel that failed.
@@ -115,8 +120,10 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     _make_keys_stable()
     launch = JITFunction.run
 
-    def compile_only(function: object, *arguments: object, **options: object) -> object:
+    def compile_only(function: Any, *arguments: object, **options: object) -> object:  # noqa: ANN401 - Triton has no types
+        workers.name = function.__name__
         kernel: Any = launch(function, *arguments, **options | {"warmup": True})
+        workers.report(report)
         # Registers the compiled kernel; until then each launch looks it up again.
         if hasattr(kernel, "future") and kernel.future.done():
             kernel.result(ignore_errors=True)
@@ -131,6 +138,13 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
                 yield
             finally:
                 JITFunction.run = launch
+            try:
+                while wait(mode.raw_futures, timeout=_REPORT_SECONDS).not_done:
+                    workers.report(report)
+            except BaseException:
+                # An interrupt waits only for the kernels that are being compiled.
+                workers.shutdown(wait=False, cancel_futures=True)
+                raise
     finally:
         # Triton does not leave its mode when it is interrupted, or a hook fails, while it waits for compilations: all
         # later compilations would then be submitted to threads that have ended.
@@ -141,7 +155,17 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Compiles kernels, and the C program that launches each: Triton would compile those at the first launches."""
+    """Compiles kernels, and the C program that launches each: Triton would compile those at the first launches.
+
+    Attributes:
+        name: of the kernel that is submitted next.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads)
+        self.name = ""
+        self._current = ""
+        self._futures: list[Future[Any]] = []
 
     def submit(  # type: ignore[override]  # Triton passes no arguments
         self, compile_kernel: Callable[[], Any]
@@ -149,12 +173,21 @@ class _Compilers(ThreadPoolExecutor):
         """Compile a kernel on another thread."""
         from triton.runtime.driver import driver  # noqa: PLC0415 - not everywhere
 
+        name = self.name
+
         def compile_both() -> object:
+            self._current = name
             kernel = compile_kernel()
             driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
-        return super().submit(compile_both)
+        self._futures.append(super().submit(compile_both))
+        return self._futures[-1]
+
+    def report(self, to: Report | None) -> None:
+        """Report how many of the submitted kernels are compiled."""
+        if to is not None and self._futures:
+            to(sum(it.done() for it in self._futures), len(self._futures), self._current)
 
 
 def compiler_key(folder: Path, record: str | None = None) -> str:

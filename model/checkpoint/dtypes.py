@@ -1,6 +1,7 @@
 """Selects the dtypes of a served model: weights and activations, and KV cache; and the format of its matrices.
 
-docs/decisions/0004-cpu-dtype.md has the measurements for the choice on a CPU.
+docs/decisions/0004-cpu-dtype.md has the measurements for the choice on a CPU. PyTorch is imported by the functions that
+return its dtypes, because `tessera size` does without it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from kernels import GPUArch, detect
+from kernels.arch import GPUArch, detect
 from kernels.selection import VectorProblem, triton_unsupported
-from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
 from model.checkpoint.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
 from model.device.quantizations import CPU_QUANTIZATIONS, QUANTIZATIONS
@@ -20,6 +18,8 @@ from model.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from kernels.weight_format import WeightFormat
 
@@ -43,6 +43,8 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
     Raises:
         ModelError: `requested` is none of these.
     """
+    import torch  # noqa: PLC0415 - see the module's docstring
+
     device = torch.device(device)
     if requested != "auto":
         if requested not in DTYPES:
@@ -74,6 +76,8 @@ def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
     """
     if requested not in KV_DTYPES:
         raise ModelError(f"kv cache dtype {requested!r} is none of {', '.join(KV_DTYPES)}")
+    import torch  # noqa: PLC0415 - as above
+
     return dtype if requested == "auto" else torch.float8_e4m3fn
 
 
@@ -151,12 +155,27 @@ def _check_integers(
 
 def stored_dtype(config: ModelConfig) -> torch.dtype:
     """Return the dtype of a checkpoint's weights, for weights that are quantized as they are stored."""
+    import torch  # noqa: PLC0415 - as above
+
     dtype: torch.dtype = getattr(torch, config.dtype if config.dtype in DTYPES else "float32")
     return dtype
 
 
 def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:
     """Select the dtype for "auto" on a GPU; the GPU need not be present on this machine."""
-    if config.dtype == "float16" or not has_bfloat16:
-        return torch.float16
-    return torch.bfloat16
+    import torch  # noqa: PLC0415 - as above
+
+    dtype: torch.dtype = getattr(torch, gpu_dtype_name(config, has_bfloat16=has_bfloat16))
+    return dtype
+
+
+def gpu_dtype_name(config: ModelConfig, *, has_bfloat16: bool) -> str:
+    """Return the name of `gpu_dtype`."""
+    return "float16" if config.dtype == "float16" or not has_bfloat16 else "bfloat16"
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the CPU is an x86 with instructions for bfloat16."""
+    from kernels import torch_private  # noqa: PLC0415 - as above
+
+    return torch_private.has_bfloat16_instructions()

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from model.checkpoint.transfer import is_connection_error, is_disk_full, reason
 from model.errors import ModelFolderError
 
 BUNDLED: Final = "bundled"
@@ -16,6 +17,7 @@ _REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _NEEDED: Final = (
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
 )  # fmt: skip
+_UNAUTHORIZED: Final = 401
 _CONFIG: Final = ("config.json", "generation_config.json")
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.
@@ -62,44 +64,50 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    # Imported here because the import takes 0.2 s and a local folder does not need it.
-    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
+    # Imported here because a local folder does not need it.
+    from model.checkpoint.download import download  # noqa: PLC0415
 
-    place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        return download(repository, revision, patterns, _UNNEEDED)
+    except ModelFolderError:
+        raise
+    # The hub library does not wrap the errors of its HTTP library, which depends on its version.
+    except Exception as error:  # noqa: BLE001
+        place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
+        raise ModelFolderError(f"{place} {_problem(error, repository)}") from None
+
+
+def _problem(error: Exception, repository: str) -> str:
+    """Say what is wrong in one line, and what to do; the end of a sentence."""
+    from huggingface_hub import constants, errors, get_token  # noqa: PLC0415 - slow
+
     absent = f"; there is no folder {repository!r} either"
     if difflib.get_close_matches(repository, [BUNDLED], cutoff=0.7):
         absent += f"; did you mean '{BUNDLED}'?"
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(_UNNEEDED),
-            )
-        )
-    except errors.GatedRepoError:
-        problem = "is gated: accept its terms on the Hub and set HF_TOKEN"
-    except errors.RevisionNotFoundError:
-        problem = "does not exist: the repository has no such revision"
-    except errors.RepositoryNotFoundError:
-        problem = "does not exist on the Hugging Face Hub, or is private and HF_TOKEN is not set"
-        problem += absent
-    except errors.OfflineModeIsEnabled:
-        problem = (
-            "is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it" + absent
-        )
-    except errors.LocalEntryNotFoundError as error:
-        # The hub library falls back to its cache when it cannot connect, whatever the cause.
-        reason = "the Hub cannot be reached: " + _first_line(error)
-        if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-            reason = "HF_HUB_OFFLINE forbids fetching it"
-        problem = f"is not in the Hugging Face cache, and {reason}{absent}"
-    # The hub library does not wrap the errors of its HTTP library, which depends on its version.
-    except Exception as error:  # noqa: BLE001
-        problem = f"cannot be fetched: {type(error).__name__}: {_first_line(error)}"
-    raise ModelFolderError(f"{place} {problem}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    incomplete = getattr(errors, "IncompleteSnapshotError", ())  # not in versions before 1.8
+    partly = isinstance(error.__cause__, incomplete)
+    cached = f"is {'only partly' if partly else 'not'} in the Hugging Face cache"
+    absent = "" if partly else absent
+    has_token = get_token() is not None
+    page = f"{constants.ENDPOINT}/{repository}"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    problem = f"cannot be fetched: {type(error).__name__}: {reason(error)}"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        problem = f"{cached}, and HF_HUB_OFFLINE forbids fetching it{absent}"
+    elif is_connection_error(error):
+        hub = f"the Hub ({constants.ENDPOINT})"
+        problem = f"{cached}, and {hub} cannot be reached: {reason(error)}{absent}"
+    elif isinstance(error, errors.GatedRepoError):
+        who = "the account of your token" if has_token else "an account, and set HF_TOKEN"
+        problem = f"is gated: accept its terms at {page} with {who}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        problem = f"does not exist: the repository has no such revision ({page}/tree/main)"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        private = "your token may not read it" if has_token else "HF_TOKEN is not set"
+        problem = f"does not exist on the Hugging Face Hub, or is private and {private}{absent}"
+    elif status == _UNAUTHORIZED:
+        problem = "cannot be fetched: the Hub does not accept your token (HF_TOKEN)"
+    elif is_disk_full(error):
+        cache = constants.HF_HUB_CACHE
+        problem = f"cannot be fetched: the disk of {cache} is full; make space, or set HF_HOME"
+    return problem

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Progress = Callable[[int, int], None]
-"""Called with (bytes loaded, total bytes)."""
+LoadProgress = Callable[[int, int, int, int], None]
+"""Called with (bytes loaded, total bytes, number of the file that is read, number of files)."""
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     load_format: LoadFormat = "auto",
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     *,
     pack: bool = True,
     weight_format: WeightFormat | None = None,
@@ -82,7 +82,7 @@ def load_part(
     dtype: torch.dtype,
     device: torch.device | str,
     load_format: LoadFormat = "auto",
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     *,
     weight_format: WeightFormat | None = None,
     communicator: Communicator | None = None,
@@ -123,7 +123,7 @@ def load_part(
     return model
 
 
-def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: Progress | None) -> None:
+def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgress | None) -> None:
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
     scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
     all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
@@ -131,6 +131,8 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: Progress | 
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(it.entry.num_bytes for it in stored.values())
+    ordered = dict.fromkeys(it.entry.file for it in stored.values())
+    files = {file: number for number, file in enumerate(ordered, start=1)}
     for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}):
         it = stored[names[name]]
         values: Any = it.read(tensor, all_scales)
@@ -140,7 +142,7 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: Progress | 
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
         done += it.entry.num_bytes
         if progress is not None:
-            progress(done, total)
+            progress(done, total, files[it.entry.file], len(files))
 
 
 def _matrix_formats(

@@ -11,7 +11,7 @@ from kernels.linear.projection import Norm
 from kernels.rope.cache import CacheSlots
 from kernels.rope.pytorch import split_heads
 from kernels.selection import load
-from model.executors.attention_plans import attention_problems, same_problem
+from model.network.attention_problems import attention_problems, same_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

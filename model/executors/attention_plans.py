@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, plan_attention
-from model.network.spec import Rotary
+from model.network.attention_problems import attention_problem, attention_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from model.device.kv_cache import KVCache
     from model.executors.step import StepInput
     from model.network.parameters import DecoderParameters
-    from model.network.spec import Attention, Network
+    from model.network.spec import Attention
 
 
 class PhasePlans(NamedTuple):
@@ -43,24 +43,11 @@ class AttentionMetadata:
     most_keys: int = 0
 
 
-def same_problem(mixer: Attention) -> Attention:
-    """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
-    return dataclasses.replace(
-        mixer, rotary=Rotary(), qk_norm=None, joint_qk_norm=False, bias=False, output_bias=False
-    )
-
-
 def attention_planner(model: DecoderParameters) -> AttentionPlanner:
     """Return the planner of a model's attention."""
     return AttentionPlanner(
         attention_problems(model.network), model.dtype_name, model.unmeasured_kernels
     )
-
-
-def attention_problems(network: Network) -> tuple[Attention, ...]:
-    """Return a mixer for each distinct attention problem of a network; those without a window first."""
-    distinct = dict.fromkeys(map(same_problem, network.attentions))
-    return tuple(sorted(distinct, key=lambda mixer: mixer.window or 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +84,10 @@ class AttentionPlanner:
             deterministic: whether the problem is that of a deterministic step.
             queries: most tokens of a decode row.
         """
-        return AttentionProblem(
-            phase=phase,
-            dtype=self.dtype,
-            num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads,
-            head_dim=mixer.head_dim,
-            block_size=block_size,
-            softmax_scale=mixer.scale,
-            sliding_window=mixer.window,
-            softcap=mixer.softcap,
+        return dataclasses.replace(
+            attention_problem(mixer, phase, self.dtype, block_size, kv_dtype),
             max_query_tokens=queries,
             batch_invariant=deterministic,
-            kv_dtype=kv_dtype,
             unmeasured=self.unmeasured,
         )
 

@@ -27,7 +27,7 @@ from kernels.selection import VectorProblem, reasons, select_vector
 from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
-from model.executors.attention_plans import AttentionPlanner, attention_problems
+from model.executors.attention_plans import AttentionPlanner
 from model.executors.binder import Binder, make_norm
 from model.executors.columns import Want
 from model.executors.embedding import finish_embeddings
@@ -37,6 +37,7 @@ from model.executors.parallel import GatheredHead
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network import spec
+from model.network.attention_problems import attention_problems
 from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:

@@ -30,10 +30,9 @@ def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, Attention) and parameter.startswith("qkv"):
-        key_rows = mixer.num_kv_heads * mixer.head_dim
-        return [mixer.num_heads * mixer.head_dim, key_rows, key_rows]
+        return list(mixer.matrices(0)["qkv"][0])
     if isinstance(mlp, Dense) and parameter.startswith("gate_up") and mlp.gated:
-        return [mlp.inner, mlp.inner]
+        return list(mlp.matrices(0)["gate_up"][0])
     return None
 
 

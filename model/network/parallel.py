@@ -4,7 +4,8 @@
     output, down    the columns that belong to them                           partial sums, added over all ranks
     head            1/N of the vocabulary                                     logits, gathered from all ranks
 
-Every rank has the whole embedding and residual stream, and computes the same tokens.
+Every rank has the whole embedding and residual stream, and computes the same tokens. PyTorch is imported only by the
+function that needs it, because plans and sizes do without it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
-
-from kernels.weights import Weight
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from kernels.weights import Weight
     from model.network.spec import Layer, Network
 
-Narrowable = TypeVar("Narrowable", Tensor, Weight)
+Narrowable = TypeVar("Narrowable", "Tensor", "Weight")
 
 
 def shard_network(network: Network, size: int) -> Network:
@@ -71,6 +70,8 @@ def shard_stacked(
         rows: rows of each in the part.
         rank: of the part.
     """
+    import torch  # noqa: PLC0415 - see the module's docstring
+
     stacked = zip(whole.split_with_sizes(list(whole_rows)), rows, strict=True)
     return torch.cat([shard(part, (count, *part.shape[1:]), rank) for part, count in stacked])
 

@@ -114,10 +114,26 @@ class Attention:
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        normalized = queries + keys if self.joint_qk_norm else 2 * self.head_dim
-        norms = normalized if self.qk_norm else 0
+        norms = self._num_norm if self.qk_norm else 0
         biases = self.bias * (queries + 2 * keys) + self.output_bias * hidden
         return hidden * (2 * queries + 2 * keys) + norms + biases
+
+    def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return the outputs of the projections that each matrix stacks, and its inputs."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {"qkv": ((queries, keys, keys), hidden), "output": ((hidden,), queries)}
+
+    @property
+    def num_float32(self) -> int:
+        """Number of parameters that are float32 in every model."""
+        return self._num_norm if self.qk_norm is not None and self.qk_norm.float32 else 0
+
+    @property
+    def _num_norm(self) -> int:
+        """Number of parameters of the norms of queries and keys, if there are any."""
+        if not self.joint_qk_norm:
+            return 2 * self.head_dim
+        return (self.num_heads + self.num_kv_heads) * self.head_dim
 
     def state(self, dtype: str) -> Paged:
         """Return what a sequence keeps, in a cache of a dtype."""
@@ -139,6 +155,11 @@ class Dense:
     activation: ActivationName = field(default="silu", metadata={_TEXT: "{} activation"})
     gated: bool = field(default=True, metadata={_TEXT: "MLP without a gate"})
     bias: bool = field(default=False, metadata={_TEXT: "biases of the MLP"})
+
+    def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return the outputs of the projections that each matrix stacks, and its inputs."""
+        widened = (self.inner,) * (1 + self.gated)
+        return {"gate_up": (widened, hidden), "down": ((hidden,), self.inner)}
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
@@ -173,6 +194,11 @@ class Layer:
         """Return the number of parameters of a layer of a stream of `hidden` elements."""
         norms = _norm_size(self.norm, hidden) * self.pre_norms + hidden * self.post_norms
         return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + 2 * norms
+
+    def num_float32(self, hidden: int) -> int:
+        """Return the number of those parameters that are float32 in a model of every dtype."""
+        norms = 2 * hidden * (self.pre_norms + self.post_norms)
+        return self.mixer.num_float32 + norms * self.norm.float32
 
 
 @dataclass(frozen=True)

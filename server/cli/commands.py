@@ -37,10 +37,6 @@ examples:
 `tessera COMMAND --help` explains the flags of a command."""
 DEFAULT_TOKENS = 256
 """Most tokens of `tessera complete`; OpenAI's default of 16 ends most texts in a word."""
-# The keys and compute capabilities of kernels.arch.CATALOGUE, which cannot be imported without PyTorch; a test compares
-# them.
-ARCHITECTURES = ("cpu", "t4", "a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
-CAPABILITIES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +119,15 @@ class _Version(argparse.Action):
 
 
 def _add_commands(
-    parser: Parser, commands: dict[str, Command], kind: str, arguments: Sequence[str] | None
+    parser: Parser,
+    commands: dict[str, Command],
+    kind: str,
+    arguments: Sequence[str] | None,
+    *,
+    required: bool = True,
 ) -> None:
     group = parser.add_subparsers(
-        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog, required=True
+        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog, required=required
     )
     for name, command in commands.items():
         child = group.add_parser(
@@ -197,16 +198,32 @@ def _completion(call: Invocation) -> None:
     print(completion_script(command_parser(None), call.options.shell))
 
 
-def _add_arch(parser: Parser, flag: str, names: tuple[str, ...], use: str) -> None:
-    """Add a flag for a known processor or all of a compute capability."""
-    known = (*names, *CAPABILITIES)
-    parser.add_argument(
-        flag, metavar="NAME", choices=known, help=f"{use}; one of {', '.join(known)}"
+def _add_arch(parser: Parser, flag: str, use: str, *, has_cpu: bool = False) -> None:
+    """Add a flag for a known processor or all of a compute capability, under any of their names."""
+    from kernels.arch import CATALOGUE, PROCESSORS
+    from kernels.processor_names import CAPABILITIES, UnknownProcessorError, read
+
+    def key(name: str) -> str:
+        try:
+            return read(name, [key for key in PROCESSORS if has_cpu or key != "cpu"])
+        except UnknownProcessorError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    usual = [key for key in CATALOGUE if has_cpu or key != "cpu"]
+    others = ", ".join(key for key in PROCESSORS if key not in CATALOGUE)
+    parser.add_listed(
+        flag,
+        (*usual, *CAPABILITIES),
+        metavar="NAME",
+        type=key,
+        help=f"{use}; one of {', '.join((*usual, *CAPABILITIES))}, or of {others}, also as nvidia-smi "
+        "writes it",
     )
 
 
 def _plan_flags(parser: Parser) -> None:
-    _add_arch(parser, "--arch", ARCHITECTURES, "processor to plan for; default: this machine's")
+    use = "processor to plan for; default: this machine's"
+    _add_arch(parser, "--arch", use, has_cpu=True)
     parser.add_argument("--json", action="store_true", help="print the reply of GET /plan")
     _add_settings(parser)
 
@@ -237,7 +254,9 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
     from server.cli.command_settings import fail
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU
+    from server.log import quiet_libraries
 
+    quiet_libraries()
     if arch is None and settings.device == "cuda" and not may_have_gpu():
         fail(f"{NO_GPU}; use {flag} to plan for a known GPU", command)
     try:
@@ -253,7 +272,7 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
 def _size_flags(parser: Parser) -> None:
     from server.cli.parsing.values import checked, count
 
-    _add_arch(parser, "--gpu", ARCHITECTURES[1:], "GPU to plan for; default: this machine's")
+    _add_arch(parser, "--gpu", "GPU to plan for; default: this machine's")
     for name, tokens, of in (("--input-len", 1024, "a prompt"), ("--output-len", 256, "an answer")):
         parser.add_argument(
             name, type=checked(count), default=tokens, metavar="N", help=f"tokens of {of}; default: {tokens}",
@@ -276,7 +295,6 @@ def _warm_up_flags(parser: Parser) -> None:
     _add_arch(
         parser,
         "--arch",
-        ARCHITECTURES[1:],
         "GPU to compile for, or a compute capability to compile for the listed GPUs that have it; they need not be "
         "present, and no weights are read",
     )
@@ -333,8 +351,12 @@ def _doctor(call: Invocation) -> None:
 
 
 def _bench_flags(parser: Parser) -> None:
+    kinds = " or ".join(f"{name} ({kind.summary})" for name, kind in BENCHMARKS.items())
+    missing = f"the following arguments are required: KIND, which is {kinds}"
+    parser.set_defaults(run=lambda _: parser.error(missing))
+    parser.epilog = "`tessera bench KIND --help` explains the flags of a kind."
     # Both kinds get their flags: there are two, and only people wait for them.
-    _add_commands(parser, BENCHMARKS, "kind", None)
+    _add_commands(parser, BENCHMARKS, "kind", None, required=False)
 
 
 def _bench_serve_flags(parser: Parser) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from kernels.arch import known_processors
+from kernels.arch import GPUArch, known_processors
+from model.progress import Status
 from server.engine.core.messages import EngineConfig, EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process.rank_processes import RankProcesses
@@ -77,19 +78,31 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
             kernel_cache.write_to(Path(output))
         except OSError as error:
             _fail(f"cannot write compiled kernels to {output}: {error}")
+    status = Status(_say)
     try:
         folder = Path(knobs.cache.dir)
         # The tiles of some kernels depend on the number of SMs.
         for processor in known_processors(arch):
-            compile_for(config, processor, lambda _: None)
+            compile_for(config, processor, _of(processor, status))
         if output is not None:
             kernel_cache.drop_sources(folder)
     except StartupError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"compiling into {knobs.cache.dir}: {error}")
+    finally:
+        status.clear()
     kernels, seconds = kernel_cache.num_kernels(folder), time.perf_counter() - began
     print(f"{folder} has {kernels} compiled kernels, after {seconds:.1f} s")
+
+
+def _of(processor: GPUArch, status: Status) -> Callable[[str], None]:
+    """Return a function that shows what is done for a processor."""
+    return lambda text: status.show(f"{processor}: {text}")
+
+
+def _say(text: str) -> None:
+    print(f"tessera warmup: {text}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str) -> NoReturn:

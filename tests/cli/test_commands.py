@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from kernels.arch import CATALOGUE
 from server.cli import commands
 from server.cli.settings import Settings, flag
 
@@ -13,10 +12,21 @@ ALL = [*([name] for name in commands.COMMANDS), *(["bench", kind] for kind in co
 WITH_SETTINGS = (["serve"], ["plan"], ["size"], ["warmup"], ["doctor"], ["bench", "engine"])
 
 
-def test_the_known_processors_are_those_of_the_catalogue():
-    assert set(commands.ARCHITECTURES) == set(CATALOGUE)
-    capabilities = {f"sm_{arch.sm}" for arch in CATALOGUE.values() if not arch.is_cpu}
-    assert sorted(commands.CAPABILITIES) == sorted(capabilities)
+@pytest.mark.parametrize("flags", [["plan", "--arch"], ["size", "--gpu"], ["warmup", "--arch"]])
+def test_a_processor_may_have_any_of_its_names(tessera, flags):
+    status, _, err = tessera(*flags, "V100")
+    assert (status, "V100 is older than sm_75" in err, err.count("\n")) == (2, True, 1)
+
+    status, _, err = tessera(*flags, "h1oo")
+    assert (status, "'h1oo' is none of " in err) == (2, True)
+    assert ("cpu, " in err) == (flags[0] == "plan")
+
+
+def test_a_group_of_commands_alone_names_its_commands(tessera):
+    _, _, err = tessera("bench")
+
+    assert all(f"{name} (" in err for name in commands.BENCHMARKS)
+    assert err.count("\n") == 1
 
 
 def test_without_a_command_the_help_is_shown_and_the_status_is_2(tessera):

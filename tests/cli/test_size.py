@@ -1,6 +1,8 @@
 """`tessera size`: memory, capacity and speed, compared with counts by hand for known models."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -150,3 +152,20 @@ def test_what_does_not_fit_is_an_error_with_the_numbers(tessera, flags, words):
     assert (status, out) == (1, "")
     assert err.startswith("tessera size: error: ")
     assert words in err
+
+
+@pytest.mark.parametrize("command", ["size --gpu=4090 qwen3-0.6b", "size --help", "plan --help"])
+def test_without_this_machines_gpu_no_pytorch_is_imported(command):
+    program = (
+        "import sys\nfrom server.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code, end\n"
+        "sys.exit(str({'torch', 'triton'} & {*sys.modules}) if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")

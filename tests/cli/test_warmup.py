@@ -23,3 +23,19 @@ def test_a_compute_capability_is_compiled_for_all_known_gpus_that_have_it(
 
     assert (status, error) == (0, "")
     assert asked == compiled
+
+
+def test_the_kernel_that_is_compiled_is_said_on_standard_error(tessera, monkeypatch):
+    monkeypatch.setattr("model.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr(
+        "server.cli.warmup.compile_for",
+        lambda config, arch, say: say("compiling kernels, 12 of 87 (decode)"),
+    )
+
+    status, out, error = tessera("warmup", "--arch", "L40S")
+
+    assert status == 0
+    assert error.startswith(
+        "tessera warmup: NVIDIA L40S (sm_89): compiling kernels, 12 of 87 (decode), 0 s so far"
+    )
+    assert "compiling" not in out

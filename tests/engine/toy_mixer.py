@@ -32,8 +32,13 @@ class Toy:
 
     channels: int
 
+    num_float32 = 0
+
     def num_parameters(self, hidden):
         return 2 * self.channels * hidden
+
+    def matrices(self, hidden):
+        return {"input": ((self.channels,), hidden), "output": ((hidden,), self.channels)}
 
     def state(self, _dtype):
         return Fixed(((self.channels,), (1, self.channels)), ("float32", "float32"))

@@ -28,7 +28,7 @@ from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
-from server.engine.runner.start.runner_start import GPU_HEADROOM_BYTES
+from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.synchronization import forbid_synchronization
 from tests.model.executors.paged import PagedDriver

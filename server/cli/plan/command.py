@@ -14,7 +14,8 @@ import msgspec
 from kernels import GPUArch, KernelError
 from model.errors import ModelError
 from server.cli.output import write_result
-from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
+from server.cli.plan.planned_model import resolve_model
+from server.cli.plan.processor import NoDeviceError, find_arch
 from server.engine.core.memory.kv_demand import GIB
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.explain.model_plan import explain_model

@@ -1,4 +1,4 @@
-"""What a service would run for some settings on a processor that may be absent; shared by `plan` and `size`."""
+"""The model that a service would run for some settings on a processor that may be absent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels import FP8, GPUArch, detect
-from kernels.arch import known_processors
+from kernels import FP8, GPUArch
 from kernels.collective.communicator import AbsentRanks
 from kernels.weight_format import LIBRARY_FORMATS, WeightFormat
 from model.checkpoint.config import ModelConfig
@@ -17,17 +16,12 @@ from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
 from server.cli.command_settings import engine_config
-from server.engine.core.start_checks import NO_GPU
-from server.engine.runner.start.startup import resolved_quantization
+from server.engine.runner.start.quantization import resolved_quantization
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from server.cli.settings import Settings
-
-
-class NoDeviceError(Exception):
-    """The requested device is absent; the text names the flag for an absent one."""
 
 
 class PlannedModel(NamedTuple):
@@ -42,24 +36,6 @@ class PlannedModel(NamedTuple):
     model: DecoderLM
     quantization: WeightFormat | None
     kv_dtype: str | None
-
-
-def find_arch(key: str | None, device: str, name: str) -> GPUArch:
-    """Return the processor that was asked for, or that of this machine.
-
-    Args:
-        key: of the catalogue, or a compute capability, for the first processor that has it; None for this machine's.
-        device: the setting.
-        name: of the flag that sets `key`, for the error.
-
-    Raises:
-        NoDeviceError: there is no GPU, but the setting asks for one.
-    """
-    if key is not None:
-        return known_processors(key)[0]
-    if device == "cuda" and not torch.cuda.is_available():
-        raise NoDeviceError(f"{NO_GPU}; use {name} to plan for a known GPU")
-    return detect("cpu" if device == "cpu" else None)
 
 
 def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedModel:

@@ -1,6 +1,6 @@
 """`tessera size`: prints how many sequences fit on a GPU and how fast they are. The GPU may be absent.
 
-Imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch only to ask for this machine's GPU.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from model.checkpoint.config import ModelConfig
 from model.errors import ModelError
 from server.cli.command_settings import engine_config, fail
 from server.cli.output import write_result
-from server.cli.plan.planned_model import NoDeviceError, find_arch, resolve_model
+from server.cli.plan.processor import NoDeviceError, find_arch
 from server.cli.size.estimate import (
     EXPECTED_SHARE,
     LAYER_SECONDS,
     Estimate,
     estimate,
+    resolve_sizes,
     states_text,
 )
 from server.engine.core.memory.kv_demand import GIB, NotEnoughMemoryError
+from server.engine.runner.start.step_limits import step_limits
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kernels import GPUArch
+    from kernels.arch import GPUArch
     from server.cli.settings import Settings
     from server.cli.size.estimate import Decode, FirstToken
 
@@ -46,10 +49,11 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
     """
     try:
         arch = find_arch(options.gpu, settings.device, "--gpu")
-        planned = resolve_model(settings, folder, arch)
-        _check(options, settings, arch, planned.model.config.max_context)
-        config = engine_config(settings, folder)
-        report = estimate(planned, config, arch, options.input_len, options.output_len)
+        config, model = engine_config(settings, folder), ModelConfig.from_folder(folder)
+        _check(options, settings, arch, model.max_context)
+        sizes = resolve_sizes(config, model, arch)
+        limits = step_limits(config, model, arch)
+        report = estimate(sizes, limits, config, arch, options.input_len, options.output_len)
     except (ModelError, NoDeviceError, NotEnoughMemoryError) as error:
         fail(str(error), _NAME)
     if options.json:

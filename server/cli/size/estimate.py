@@ -1,4 +1,4 @@
-"""Estimates the memory and the speed of a service on a GPU that may be absent."""
+"""Estimates the memory and the speed of a service on a GPU that may be absent. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from model.checkpoint.dtypes import resolve_kv_dtype
+from model.checkpoint.dtypes import gpu_dtype_name, resolve_quantization
+from model.checkpoint.formats.table import kept
+from model.device.quantizations import loaded_format
+from model.errors import UnsupportedModelError
+from model.network.sizes import ModelSizes, dtype_bytes
 from model.network.spec import Attention
+from model.network.state import SCALED_DTYPE
 from server.engine.core.memory.kv_demand import GIB, MIB, NotEnoughMemoryError
 from server.engine.runner.explain.model_work import ModelWork, Rows
-from server.engine.runner.start.kv_memory import SHARE, kv_cache_demand, size_within
-from server.engine.runner.start.runner_start import GPU_HEADROOM_BYTES
-from server.engine.runner.start.startup import step_limits
-from server.engine.runner.step.recordings import recorded_bytes
+from server.engine.runner.start.kv_sizes import (
+    GPU_HEADROOM_BYTES,
+    SHARE,
+    kv_cache_demand,
+    size_within,
+)
+from server.engine.runner.step.buckets import recorded_bytes
 
 if TYPE_CHECKING:
-    from kernels import GPUArch
-    from model.decoder import DecoderLM
+    from kernels.arch import GPUArch
+    from model.checkpoint.config import ModelConfig
     from model.network.spec import Layer, Network
-    from server.cli.plan.planned_model import PlannedModel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
 
@@ -94,8 +101,28 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     first_token: FirstToken
 
 
+def resolve_sizes(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> ModelSizes:
+    """Return the sizes of the model, as a GPU would run it.
+
+    Raises:
+        ModelError: the model is not supported, or the GPU does not support the quantization.
+    """
+    num_ranks, stored = config.tensor_parallel, kept(model.weight_format)
+    if reasons := model.parallel_unsupported(num_ranks):
+        raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
+    quantization = resolve_quantization(config.quantization, arch, config.dtype, tuple, stored)
+    usual = gpu_dtype_name(model, has_bfloat16=arch.has_bfloat16)
+    dtype = usual if config.dtype == "auto" else config.dtype
+    return ModelSizes(model.network, dtype, loaded_format(quantization, stored), num_ranks)
+
+
 def estimate(
-    planned: PlannedModel, config: EngineConfig, arch: GPUArch, input_len: int, output_len: int
+    model: ModelSizes,
+    limits: SchedulerConfig,
+    config: EngineConfig,
+    arch: GPUArch,
+    input_len: int,
+    output_len: int,
 ) -> Estimate:
     """Estimate a service whose requests have one length; of several GPUs that share the model, each one.
 
@@ -103,21 +130,19 @@ def estimate(
         NotEnoughMemoryError: weights and activations leave no room for a block of the KV cache, or the size that the
             operator set does not fit.
     """
-    model = planned.model
-    limits = step_limits(config, model.config, arch)
     memory = _memory(model, config, arch, limits)
     lengths = dict.fromkeys((input_len + output_len, limits.max_model_len))
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
-    work = ModelWork(model, config.block_size, arch, planned.kv_dtype)
+    dtype, kv_dtype = model.dtype_name, _kv_dtype(config)
+    work = ModelWork(model, config.block_size, arch, kv_dtype)
     at_once = min(capacity[0].sequences, limits.max_num_seqs)
     context = input_len + (output_len + 1) // 2
-    dtype = str(model.embed_tokens.dtype).removeprefix("torch.")
     return Estimate(
         gpu=arch.key,
         gpu_name=arch.name,
         dtype=dtype,
         weight_dtype=model.weight_format.name,
-        kv_dtype=planned.kv_dtype or dtype,
+        kv_dtype=kv_dtype or dtype,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         input_len=input_len,
@@ -129,16 +154,20 @@ def estimate(
     )
 
 
+def _kv_dtype(config: EngineConfig) -> str | None:
+    """Return the dtype of a quantized KV cache; None for the model's."""
+    return SCALED_DTYPE if config.kv_cache_dtype == "fp8" else None
+
+
 def _memory(
-    model: DecoderLM, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
+    model: ModelSizes, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
-    dtype = model.embed_tokens.dtype
-    weight_bytes = model.weight_bytes
-    activation_bytes = _activations(model.config.network, dtype.itemsize, limits)
+    element, weight_bytes = dtype_bytes(model.dtype_name), model.weight_bytes
+    activation_bytes = _activations(model.whole_network, element, limits)
     if config.cuda_graphs:
-        row_bytes = model.network.vocab * dtype.itemsize
+        row_bytes = model.network.vocab * element
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
-    state = model.network.state(resolve_kv_dtype(config.kv_cache_dtype, dtype))
+    state = model.network.state(_kv_dtype(config) or model.dtype_name)
     demand = kv_cache_demand(config, limits, state, activation_bytes + GPU_HEADROOM_BYTES)
     total = arch.memory_mib * MIB
     free = total - _CONTEXT_BYTES - weight_bytes

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from server.cli.bench.serve import load
 from server.cli.bench.serve.apis import APIS, Options
 from server.cli.bench.serve.load import Job, LoadGenerator, Share, _Answer, run_here, run_processes
 from server.cli.client.http_client import Client, RequestError, Target
@@ -214,6 +215,26 @@ def test_the_warm_up_comes_first_and_is_not_counted(processes):
     assert all(headers["x-key"] == "1" for _, headers, _ in server.requests)
     assert all(record.error is None for outcome in outcomes for record in outcome.records)
     assert all(outcome.busy > 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_requests_that_have_ended_are_counted_while_a_run_goes_on(monkeypatch, processes):
+    monkeypatch.setattr(load, "_POLL_SECONDS", 0.005)
+    script = fake.chunked(fake.tgi_token(), 0.05, fake.tgi_last(2))
+    counts = []
+
+    async def run():
+        async with fake.FakeServer({"/generate_stream": script}) as server:
+            shares = [_share(server) for _ in range(processes)]
+            begin = lambda _: time.perf_counter()  # noqa: E731
+            if processes == 1:
+                await asyncio.to_thread(run_here, shares[0], begin, counts.append)
+            else:
+                await asyncio.to_thread(run_processes, shares, begin, counts.append)
+
+    asyncio.run(run())
+
+    assert 0 < max(counts) <= 6 * processes
 
 
 def test_a_cancelled_run_leaves_no_process():

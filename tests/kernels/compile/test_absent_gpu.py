@@ -239,7 +239,7 @@ import sys
 from server.cli.command_settings import engine_config
 from server.cli.settings import Settings
 from server.engine.runner.start.runner_start import make_runner
-from server.engine.runner.start.startup import step_limits
+from server.engine.runner.start.step_limits import step_limits
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 

@@ -5,6 +5,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+import model.checkpoint.download
 from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelFolderError
 
@@ -16,7 +17,7 @@ def no_network(monkeypatch):
     def fetch(*args, **kwargs):
         raise AssertionError("fetched")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(model.checkpoint.download, "download", fetch)
 
 
 @pytest.fixture
@@ -24,23 +25,23 @@ def hub(monkeypatch):
     """Replace the download by a fake that records its arguments and returns or raises what the test sets."""
 
     class Hub:
-        answer = "/cache/snapshot"
+        answer = Path("/cache/snapshot")
         calls = ()
 
-        def fetch(self, repository, **options):
-            self.calls = (*self.calls, (repository, options))
+        def fetch(self, repository, revision, wanted, unwanted):
+            self.calls = (*self.calls, (repository, revision, wanted, unwanted))
             if isinstance(self.answer, Exception):
                 raise self.answer
             return self.answer
 
     hub = Hub()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.fetch)
+    monkeypatch.setattr(model.checkpoint.download, "download", hub.fetch)
     return hub
 
 
-def http_error(kind):
+def http_error(kind, status=403):
     request = httpx.Request("GET", "https://hub.test/api")
-    return kind("Hub says no\nand more", response=httpx.Response(403, request=request))
+    return kind("Hub says no\nand more", response=httpx.Response(status, request=request))
 
 
 def test_an_existing_folder_is_returned_unchanged(tmp_path, no_network):
@@ -92,7 +93,7 @@ def test_a_name_without_an_organisation_is_looked_up_on_the_hub(hub, tmp_path, m
 
     assert resolve("gpt2") == Path("/cache/snapshot")
 
-    ((repository, _),) = hub.calls
+    ((repository, *_),) = hub.calls
     assert repository == "gpt2"
 
 
@@ -120,7 +121,7 @@ def test_a_revision_of_a_folder_is_rejected(tmp_path, no_network):
 def test_only_needed_files_of_a_repository_are_fetched(hub):
     assert resolve("org/name", revision="v1") == Path("/cache/snapshot")
 
-    ((repository, options),) = hub.calls
+    ((repository, revision, wanted, unwanted),) = hub.calls
     kept = set(
         huggingface_hub.utils.filter_repo_objects(
             [
@@ -136,11 +137,11 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
                 "README.md",
                 "modeling_evil.py",
             ],
-            allow_patterns=options["allow_patterns"],
-            ignore_patterns=options["ignore_patterns"],
+            allow_patterns=wanted,
+            ignore_patterns=unwanted,
         )
     )
-    assert (repository, options["revision"]) == ("org/name", "v1")
+    assert (repository, revision) == ("org/name", "v1")
     assert kept == {
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -153,50 +154,58 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
 def test_config_only_fetches_no_weights(hub):
     resolve("org/name", config_only=True)
 
-    ((_, options),) = hub.calls
-    assert options["allow_patterns"] == ["config.json", "generation_config.json"]
-
-
-def unreachable():
-    error = errors.LocalEntryNotFoundError("Got: ConnectError: no route to host\nAn error happened")
-    error.__cause__ = ConnectionError("no route to host")
-    return error
+    ((_, _, wanted, _),) = hub.calls
+    assert wanted == ("config.json", "generation_config.json")
 
 
 def offline():
-    error = errors.LocalEntryNotFoundError("outgoing traffic has been disabled")
-    error.__cause__ = errors.OfflineModeIsEnabled("offline")
+    return errors.OfflineModeIsEnabled("offline")
+
+
+def partly_cached():
+    error = offline()
+    error.__cause__ = errors.IncompleteSnapshotError("3 files are missing", snapshot_path="x")
     return error
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (offline(), "not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"),
-        (errors.LocalEntryNotFoundError("x"), "HF_HUB_OFFLINE forbids fetching it"),
-        (unreachable(), "the Hub cannot be reached: Got: ConnectError: no route to host; there"),
-        (OSError(28, "No space left on device"), "cannot be fetched: OSError: .*No space left"),
+        (offline(), "is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"),
+        (partly_cached(), "is only partly in the Hugging Face cache, and HF_HUB_OFFLINE forbids"),
+        (
+            httpx.ConnectError("no route"),
+            r"the Hub \(https?://.*\) cannot be reached: no route; there",
+        ),
+        (OSError(28, "No space left on device"), "cannot be fetched: the disk of .* is full"),
         (RuntimeError(""), "cannot be fetched: RuntimeError: RuntimeError"),
     ],
 )
 def test_a_failed_download_is_reported_in_one_line(hub, error, message):
     hub.answer = error
 
-    with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}"):
+    with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}") as raised:
         resolve("org/name")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "status", "message"),
     [
-        (errors.RepositoryNotFoundError, "does not exist on the Hugging Face Hub, or is private"),
-        (errors.RevisionNotFoundError, "at revision 'v9' does not exist"),
-        (errors.GatedRepoError, "is gated"),
-        (errors.HfHubHTTPError, "cannot be fetched: HfHubHTTPError: Hub says no"),
+        (
+            errors.RepositoryNotFoundError,
+            401,
+            "does not exist on the Hugging Face Hub, or is private",
+        ),
+        (errors.RevisionNotFoundError, 404, "at revision 'v9' does not exist"),
+        (errors.GatedRepoError, 403, "is gated: accept its terms at https?://[^ ]*/org/name with"),
+        (errors.HfHubHTTPError, 401, "the Hub does not accept your token"),
+        (errors.HfHubHTTPError, 503, "cannot be fetched: HfHubHTTPError: Hub says no"),
     ],
 )
-def test_an_error_of_the_hub_is_reported_in_one_line(hub, kind, message):
-    hub.answer = http_error(kind)
+def test_an_error_of_the_hub_is_reported_in_one_line(hub, kind, status, message):
+    hub.answer = http_error(kind, status)
 
-    with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}"):
+    with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}") as raised:
         resolve("org/name", revision="v9")
+    assert "\n" not in str(raised.value)

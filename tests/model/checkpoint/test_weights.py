@@ -144,15 +144,17 @@ def test_a_loaded_model_is_frozen(single):
 def test_progress_ends_at_the_total_bytes(sharded):
     calls = []
 
-    load(sharded, progress=lambda done, total: calls.append((done, total)))
+    load(sharded, progress=lambda *progress: calls.append(progress))
 
     expected = sum(
         tensor.nbytes
         for file in sharded.glob("*.safetensors")
         for tensor in safetensors.torch.load_file(file).values()
     )
-    assert calls[-1] == (expected, expected)
+    shards = len(list(sharded.glob("*.safetensors")))
+    assert calls[-1] == (expected, expected, shards, shards)
     assert calls == sorted(calls)
+    assert {shard for _, _, shard, _ in calls} == {*range(1, shards + 1)}
 
 
 def test_all_mismatches_are_reported_in_one_error(single):

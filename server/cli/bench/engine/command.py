@@ -21,6 +21,7 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.table import kept
 from model.decoder import DecoderLM
 from model.device.quantizations import QUANTIZATIONS, loaded_format
+from model.progress import Status, watched
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -116,8 +117,11 @@ def _measure(
     print(engine_table.HEADER)
     print(engine_table.line(rows[0]), flush=True)
     measured = []
-    for workload in plan.workloads:
-        row = measures.measure(workload)
+    total = len(plan.workloads)
+    for number, workload in enumerate(plan.workloads, start=1):
+        text = f"measuring {number} of {total}: {workload.kind}{workload.size}"
+        with watched(Status(_say), text):
+            row = measures.measure(workload)
         if row is not None:
             measured.append(workload)
             rows.append(row)

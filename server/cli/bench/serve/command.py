@@ -16,6 +16,7 @@ import numpy as np
 
 from model.checkpoint.hub import resolve
 from model.errors import ModelError
+from model.progress import Progress
 from model.text.tokenizer import Tokenizer
 from server.cli.bench import result
 from server.cli.bench.serve.apis import APIS, Options
@@ -33,6 +34,7 @@ from server.cli.bench.serve.server_facts import ServerFacts, ask
 from server.cli.bench.serve.table import render
 from server.cli.bench.workload import arrivals, share
 from server.cli.client.http_client import Client, RequestError, Target
+from server.log import configure_logging
 from server.version import version
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Run:
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Measure, print and write the result; exits with status 1 if nothing was measured."""
+    configure_logging("info")  # for the download of a tokenizer
     try:
         facts, rows, runs = measure(options)
     except (BenchError, PromptError, ModelError, RequestError) as error:
@@ -194,12 +197,13 @@ async def _prepare(
         elif options.api == "tgi":
             maker = PromptMaker(with_server(client), generator)
         else:
-            print("no --tokenizer: the lengths of the prompts are approximate", file=sys.stderr)
+            _say("no --tokenizer: the lengths of the prompts are approximate")
             return facts, approximate_prompts(lengths, generator)
+        _say(f"making {len(lengths)} prompts")
         await maker.learn()
         prompts = await maker.make(lengths)
         if inexact := sum(not prompt.exact for prompt in prompts):
-            print(f"{inexact} prompts are not exactly as long as asked for", file=sys.stderr)
+            _say(f"{inexact} prompts are not exactly as long as asked for")
     finally:
         client.close()
     return facts, prompts
@@ -238,16 +242,34 @@ def _load(
         for i in range(processes)
     ]  # fmt: skip
 
+    what = _describe(options, run)
+    shown = Progress(f"{what}: warm-up", _say, len(warm_up), "requests")
+
     def when_warm(records: list[RequestRecord]) -> float:
+        nonlocal shown
         failed = [record for record in records if record.error is not None]
         if failed and len(failed) == len(records):
             raise BenchError(
                 f"every request of the warm-up failed: {failed[0].error}: {failed[0].detail}"
             )
-        print(f"{_describe(options, run)}: warm, sending {len(jobs)} requests", file=sys.stderr)
+        shown.close()
+        _say(f"{what}: warm, sending {len(jobs)} requests")
+        shown = Progress(what, _say, len(jobs), "requests")
         return time.perf_counter()
 
-    return run_here(shares[0], when_warm) if processes == 1 else run_processes(shares, when_warm)
+    def progress(ended: int) -> None:
+        shown.update(ended)
+
+    try:
+        if processes == 1:
+            return run_here(shares[0], when_warm, progress)
+        return run_processes(shares, when_warm, progress)
+    finally:
+        shown.close()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _describe(options: argparse.Namespace, run: Run) -> str:

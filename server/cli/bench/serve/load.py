@@ -6,8 +6,10 @@ import asyncio
 import gc
 import importlib
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -24,6 +26,7 @@ _OK = 200
 _DETAIL_BYTES = 300
 # Time for all processes to receive the begin of the run.
 _HEAD_START_SECONDS = 0.1
+_POLL_SECONDS = 0.5
 
 
 class Job(msgspec.Struct):
@@ -78,17 +81,34 @@ class Outcome(msgspec.Struct):
     busy: float
 
 
+Progress: TypeAlias = Callable[[int], None]
+"""Called from time to time with the number of requests of the warm-up, or of the run, that have ended."""
 WhenWarm: TypeAlias = Callable[[list[RequestRecord]], float]
 """Called with the records of the warm-up; returns the `time.perf_counter()` at which the run begins, or raises."""
 
 
+class _Count:
+    """A number that one thread or process changes, and others may read.
+
+    Attributes:
+        value: see above.
+    """
+
+    value = 0
+
+
 class LoadGenerator:
-    """Sends jobs to one server from one event loop."""
+    """Sends jobs to one server from one event loop.
+
+    Attributes:
+        ended: counts the requests that have ended.
+    """
 
     def __init__(self, target: Target, api: API, timeout: float) -> None:
         self._client = Client(target)
         self._api = api
         self._timeout = timeout
+        self.ended = _Count()
 
     async def send(self, job: Job, planned: float | None = None) -> RequestRecord:
         """Send one request and read its stream to the end.
@@ -110,6 +130,7 @@ class LoadGenerator:
         except RequestError as failure:
             error, detail = failure.kind, str(failure)
         counted = answer.output_tokens
+        self.ended.value += 1
         return RequestRecord(
             started=started,
             asked_tokens=job.asked_tokens,
@@ -210,12 +231,14 @@ class _Answer:
         return (None, "") if self.times else ("no tokens", "")
 
 
-async def run_share(share: Share, when_warm: WhenWarm) -> Outcome:
-    """Warm up, wait for the begin of the run, and send the jobs."""
+async def run_share(share: Share, when_warm: WhenWarm, ended: _Count) -> Outcome:
+    """Warm up, wait for the begin of the run, and send the jobs; count in `ended` the requests that have ended."""
     target = Target.from_url(share.url, tuple(share.headers))
     generator = LoadGenerator(target, APIS[share.api](), share.timeout)
+    generator.ended = ended
     try:
         warm_up = await generator.keep_streams(share.warm_up, share.streams)
+        ended.value = 0
         begin = when_warm(warm_up)
         gc.collect()
         gc.freeze()  # a garbage collection would appear as a gap between tokens
@@ -242,12 +265,28 @@ def run_loop(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
         return runner.run(coroutine)
 
 
-def run_here(share: Share, when_warm: WhenWarm) -> list[Outcome]:
-    """Run one share in this process."""
-    return [run_loop(run_share(share, when_warm))]
+def run_here(
+    share: Share, when_warm: WhenWarm, progress: Progress = lambda _: None
+) -> list[Outcome]:
+    """Run one share in this process, and show the progress from another thread."""
+    count, ended = _Count(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            progress(count.value)
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        return [run_loop(run_share(share, when_warm, count))]
+    finally:
+        ended.set()
+        thread.join()
 
 
-def run_processes(shares: list[Share], when_warm: WhenWarm) -> list[Outcome]:
+def run_processes(
+    shares: list[Share], when_warm: WhenWarm, progress: Progress = lambda _: None
+) -> list[Outcome]:
     """Run each share in its own process; all begin at the same time.
 
     Raises:
@@ -255,20 +294,30 @@ def run_processes(shares: list[Share], when_warm: WhenWarm) -> list[Outcome]:
     """
     # Not "fork", which would copy the event loop of this process.
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
+    counts = [context.RawValue("q") for _ in shares]
+    pipes: list[Connection] = []
+    processes = []
+
+    def receive(kind: Any) -> list[Any]:  # noqa: ANN401
+        while missing := [it for it in pipes if not it.poll()]:
+            wait(missing, timeout=_POLL_SECONDS)
+            progress(sum(it.value for it in counts))
+        return [_receive(it, kind) for it in pipes]
+
     try:
-        for share in shares:
+        for share, count in zip(shares, counts, strict=True):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, msgspec.msgpack.encode(share)))
+            arguments = (theirs, msgspec.msgpack.encode(share), count)
+            process = context.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        warm_up = [r for pipe in pipes for r in _receive(pipe, list[RequestRecord])]
+        warm_up = [record for records in receive(list[RequestRecord]) for record in records]
         begin = when_warm(warm_up) + _HEAD_START_SECONDS
         for pipe in pipes:
             pipe.send(begin)
-        return [_receive(pipe, Outcome) for pipe in pipes]
+        return receive(Outcome)
     finally:
         for process in processes:
             process.terminate()  # without effect on those that are done
@@ -282,13 +331,13 @@ def _receive(pipe: Connection, kind: Any) -> Any:  # noqa: ANN401
         raise RuntimeError("a process of the client ended; its error is above") from None
 
 
-def _work(pipe: Connection, encoded: bytes) -> None:
-    """Run a client process."""
+def _work(pipe: Connection, encoded: bytes, count: _Count) -> None:
+    """Run a client process, which counts in shared memory."""
 
     def when_warm(records: list[RequestRecord]) -> float:
         pipe.send_bytes(msgspec.msgpack.encode(records))
         begin: float = pipe.recv()
         return begin
 
-    outcome = run_loop(run_share(msgspec.msgpack.decode(encoded, type=Share), when_warm))
+    outcome = run_loop(run_share(msgspec.msgpack.decode(encoded, type=Share), when_warm, count))
     pipe.send_bytes(msgspec.msgpack.encode(outcome))

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kernels import Phase
 from kernels.weight_format import FP8_ROWS, unquantized
-from model.executors.attention_plans import same_problem
+from model.network.attention_problems import attention_problem, same_problem
 from model.network.parallel import head_rows
+from model.network.sizes import dtype_bytes, table_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels import AttentionProblem, GPUArch
-    from model.decoder import DecoderLM
+    from kernels.weight_format import WeightFormat
+    from model.network.spec import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,30 @@ class Rows:
     context: int
 
 
+class SizedModel(Protocol):
+    """What is read of a `DecoderLM`, or of `ModelSizes`; with several ranks, of one."""
+
+    weight_format: WeightFormat
+    network: Network
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype of parameters and activations."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the model."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters."""
+
+
 class ModelWork:
     """Counts the work of a model's steps.
 
     Args:
-        model: on any device, including "meta"; with several ranks, that of one.
+        model: whose work it is.
         block_size: tokens in a block of the KV cache.
         arch: the processor.
         kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
@@ -125,27 +146,27 @@ class ModelWork:
     """
 
     def __init__(
-        self, model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None = None
+        self, model: SizedModel, block_size: int, arch: GPUArch, kv_dtype: str | None = None
     ) -> None:
-        network, dtype = model.network, model.embed_tokens.dtype
+        network, dtype = model.network, model.dtype_name
         self._arch = arch
         # Numbers of other formats are dequantized before they are multiplied.
         form = FP8_ROWS if model.weight_format == FP8_ROWS else unquantized(dtype)
         self._dtype = form.dtype
         self._head = head_rows(network.vocab, model.num_ranks) * network.hidden
         layers = sum(layer.num_parameters(network.hidden) for layer in network.layers)
-        norms = [it for it in (model.norm, model.norm_bias) if it is not None]
-        self._inner = layers + sum(it.numel() for it in norms)
-        # A step reads only the rows of its tokens of these, but all of the head, which may be one of them.
-        tables = (model.embed_tokens, model.embed_positions, model.lm_head)
-        unread = sum(it.nbytes for it in tables if it is not None)
-        self._read_bytes = model.weight_bytes - unread + self._head * dtype.itemsize
+        self._inner = layers + network.hidden * (2 if network.norm.kind == "layer" else 1)
+        # A step reads only the rows of its tokens of the tables, but all of the head, which may be one of them.
+        unread = table_bytes(network, dtype, model.num_ranks)
+        self._read_bytes = model.weight_bytes - unread + self._head * dtype_bytes(dtype)
         self.num_layers = len(network.layers)
-        planner = model.attention
         self._state_bytes = network.state(kv_dtype or dtype).slot_bytes
         counts = Counter(map(same_problem, network.attentions))
-        self._attention = [
-            ({it: planner.problem(mixer, it, block_size, kv_dtype) for it in Phase}, count)
+        self._attention: list[tuple[dict[Phase, AttentionProblem], int]] = [
+            (
+                {it: attention_problem(mixer, it, dtype, block_size, kv_dtype) for it in Phase},
+                count,
+            )
             for mixer, count in counts.items()
         ]
 

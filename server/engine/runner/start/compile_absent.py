@@ -16,8 +16,9 @@ from model.device.quantizations import loaded_format
 from model.errors import ModelError
 from model.executors.bound import deterministic_unsupported
 from server.engine.core.start_checks import StartupError
+from server.engine.runner.start.quantization import resolved_quantization
 from server.engine.runner.start.runner_start import make_runner
-from server.engine.runner.start.startup import resolved_quantization, step_limits
+from server.engine.runner.start.step_limits import step_limits
 from server.engine.runner.start.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 ):
                     break
                 _check_attention(runner, arch)
-                warm_up(runner, limits, say)
+                warm_up(
+                    runner,
+                    limits,
+                    _prefixed("deterministic requests: ", say) if deterministic else say,
+                )
     except (AbsentGPUError, KernelError, ModelError) as error:
         raise StartupError(str(error)) from error
     except NotImplementedError as error:
@@ -74,6 +79,10 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
         raise StartupError(
             f"these steps cannot be taken without the GPU: {str(error).split(': ')[0]}"
         ) from error
+
+
+def _prefixed(prefix: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: say(prefix + text)
 
 
 def _check_attention(runner: ModelRunner, arch: GPUArch) -> None:

@@ -22,16 +22,13 @@ from model.device.kv_cache import KVCache
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
 from server.engine.core.memory.kv_demand import NotEnoughMemoryError
-from server.engine.runner.start.kv_memory import (
-    allocate_kv_cache,
-    kv_cache_demand,
-    num_slots,
-)
+from server.engine.runner.start.kv_memory import allocate_kv_cache
+from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand, num_slots
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
+from server.engine.runner.step.buckets import recorded_bytes
 from server.engine.runner.step.grammars import Grammars
 from server.engine.runner.step.model_runner import ModelRunner
 from server.engine.runner.step.ranks import FollowingExecutor, LeadingExecutor
-from server.engine.runner.step.recordings import recorded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,10 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.engine")
 
 _FEWEST_TOKENS: Final = 2
-
-# Memory needed in addition to a step's tensors: for kernels that the driver loads at their first use, and for gaps
-# between tensors of steps of different sizes.
-GPU_HEADROOM_BYTES: Final = 256 * 2**20
 
 
 def start_runner(
@@ -81,7 +74,7 @@ def start_runner(
     _log_capacity(runner, limits, max_total_tokens)
     if _records(config, runner):
         served = dataclasses.replace(limits, max_model_len=max_total_tokens)
-        runner.record_steps(served, CudaGraphs(runner.device))
+        runner.record_steps(served, CudaGraphs(runner.device), phases.recorded)
     return runner, max_total_tokens
 
 

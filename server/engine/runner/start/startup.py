@@ -7,29 +7,25 @@ import gc
 import logging
 import os
 import platform
-import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from kernels import KernelError, detect
 from kernels.collective.communicator import TorchCommunicator
-from kernels.cpu.library import load
 from kernels.fp8 import FP8
 from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.dtypes import resolve_dtype, resolve_quantization, stored_dtype
+from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.formats.table import kept
-from model.checkpoint.weights import load_part
+from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
-from model.executors import cpu_library
+from model.progress import Progress, bytes_text
 from server.engine.core.engine import Engine
-from server.engine.core.limits import SchedulerConfig
 from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.memory.kv_demand import NotEnoughMemoryError
 from server.engine.core.messages import EngineConfig, EngineInfo
@@ -37,16 +33,18 @@ from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
 from server.engine.runner.explain.model_plan import check_deterministic
 from server.engine.runner.start.device_errors import explain
+from server.engine.runner.start.quantization import resolved_quantization
 from server.engine.runner.start.runner_start import start_follower, start_runner
 from server.engine.runner.start.startup_progress import Phases
+from server.engine.runner.start.step_limits import step_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
-    from kernels import GPUArch
     from kernels.weight_format import WeightFormat
     from model.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
+    from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineMessage, FrontEndMessage
     from server.engine.runner.step.ranks import FollowingExecutor, Ranks
 
@@ -57,19 +55,6 @@ log = logging.getLogger("tessera.engine")
 # call. With 0.2 a sequence has 2.2 runs, with 0 it has 35 (64 sequences, twice as many blocks as they need, prefix
 # caching on). The drawback is that cached blocks are evicted earlier.
 _CPU_CONTIGUITY_RESERVE = 0.2
-
-
-_CPU_BUDGET: Final = 512
-_GPU_BUDGET: Final = 1024
-"""Default limits of tokens in a step. The other streams wait for a step with a long prompt, and a CPU computes it more
-slowly than a GPU."""
-_PREFILL_SECONDS: Final = 0.015
-_MOST_PREFILL_TOKENS: Final = 8192
-"""Without other streams, a step has the prompt tokens that a GPU computes in this time at its peak, up to this number:
-1024 tokens of a small model are too little work for all SMs. It really takes about twice as long; so long a prompt
-that arrives next may wait."""
-_CPU_SEQUENCES: Final = 64
-_GPU_SEQUENCES: Final = 256
 
 
 class _Loaded(NamedTuple):
@@ -157,7 +142,7 @@ def start_rank(config: EngineConfig, rank: int, store: str) -> FollowingExecutor
     Raises:
         StartupError: as for `start_engine`.
     """
-    phases = Phases(_Silent())
+    phases = Phases(_Silent(), shown=False)
     with _errors_explained(phases):
         loaded = _load(config, phases, rank, store)
         return start_follower(loaded.model, config, loaded.limits, phases)
@@ -211,7 +196,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
     if store is not None:
         with phases("connecting the ranks"):
             communicator = TorchCommunicator(rank, config.tensor_parallel, store, device)
-    with phases("loading the weights"), _weights_progress(phases, shown=not rank) as progress:
+    with phases("loading the weights"), _weights_progress(phases) as progress:
         model = load_part(
             Path(config.model_path),
             model_config,
@@ -222,6 +207,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
             weight_format=loaded_format(quantization, kept(model_config.weight_format)),
             communicator=communicator,
         )
+        phases.tell("packing the weights")
         model.optimize(quantization, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
         if config.deterministic:
@@ -248,41 +234,6 @@ def release_memory() -> None:
     torch.cuda.empty_cache()  # does nothing unless a GPU is in use
 
 
-def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> SchedulerConfig:
-    """Return the operator's limits, with defaults for those that are not set.
-
-    Args:
-        config: of the engine.
-        model: configuration of the checkpoint.
-        arch: the processor.
-    """
-    sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
-    prefill = config.max_prefill_tokens
-    most = budget or prefill
-    if sequences is None:
-        default = _CPU_SEQUENCES if arch.is_cpu else _GPU_SEQUENCES
-        sequences = default if most is None else min(default, most)
-    if budget is None:
-        # Half is left for prompts when all sequences decode.
-        budget = max(_CPU_BUDGET if arch.is_cpu else _GPU_BUDGET, 2 * sequences)
-        if prefill is None and not arch.is_cpu:
-            prefill = max(budget, _prefill_tokens(model.network.num_parameters, config, arch))
-        budget = min(budget, prefill or budget)
-    return SchedulerConfig(
-        max_num_seqs=sequences,
-        max_num_batched_tokens=budget,
-        max_model_len=config.max_model_len or model.max_context,
-        max_prefill_tokens=prefill,
-    )
-
-
-def _prefill_tokens(num_parameters: int, config: EngineConfig, arch: GPUArch) -> int:
-    """Return the largest power of two of tokens that a GPU computes in `_PREFILL_SECONDS` at its peak; 1 if unknown."""
-    operations_of_token = 2 * num_parameters / config.tensor_parallel
-    tokens = int(_PREFILL_SECONDS * arch.half_tflops * 1e12 / operations_of_token)
-    return min(_MOST_PREFILL_TOKENS, 1 << (max(1, tokens).bit_length() - 1))
-
-
 def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
     """Return the device of a rank, and make its GPU the current one.
 
@@ -300,29 +251,6 @@ def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
-
-
-def resolved_quantization(
-    config: EngineConfig, model: ModelConfig, arch: GPUArch
-) -> WeightFormat | None:
-    """Return the format of the weights on a processor; see `resolve_quantization`."""
-
-    def unsupported() -> tuple[str, ...]:
-        in_fp8, num_ranks = config.kv_cache_dtype == "fp8", config.tensor_parallel
-        reasons = cpu_library.unsupported(model.network, fp8_cache=in_fp8, num_ranks=num_ranks)
-        if config.quantization == "auto" and reasons == (load(),):
-            log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
-        return reasons
-
-    stored = kept(model.weight_format)
-    found = resolve_quantization(config.quantization, arch, config.dtype, unsupported, stored)
-    if arch.is_cpu and found is not None and found == stored:
-        log.warning(
-            "every step converts the weights from %s, which is slow: --quantization int8 or int4 is faster, where a "
-            "CPU supports it",
-            found.name,
-        )
-    return found
 
 
 def _set_threads(
@@ -357,14 +285,14 @@ def _default_torch_threads() -> int:
 
 
 @contextmanager
-def _weights_progress(phases: Phases, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Report the progress of loading: as a progress bar on a terminal if it is `shown`, and as the start-up phase."""
-    disable = not (shown and sys.stderr.isatty())
-    with tqdm(unit="B", unit_scale=True, desc="weights", leave=False, disable=disable) as bar:
+def _weights_progress(phases: Phases) -> Iterator[LoadProgress]:
+    """Report the progress of loading: on a terminal or in the log, and as the start-up phase."""
+    say = log.info if phases.shown else lambda _: None
+    with Progress("loading the weights", say, shown=phases.shown) as progress:
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            phases.say(f"loading the weights, {done / max(1, total):.0%}")
+        def show(done: int, total: int, shard: int, num_shards: int) -> None:
+            shards = f"{shard} of {num_shards} shards" if num_shards > 1 else "the weights"
+            phases.tell(f"loading {shards}, {bytes_text(done)} of {bytes_text(total)}")
+            progress.update(done, total, f"shard {shard} of {num_shards}" if num_shards > 1 else "")
 
         yield show

@@ -52,7 +52,7 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
         # Repeating the steps takes little time: with a cold cache, the first kernel is missing already.
         say("compiling kernels")
         with clocked("compiling kernels"):
-            _compile(runner, limits)
+            _compile(runner, limits, say)
         with clocked("computing first steps"):
             _compute_first_steps(runner, limits, say)
     with clocked("computing the largest step"):
@@ -71,10 +71,14 @@ def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
         _compute(runner, output)
 
 
-def _compile(runner: ModelRunner, limits: SchedulerConfig) -> None:
+def _compile(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
     """Compile all kernels in parallel without launching them."""
+
+    def report(compiled: int, found: int, name: str) -> None:
+        say(f"compiling kernels, {compiled} of {found} ({name})")
+
     try:
-        with compile_ahead(usable_cpus().logical):
+        with compile_ahead(usable_cpus().logical, report):
             _compute_first_steps(runner, limits, lambda _: None)
     except Exception:
         # A kernel that does not compile raises again when it is launched.

@@ -37,6 +37,7 @@ from server.engine.runner.step.step_input import (
 from server.engine.runner.step.step_result import GreedyStep, SampledStep, WaitingStep, suffices
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as TypingSequence
     from concurrent.futures import Future
 
@@ -116,12 +117,18 @@ class ModelRunner:
         """PyTorch's name of the KV cache's dtype."""
         return str(self.kv_cache.dtype).removeprefix("torch.")
 
-    def record_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
+    def record_steps(
+        self,
+        limits: SchedulerConfig,
+        recorder: Recorder,
+        report: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         """Enable recordings: from now on, steps are recorded and replayed.
 
         Args:
             limits: of a step.
             recorder: for the cache's device.
+            report: as `RecordedSteps.report`.
         """
         self._sampled = SampledTokens(limits.max_logits + 1, self.device)
         self.recorded = RecordedSteps(
@@ -134,6 +141,7 @@ class ModelRunner:
             executor=self.executor,
             deterministic=self.deterministic,
         )
+        self.recorded.report = report
 
     def use_idle_time(self) -> bool:
         """Record the steps of one bucket; return whether any bucket was waiting for a recording."""

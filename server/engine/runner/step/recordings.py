@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.executors.columns import input_bytes
 from model.executors.step import StepOutput
 from server.engine.core.step import NO_ROWS
 from server.engine.runner.step.buckets import BucketGrid
@@ -24,7 +23,7 @@ from server.engine.runner.step.shared_prefix import shared_blocks
 from server.engine.runner.step.step_input import PackedStep, exact_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
@@ -69,20 +68,6 @@ class _Recording:
 _MOST_BEST: Final = 10_000
 
 
-def recorded_bytes(limits: SchedulerConfig, block_size: int, row_bytes: int) -> int:
-    """Return the device memory of inputs and results of all recordings that are made ahead.
-
-    Block tables are most of it: 138 MiB for 256 sequences of 131072 tokens. Intermediate results are not included.
-
-    Args:
-        limits: of a step.
-        block_size: tokens per block.
-        row_bytes: bytes of a row of logits.
-    """
-    results = (limits.max_logits + limits.max_num_seqs) * row_bytes
-    return results + sum(map(input_bytes, BucketGrid(limits, block_size).ahead()))
-
-
 class RecordedSteps:
     """The recordings of a model's steps. Only the engine's thread uses it.
 
@@ -95,6 +80,10 @@ class RecordedSteps:
         sharing_rule: decides whether a shared prefix is read once; None if no kernel supports it.
         executor: computes the steps to be recorded; None for one of the model and the cache.
         deterministic: whether the steps to record in idle time are deterministic.
+
+    Attributes:
+        report: called with the number of recordings, and that of those and the waiting ones, before and after each
+            recording in idle time.
     """
 
     def __init__(
@@ -109,6 +98,7 @@ class RecordedSteps:
         executor: StepExecutor | None = None,
         deterministic: bool = False,
     ) -> None:
+        self.report: Callable[[int, int], None] = lambda *_: None
         self._executor = executor or StepExecutor(model, kv_cache)
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._sampled, self._sharing_rule = sampled, sharing_rule
@@ -167,7 +157,11 @@ class RecordedSteps:
         """Make the next waiting recording; return whether there was one."""
         if not self._waiting:
             return False
+        made = len(self._recordings)
+        self.report(made, made + len(self._waiting))
         self._record(self._waiting.pop(0))
+        made = len(self._recordings)
+        self.report(made, made + len(self._waiting))
         return True
 
     def _run(

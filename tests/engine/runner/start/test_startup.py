@@ -11,7 +11,8 @@ from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process import process
 from server.engine.link.protocol import EngineLaunch
-from server.engine.runner.start.startup import resolved_quantization, step_limits
+from server.engine.runner.start.quantization import resolved_quantization
+from server.engine.runner.start.step_limits import step_limits
 from tests.model.configs import changed, model_config
 
 MODEL = model_config(
@@ -100,7 +101,7 @@ def test_a_small_model_computes_more_tokens_of_prompts_alone(
 def test_weights_that_are_not_in_int8_for_want_of_the_library_alone_are_warned_about(
     monkeypatch, caplog, fields, warnings
 ):
-    for module in ("kernels.cpu.decoder", "server.engine.runner.start.startup"):
+    for module in ("kernels.cpu.decoder", "server.engine.runner.start.quantization"):
         monkeypatch.setattr(f"{module}.load", lambda: "the CPU library cannot be loaded")
     model = changed(MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32)
     config = EngineConfig(model_path="", model_id="", **fields)

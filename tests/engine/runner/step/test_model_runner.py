@@ -157,7 +157,7 @@ class FakeWarmUp:
         )
 
     @contextlib.contextmanager
-    def compile_ahead(self, _num_threads):
+    def compile_ahead(self, _num_threads, _report):
         self.compiling = True
         yield
         self.cached, self.compiling = True, False

@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.local_engine import LocalEngine
 from server.engine.core.messages import Shutdown
-from server.engine.runner.step.buckets import row_counts, token_counts
-from server.engine.runner.step.recordings import recorded_bytes
+from server.engine.runner.step.buckets import recorded_bytes, row_counts, token_counts
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     greedy,

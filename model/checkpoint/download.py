@@ -1,0 +1,278 @@
+"""Downloads files of a repository of the Hugging Face Hub into its cache, and shows how far that is.
+
+The hub library says which files there are, and places them in the folder of a commit once their content is in the
+cache; `model.checkpoint.transfer` fetches the content (docs/decisions/0054-downloads.md). Imports no PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from tqdm import tqdm
+
+from model.checkpoint.transfer import RemoteFile, Stopped, fetch
+from model.errors import ModelFolderError
+from model.progress import Progress, bytes_text, duration_text
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
+
+_logger = logging.getLogger("tessera.download")
+
+_THREADS: Final = 8
+_POLL_SECONDS: Final = 0.1
+_WORTH_A_LINE: Final = 2**20
+"""Bytes of a download whose end is logged; less is a configuration."""
+_DEFAULT_REVISION: Final = "main"
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def download(
+    repository: str, revision: str | None, wanted: Sequence[str], unwanted: Sequence[str]
+) -> Path:
+    """Download what is missing of a repository's files; resume files that an earlier call began.
+
+    If the Hub cannot be asked, the files in the cache are used, provided that none is known to be missing.
+
+    Args:
+        repository: on the Hub.
+        revision: branch, tag or commit; None for the main branch.
+        wanted: patterns of names of files.
+        unwanted: patterns of names of files that are not downloaded.
+
+    Returns:
+        The folder of the files.
+
+    Raises:
+        ModelFolderError: the disk has too little space, or the content is damaged.
+        Exception: errors of the hub library and of its HTTP library.
+    """
+    library = _Library(repository, revision, wanted, unwanted)
+    try:
+        commit, missing = library.missing()
+    except library.errors.RevisionNotFoundError:
+        raise
+    # The HTTP library has errors of its own too.
+    except Exception as error:  # noqa: BLE001
+        try:
+            folder = library.place(local_files_only=True)
+        except library.errors.LocalEntryNotFoundError as absent:
+            raise error from absent
+        if not isinstance(error, library.errors.OfflineModeIsEnabled):
+            _logger.warning(
+                "the Hub cannot be asked for %s; its files in the cache are used", repository
+            )
+        return folder
+    if not missing and (current := library.current_folder(commit)) is not None:
+        return current
+    if missing:
+        _download(repository, _in_threads(library.remote_file, missing), library)
+    return library.place()
+
+
+class _Library:
+    """What is asked of the hub library about the files of one repository."""
+
+    def __init__(
+        self,
+        repository: str,
+        revision: str | None,
+        wanted: Sequence[str],
+        unwanted: Sequence[str],
+    ) -> None:
+        # Imported here because the import takes 0.2 s and a local folder does not need it.
+        import huggingface_hub  # noqa: PLC0415
+        from huggingface_hub import constants, errors  # noqa: PLC0415
+
+        # Its own handler would write a second time what the handler of all processes writes.
+        logging.getLogger(huggingface_hub.__name__).handlers.clear()
+        self.errors = errors
+        self.cache = Path(constants.HF_HUB_CACHE).expanduser()
+        self._hub, self._constants = huggingface_hub, constants
+        self._repository, self._revision = repository, revision
+        self._wanted, self._unwanted = [*wanted], [*unwanted]
+        self._storage = self.cache / f"models--{repository.replace('/', '--')}"
+        self._commit = ""
+
+    def missing(self) -> tuple[str, list[RepoFile]]:
+        """Ask for the commit of the revision, and for its files that are not in the cache."""
+        from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415 - slow
+        from huggingface_hub.utils import filter_repo_objects  # noqa: PLC0415 - slow
+
+        api, timeout = self._hub.HfApi(), self._constants.HF_HUB_ETAG_TIMEOUT
+        info = api.model_info(self._repository, revision=self._revision, timeout=timeout)
+        self._commit = str(info.sha)
+        entries = api.list_repo_tree(self._repository, revision=self._commit, recursive=True)
+        files = {it.path: it for it in entries if isinstance(it, RepoFile)}
+        names = list(
+            filter_repo_objects(files, allow_patterns=self._wanted, ignore_patterns=self._unwanted)
+        )
+        if not names:
+            raise ModelFolderError(
+                f"repository {self._repository!r} has no config.json and no weights in safetensors files"
+            )
+        folder = self._folder(self._commit)
+        return self._commit, [files[name] for name in names if not (folder / name).exists()]
+
+    def remote_file(self, file: RepoFile) -> RemoteFile:
+        """Ask for what names the content of a file, and find what is here of it."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415 - slow
+
+        url = hf_hub_url(self._repository, file.path, revision=self._commit)
+        metadata = get_hf_file_metadata(url, timeout=self._constants.HF_HUB_ETAG_TIMEOUT)
+        if metadata.etag is None or metadata.commit_hash is None:
+            raise ModelFolderError(
+                f"{url} is not answered as by the Hub: headers that name the content and the commit are missing"
+            )
+        size = file.size if metadata.size is None else metadata.size
+        found = RemoteFile(
+            file.path,
+            url,
+            metadata.etag,
+            size,
+            self._storage / "blobs" / metadata.etag,
+            self.cache / ".locks" / self._storage.name / f"{metadata.etag}.lock",
+        )
+        found.find()
+        return found
+
+    def current_folder(self, commit: str) -> Path | None:
+        """Return the folder of a commit if the library has noted that it is the revision's; then nothing is to do."""
+        note = self._storage / "refs" / (self._revision or _DEFAULT_REVISION)
+        noted = self._revision == commit
+        with contextlib.suppress(OSError):
+            noted = noted or note.read_text(encoding="utf-8").strip() == commit
+        return self._folder(commit) if noted else None
+
+    def place(self, *, local_files_only: bool = False) -> Path:
+        """Let the library place the files of the cache in the folder of the commit, and return it."""
+        return Path(
+            self._hub.snapshot_download(
+                self._repository,
+                revision=self._revision,
+                allow_patterns=self._wanted,
+                ignore_patterns=self._unwanted,
+                local_files_only=local_files_only,
+                tqdm_class=_NoBar,  # type: ignore[arg-type] # every tqdm will do
+            )
+        )
+
+    def shows_bars(self) -> bool:
+        """Whether the library would show bars: HF_HUB_DISABLE_PROGRESS_BARS applies."""
+        return not self._hub.utils.are_progress_bars_disabled()
+
+    def takes_over(self, file: RemoteFile) -> bool:
+        """Whether the library is to fetch a file itself: it is asked to be fast, or HTTP has not so large files."""
+        return bool(
+            self._constants.HF_XET_HIGH_PERFORMANCE
+            or file.size > self._constants.MAX_HTTP_DOWNLOAD_SIZE
+        )
+
+    def _folder(self, commit: str) -> Path:
+        return self._storage / "snapshots" / commit
+
+
+class _NoBar(tqdm):  # type: ignore[type-arg] # not generic at run time
+    """Shows nothing: the library has a bar for each of several things."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - those of the library
+        options.pop("name", None)
+        super().__init__(*arguments, **options | {"disable": True})
+
+
+def _download(repository: str, files: Sequence[RemoteFile], library: _Library) -> None:
+    own = [it for it in files if not library.takes_over(it)]
+    begun = sum(it.done for it in own)
+    total = sum(it.size for it in own)
+    _check_space(repository, sum(it.size for it in files) - begun, library.cache)
+    if for_library := len(files) - len(own):
+        _logger.info("the hub library fetches %d files of %s itself", for_library, repository)
+    if total >= _WORTH_A_LINE:
+        resumed = f"; resumed from {bytes_text(begun)}" if begun else ""
+        count = f"{len(own)} file{'s' if len(own) > 1 else ''}"
+        _logger.info("downloading %s: %s in %s%s", repository, bytes_text(total), count, resumed)
+    stop = threading.Event()
+    what, shown = f"downloading {repository}", library.shows_bars()
+    with Progress(what, _logger.info, total, done=begun, shown=shown) as progress:
+
+        def poll() -> None:
+            progress.update(sum(it.done for it in own))
+
+        try:
+            _in_threads(lambda file: fetch(file, stop), own, poll)
+        except BaseException:
+            stop.set()
+            here = bytes_text(sum(it.done for it in own))
+            _logger.info("%s of %s are here; the next download resumes there", here, repository)
+            raise
+    if total >= _WORTH_A_LINE:
+        rate = (total - begun) / max(1e-3, progress.seconds)
+        took = duration_text(progress.seconds)
+        _logger.info("downloaded %s in %s, %s/s", repository, took, bytes_text(rate))
+
+
+def _check_space(repository: str, needed: int, cache: Path) -> None:
+    folder = next(it for it in (cache, *cache.absolute().parents) if it.exists())
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise ModelFolderError(
+            f"model {repository!r} needs {bytes_text(needed)} of disk space, and {cache} has {bytes_text(free)}: "
+            "make space, or set HF_HOME to a folder on another disk"
+        )
+
+
+def _in_threads(
+    work: Callable[[T], R], items: Sequence[T], poll: Callable[[], None] = lambda: None
+) -> list[R]:
+    """Apply a function to all items on threads, and return the results in order.
+
+    The threads do not keep the process from ending, so an interrupt is not delayed by an answer of the network.
+
+    Args:
+        work: called with each item.
+        items: in the order in which they are begun.
+        poll: called again and again by this thread.
+
+    Raises:
+        Exception: the first one that `work` raised; the other items are then not waited for.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[int, R | None, BaseException | None]] = queue.SimpleQueue()
+    for index in range(len(items)):
+        waiting.put(index)
+
+    def run() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                index = waiting.get_nowait()
+                try:
+                    ended.put((index, work(items[index]), None))
+                except Stopped:
+                    return
+                except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+                    ended.put((index, None, error))
+                    return
+
+    for _ in range(min(_THREADS, len(items))):
+        threading.Thread(target=run, name="download", daemon=True).start()
+    results: dict[int, Any] = {}
+    polled = time.monotonic()
+    while len(results) < len(items):
+        with contextlib.suppress(queue.Empty):
+            index, result, error = ended.get(timeout=_POLL_SECONDS)
+            if error is not None:
+                raise error
+            results[index] = result
+        if time.monotonic() - polled >= _POLL_SECONDS:
+            polled = time.monotonic()
+            poll()
+    return [results[index] for index in range(len(items))]
