@@ -153,6 +153,8 @@ def test_help_and_the_parsing_of_flags_do_not_import_pytorch(words):
         (["warmup"], ["--quantization=int8", "--arch=h100"]),
         (["warmup"], ["--device=cpu", "--arch=h100"]),
         (["plan"], ["--model=/no/such"]),
+        (["run"], ["--model=/no/such"]),
+        (["run"], ["--max-model-len=100000"]),
     ],
     ids=" ".join,
 )
