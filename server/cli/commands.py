@@ -188,11 +188,16 @@ def _run_flags(parser: Parser) -> None:
 
 def _run(call: Invocation) -> None:
     from server.cli.command_settings import settings_of
+    from server.cli.parsing.setting_flags import MODEL, given_settings
 
-    settings = settings_of(call.options, "run")
+    options = call.options
+    if options.prompt is None and MODEL in given_settings(options):
+        # `tessera run --model MODEL PROMPT`
+        options.prompt, options.model = options.model, None
+    settings = settings_of(options, "run")
     from server.cli.run.command import run
 
-    run(call.options, settings, DEFAULT_TOKENS)
+    run(options, settings, DEFAULT_TOKENS)
 
 
 def _pull_flags(parser: Parser) -> None:

@@ -90,6 +90,21 @@ def test_a_running_service_with_the_model_answers(tessera, serve, started):
     assert started == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model=qwen3-0.6b", "Hi"],
+        ["Hi", "--model", "qwen3-0.6b"],
+        ["qwen3-0.6b", "Hi", "--model=qwen3-0.6b"],
+    ],
+)
+def test_the_only_word_beside_a_model_that_is_given_as_a_flag_is_the_prompt(tessera, serve, words):
+    server = serve()
+
+    assert tessera("run", *words, f"--port={port(server)}")[1] == "Hello"
+    assert sent(server)[1]["messages"] == [{"role": "user", "content": "Hi"}]
+
+
 def test_flags_of_the_answer_are_sent(tessera, serve):
     server = serve()
 
