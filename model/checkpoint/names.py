@@ -86,16 +86,14 @@ def read_name(model: str, revision: str | None = None) -> ModelName:
             )
         return _folder(BUNDLED_FOLDER, BUNDLED, revision)
     scheme = found[1].lower() if (found := _SCHEME.fullmatch(text)) else ""
-    if scheme == "file" or text.startswith("file:/"):
-        address = urlsplit(text)
-        path = Path(unquote(address.path))
-        if address.netloc not in ("", "localhost"):
-            raise ModelFolderError(f"{model!r} names another machine; give the path of a folder")
-        return _local(path, str(path), revision) or _refuse(model)
     try:
-        path = Path(text).expanduser()
-        if text and (local := _local(path, text, revision)):
+        if scheme == "file" or text.startswith("file:/"):
+            path = _path_of(model, text)
+            return _local(path, str(path), revision) or _refuse(model)
+        if text and (local := _local(Path(text).expanduser(), text, revision)):
             return local
+    except PermissionError as error:
+        raise ModelFolderError(f"{error.filename} cannot be read: {error.strerror}") from None
     except (RuntimeError, OSError, ValueError):  # no such user, too long, or a null character
         _refuse(model)
     if git := _GIT_ADDRESS.fullmatch(text):
@@ -108,6 +106,14 @@ def read_name(model: str, revision: str | None = None) -> ModelName:
 def well_known(name: str) -> str | None:
     """Return the repository that a name without an organisation stands for; None if it is not well known."""
     return REPOSITORIES.get(name.casefold())
+
+
+def _path_of(model: str, address: str) -> Path:
+    """Return the path in a `file://` URL."""
+    parts = urlsplit(address)
+    if parts.netloc not in ("", "localhost"):
+        raise ModelFolderError(f"{model!r} names another machine; give the path of a folder")
+    return Path(unquote(parts.path))
 
 
 def _local(path: Path, text: str, revision: str | None) -> ModelName | None:
@@ -155,8 +161,11 @@ def _read_address(model: str, text: str, scheme: str, revision: str | None) -> M
     except ValueError:  # a bracket
         _refuse(model)
     host = address.hostname or ""
-    hosts = _HUB_HOSTS | ({urlsplit(_endpoint()).hostname} if scheme else frozenset())
-    if host in hosts and scheme in ("", "http", "https"):
+    if scheme in ("http", "https") and text.startswith(f"{_endpoint()}/"):
+        return _read_path(
+            model, address.path.removeprefix(urlsplit(_endpoint()).path), revision, is_page=True
+        )
+    if scheme in ("", "http", "https") and host in _HUB_HOSTS:
         return _read_path(model, address.path, revision, is_page=True)
     if host in _OLLAMA_HOSTS:
         return _refuse_ollama(model, address.path.strip("/").removeprefix("library/"))

@@ -88,8 +88,9 @@ def run(options: argparse.Namespace, settings: Settings, most_tokens: int) -> No
 def _use_running(options: argparse.Namespace, settings: Settings) -> bool:
     """Return whether a service at the address of the settings serves the model; `options` then has its URL."""
     path = Path(settings.model).expanduser()
-    # A relative path means another folder to a service that was started elsewhere.
-    if settings.port == 0 or (path.exists() and not path.is_absolute() and path.name != BUNDLED):
+    # A relative path means another folder to a service that was started elsewhere, and no service says its revision.
+    is_elsewhere = settings.model != BUNDLED and path.exists() and not path.is_absolute()
+    if settings.port == 0 or settings.revision is not None or is_elsewhere:
         return False
     options.url = _url(settings.host, settings.port)
 

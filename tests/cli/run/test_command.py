@@ -164,7 +164,7 @@ def test_a_started_service_takes_a_free_port_unless_one_is_given(tessera, starte
     assert started[0].port == 0
 
 
-@pytest.mark.parametrize("flags", [["--quantization=none"], ["--revision=v1", "--device=cpu"]])
+@pytest.mark.parametrize("flags", [["--quantization=none"], ["--revision=v1"]])
 def test_a_running_service_is_not_used_if_settings_of_the_engine_are_given(
     tessera, serve, started, flags, monkeypatch
 ):

@@ -1,6 +1,7 @@
 """What people type for a model."""
 
 import re
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -99,6 +100,10 @@ def test_the_hub_that_is_configured_is_one_too(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:9")
 
     assert repository("http://localhost:9/org/name/tree/v1") == ("org/name", "v1")
+    monkeypatch.setattr(constants, "ENDPOINT", "https://proxy.example/api/hub")
+    assert repository("https://proxy.example/api/hub/org/name") == ("org/name", None)
+    with pytest.raises(ModelFolderError, match="is no address of the Hugging Face Hub"):
+        read_name("https://proxy.example/org/name")
 
 
 def test_the_revision_is_that_of_the_name_or_of_the_setting():
@@ -145,6 +150,7 @@ def test_the_revision_is_that_of_the_name_or_of_the_setting():
         ("https://example.com/huggingface.co/org/name", "is no address of the Hugging Face Hub"),
         ("s3://bucket/key", "is no address of the Hugging Face Hub"),
         ("file://elsewhere/model", "names another machine"),
+        ("file://[x", "no folder 'file://"),
         ("file:///absent", "no folder 'file:///absent'"),
         ("https://huggingface.co/", "a model is the path of a folder"),
         ("https://huggingface.co/org/name/tree", "a model is the path of a folder"),
@@ -222,6 +228,18 @@ def test_a_home_folder_and_a_file_url_are_folders(tmp_path, monkeypatch):
     assert read_name("~/my model").folder == folder
     assert read_name(f"file://{tmp_path}/my%20model").folder == folder
     assert read_name(f"file://localhost{tmp_path}/my%20model/").folder == folder
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+
+    with pytest.raises(
+        ModelFolderError, match=r"^/secret/model cannot be read: Permission denied$"
+    ):
+        read_name("/secret/model")
 
 
 def test_a_folder_of_the_cache_stands_for_its_snapshot(cache):
