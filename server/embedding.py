@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from model.text.tokenizer import Tokenizer
 from server.cli.command_settings import engine_config, find_model
+from server.cli.model_name import with_model_name
 from server.cli.service_parts import (
     api_keys,
     check_tracing,
@@ -117,6 +118,7 @@ def _prepare(settings: Settings) -> tuple[EngineConfig, HTTPConfig, Tokenizer, C
     """Read the files of the model, which may be downloaded first; remove what killed services have left behind."""
     remove_abandoned()
     check_tracing(settings)
+    settings = with_model_name(settings)
     model_path, model = find_model(settings)
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
     limits = http_config(settings, model_path, model, api_keys(settings), hosts)

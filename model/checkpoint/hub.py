@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import Final
 
+from model.checkpoint.hub_cache import cached_repositories
+from model.checkpoint.names import BUNDLED, read_name, well_known
 from model.checkpoint.transfer import is_connection_error, is_disk_full, reason
 from model.errors import ModelFolderError
 
-BUNDLED: Final = "bundled"
+__all__ = ["BUNDLED", "resolve"]
 
-# Models from before the Hub had organisations, such as gpt2, have no slash.
-_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _NEEDED: Final = (
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
 )  # fmt: skip
@@ -30,10 +29,8 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
     """Find the folder of a model; download it into the Hugging Face cache if necessary.
 
     Args:
-        model: "bundled" for the checkpoint that is part of Tessera, the path of a folder, or the name of a repository
-            on the Hugging Face Hub, `organisation/name` or `name`, unless there is a folder of that name.
-            HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
-        revision: branch, tag or commit of the repository; None for its main branch.
+        model: a name as `names.read_name` understands it. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
+        revision: branch, tag or commit of a repository; None for that in the name, or the main branch.
         config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads.
 
     Returns:
@@ -43,24 +40,11 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
         ModelFolderError: there is no such folder or repository, it cannot be downloaded, or a revision
             is given for a folder.
     """
-    path = Path(__file__).parents[1] / BUNDLED if model == BUNDLED else Path(model).expanduser()
-    if model and path.is_dir():
-        if revision is not None:
-            raise ModelFolderError(
-                f"revision {revision!r} is given, but {path} is a folder; only repositories of the"
-                " Hugging Face Hub have revisions"
-            )
-        return path
-    if model and path.exists():
-        raise ModelFolderError(f"{path} is a file; a model is a folder with a config.json")
-    if model == BUNDLED:
-        raise ModelFolderError(f"the bundled model is missing from this installation: no {path}")
-    if not _REPOSITORY.fullmatch(model):
-        raise ModelFolderError(
-            f"no folder {model!r}; a model is the path of a folder, 'organisation/name' on the"
-            f" Hugging Face Hub, or '{BUNDLED}'"
-        )
-    return _fetch(model, revision, _CONFIG if config_only else _NEEDED)
+    name = read_name(model, revision)
+    if name.folder is not None:
+        return name.folder
+    assert name.repository is not None
+    return _fetch(name.repository, name.revision, _CONFIG if config_only else _NEEDED)
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
@@ -84,6 +68,8 @@ def _problem(error: Exception, repository: str) -> str:
     absent = f"; there is no folder {repository!r} either"
     if difflib.get_close_matches(repository, [BUNDLED], cutoff=0.7):
         absent += f"; did you mean '{BUNDLED}'?"
+    elif others := _same_last_part(repository):
+        absent += f"; did you mean {' or '.join(others)}?"
     incomplete = getattr(errors, "IncompleteSnapshotError", ())  # not in versions before 1.8
     partly = isinstance(error.__cause__, incomplete)
     cached = f"is {'only partly' if partly else 'not'} in the Hugging Face cache"
@@ -111,3 +97,11 @@ def _problem(error: Exception, repository: str) -> str:
         cache = constants.HF_HUB_CACHE
         problem = f"cannot be fetched: the disk of {cache} is full; make space, or set HF_HOME"
     return problem
+
+
+def _same_last_part(repository: str) -> list[str]:
+    """Return the well-known and the cached repositories of other organisations whose names end in the same word."""
+    last = repository.rpartition("/")[2].casefold()
+    cached = (name for name in cached_repositories() if name.rpartition("/")[2].casefold() == last)
+    others = filter(None, dict.fromkeys((well_known(last), *cached)))
+    return [name for name in others if name.casefold() != repository.casefold()][:3]

@@ -29,6 +29,7 @@ _EXAMPLES = """\
 examples:
   tessera serve                      the bundled code model on port 8000
   tessera serve Qwen/Qwen3-0.6B      a model of the Hugging Face Hub
+  tessera run Qwen/Qwen3-0.6B        talk to a model
   tessera chat                       talk to the service
   tessera complete 'def fib(n):'     continue a text
   tessera plan --arch h100           the kernels that a GPU would run, and why
@@ -36,7 +37,7 @@ examples:
 
 `tessera COMMAND --help` explains the flags of a command."""
 DEFAULT_TOKENS = 256
-"""Most tokens of `tessera complete`; OpenAI's default of 16 ends most texts in a word."""
+"""Most tokens of a continuation; OpenAI's default of 16 ends most texts in a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Command:
         run: runs the command; None for a group of commands.
         description: of its help text; empty for the summary.
         usage: words after the command's name.
+        aliases: other names of the command.
     """
 
     summary: str
@@ -73,6 +75,7 @@ class Command:
     run: Callable[[Invocation], None] | None
     description: str = ""
     usage: str = "[flags]"
+    aliases: tuple[str, ...] = ()
 
 
 def main(
@@ -89,6 +92,7 @@ def main(
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
+    _answer_other_words(parser, arguments[0])
     options = parser.parse_args(arguments)
     options.run(Invocation(options, arguments, began, engine))
 
@@ -105,16 +109,25 @@ def command_parser(arguments: Sequence[str] | None) -> Parser:
         description="Serve text from decoder models, on flash-attention kernels of its own.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--version", nargs=0, action=_Version, help="print the version and exit")
+    parser.add_argument(*VERSION_FLAGS, nargs=0, action=_Version, help="print the version and exit")
     _add_commands(parser, COMMANDS, "command", arguments)
     return parser
 
 
+def _answer_other_words(parser: Parser, word: str) -> None:
+    """Exit with a message if a word is no command, but what it should be is known."""
+    known = {name for it, command in COMMANDS.items() for name in (it, *command.aliases)}
+    if word in known or word in VERSION_FLAGS:
+        return
+    from server.cli.other_words import answer
+
+    if message := answer(word, known):
+        parser.error(message)
+
+
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from server.version import version
-
-        print(version())
+        _print_version()
         parser.exit()
 
 
@@ -132,6 +145,7 @@ def _add_commands(
     for name, command in commands.items():
         child = group.add_parser(
             name,
+            aliases=command.aliases,
             help=command.summary,
             description=command.description
             or command.summary[0].upper() + command.summary[1:] + ".",
@@ -139,7 +153,7 @@ def _add_commands(
         )
         if command.run is not None:
             child.set_defaults(run=command.run)
-        if arguments is None or name in arguments[:1]:
+        if arguments is None or {name, *command.aliases} & set(arguments[:1]):
             command.add_flags(child)
 
 
@@ -157,6 +171,104 @@ def _serve(call: Invocation) -> None:
     from server.cli.serve import serve
 
     serve(settings, spawned=call.engine, began=call.began)
+
+
+def _run_flags(parser: Parser) -> None:
+    from server.cli.client import options
+
+    _add_settings(parser)
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="to answer once, - for standard input; without one, a conversation",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="instructions for the whole conversation")
+    options.add_answer_flags(parser)
+
+
+def _run(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+    from server.cli.parsing.setting_flags import MODEL, given_settings
+
+    options = call.options
+    if options.prompt is None and MODEL in given_settings(options):
+        # `tessera run --model MODEL PROMPT`
+        options.prompt, options.model = options.model, None
+    settings = settings_of(options, "run")
+    from server.cli.run.command import run
+
+    run(options, settings, DEFAULT_TOKENS)
+
+
+def _pull_flags(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="of the Hugging Face Hub")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit")
+
+
+def _pull(call: Invocation) -> None:
+    from server.cli.local_models import commands
+
+    commands.pull(call.options)
+
+
+def _list_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+
+
+def _list(call: Invocation) -> None:
+    from server.cli.local_models import commands
+
+    commands.list_models(call.options)
+
+
+def _remove_flags(parser: Parser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="in the Hugging Face cache")
+    parser.add_argument(
+        "--revision", metavar="REVISION", help="branch, tag or commit; default: all"
+    )
+
+
+def _remove(call: Invocation) -> None:
+    from server.cli.local_models import commands
+
+    commands.remove(call.options)
+
+
+def _running_flags(parser: Parser) -> None:
+    from server.cli.client import options
+
+    parser.add_argument("target", nargs="?", metavar="URL", help="the same as --url")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    options.add_server_flags(parser)
+
+
+def _running(call: Invocation) -> None:
+    from server.cli.client import running
+
+    running.main(call.options)
+
+
+def _version_flags(_: Parser) -> None:
+    """Add nothing: the command has no flags."""
+
+
+def _version(_: Invocation) -> None:
+    _print_version()
+
+
+def _print_version() -> None:
+    from server.version import version
+
+    print(version())
+
+
+def _help_flags(parser: Parser) -> None:
+    parser.add_argument("words", nargs="*", metavar="COMMAND", help="to explain; default: all")
+
+
+def _help(call: Invocation) -> None:
+    main([*call.options.words, "--help"], call.began)
 
 
 def _chat_flags(parser: Parser) -> None:
@@ -401,6 +513,7 @@ def _local_engine(settings: Settings, command: str) -> EngineConfig:
     """Prepare this process for an engine and return its configuration; exits with status 1 if it cannot start."""
     from model.errors import ModelError
     from server.cli.command_settings import engine_config, fail, find_model
+    from server.cli.model_name import with_model_name
     from server.engine.core.start_checks import StartupError
     from server.engine.link.engine_process.process_setup import set_passive_openmp_wait
     from server.log import configure_logging
@@ -408,12 +521,14 @@ def _local_engine(settings: Settings, command: str) -> EngineConfig:
     configure_logging(settings.log_level, settings.log_format)
     set_passive_openmp_wait()
     try:
+        settings = with_model_name(settings)
         folder, _ = find_model(settings)
     except (ModelError, StartupError) as error:
         fail(str(error), command)
     return engine_config(settings, folder)
 
 
+VERSION_FLAGS = ("-V", "-v", "--version")
 _SETTINGS_USAGE = "[MODEL] [flags]"
 BENCHMARKS = {
     "serve": Command(
@@ -436,6 +551,45 @@ COMMANDS = {
         _add_settings,
         _serve,
         usage=_SETTINGS_USAGE,
+    ),
+    "run": Command(
+        "talk to a model here, or ask it once",
+        _run_flags,
+        _run,
+        "Talk to a model: answer the prompt, or what is on standard input, or hold a conversation. A service with this "
+        "model at --host and --port is used unless other settings are given; else one is started on a free port, and "
+        "ends with the command. A model without a chat template continues texts.",
+        "[MODEL] [PROMPT] [flags]",
+    ),
+    "pull": Command(
+        "download a model",
+        _pull_flags,
+        _pull,
+        "Download a model of the Hugging Face Hub into its cache and print the folder. A model that is not supported "
+        "is refused before its weights are downloaded.",
+        "MODEL [flags]",
+    ),
+    "list": Command(
+        "list the models on this machine",
+        _list_flags,
+        _list,
+        "List the bundled model and those in the cache of the Hugging Face Hub, with their size, revisions, last use, "
+        "and whether they can be served.",
+        aliases=("ls",),
+    ),
+    "rm": Command(
+        "delete models from this machine",
+        _remove_flags,
+        _remove,
+        "Delete models, or a revision of them, from the cache of the Hugging Face Hub, which other programs use too.",
+        "MODEL ... [flags]",
+    ),
+    "ps": Command(
+        "show the model, state and load of a running server",
+        _running_flags,
+        _running,
+        "Show which model a running service has, its state, and how many requests run and wait.",
+        "[URL] [flags]",
     ),
     "chat": Command(
         "talk to the model of a running server",
@@ -509,5 +663,9 @@ COMMANDS = {
         "  zsh    tessera completion zsh > a folder of $fpath, as _tessera\n"
         "  fish   tessera completion fish > ~/.config/fish/completions/tessera.fish",
         "SHELL",
+    ),
+    "version": Command("print the version", _version_flags, _version),
+    "help": Command(
+        "explain a command", _help_flags, _help, "Explain a command and its flags.", "[COMMAND]"
     ),
 }  # fmt: skip

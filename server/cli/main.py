@@ -40,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(_INTERRUPTED) from None
 
 
+def serve_main() -> None:
+    """Entry point of the `tessera-server` command: `tessera serve`, under a name that other servers have."""
+    main(["serve", *sys.argv[1:]])
+
+
 def _serve(arguments: list[str], began: float) -> None:
     """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
     engine: subprocess.Popen[bytes] | None = None

@@ -14,6 +14,7 @@ from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.front_end.count import front_end_count
 from server.cli.listening import listen, local_hosts
+from server.cli.model_name import with_model_name
 from server.cli.service_parts import (
     api_keys,
     check_tracing,
@@ -39,7 +40,7 @@ from server.log import LogFormat, configure_logging
 if TYPE_CHECKING:
     import socket
     import subprocess
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from server.cli.front_end.pool import FrontEndPool
@@ -55,6 +56,7 @@ def serve(
     engine_command: Sequence[str] = ENGINE_COMMAND,
     spawned: subprocess.Popen[bytes] | None = None,
     began: float | None = None,
+    listening: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Serve until a signal ends the process; exits with status 1 if the service cannot start.
 
@@ -63,6 +65,7 @@ def serve(
         engine_command: starts an engine process.
         spawned: an engine process that was spawned earlier. The caller ends it if it is not used.
         began: `time.perf_counter()` at the start of the command; None means now.
+        listening: called with the port that the service listens on.
     """
     began = time.perf_counter() if began is None else began
     # Until the event loop handles them, exit through the `finally` blocks.
@@ -74,10 +77,12 @@ def serve(
     raise_descriptor_limit()
     try:
         check_tracing(settings)
+        settings = with_model_name(settings)
         model_path, model_config = find_model(settings)
         environments = engine_environments(settings)
         front_ends = front_end_count(settings.frontends, settings.device, len(environments))
         listeners = listen(settings.host, settings.port, front_ends)
+        listening(listeners[0].getsockname()[1])
         tokenizer_folder = tokenizer_path(settings, model_path)
         keys = api_keys(settings)
         allowed_hosts = _allowed_hosts(settings, listeners[0], keys)

@@ -19,6 +19,7 @@ from server.errors import (
     TesseraError,
     UnauthorizedError,
 )
+from server.http.unknown_routes.answer import UnknownRoutes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], E
         app: the application.
         render: returns the response's status and body for a request's path and an error.
     """
+    unknown = UnknownRoutes(app.routes)
 
     def respond(request: Request, error: TesseraError) -> Response:
         return error_response(error, render(request.scope["path"], error))
@@ -91,7 +93,7 @@ def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], E
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return respond(request, _of_status(error.status_code, app.routes, request.scope))
+        return respond(request, _of_status(error.status_code, app.routes, request.scope, unknown))
 
     async def on_bug(request: Request, _error: Exception) -> Response:
         # Starlette raises the error again after this response, and the server logs it.
@@ -102,9 +104,11 @@ def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], E
     app.add_exception_handler(Exception, on_bug)
 
 
-def _of_status(status: int, routes: Sequence[BaseRoute], scope: Scope) -> TesseraError:
+def _of_status(
+    status: int, routes: Sequence[BaseRoute], scope: Scope, unknown: UnknownRoutes
+) -> TesseraError:
     if status == 404:
-        return NotFoundError("there is no such route")
+        return NotFoundError(unknown.message(scope["path"]))
     if status == 405:
         allowed = _allowed_methods(routes, scope)
         return MethodNotAllowedError(f"this route answers {', '.join(allowed)} only", allowed)

@@ -1,4 +1,4 @@
-"""The routes that are the same for all dialects: the page for browsers, health, the kernel plan and metrics."""
+"""The routes that are the same for all dialects: the page for browsers, health, load, the kernel plan and metrics."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from server.errors import UnavailableError
 from server.http.openapi import describe_error, describe_service_route
 from server.http.page import routes as page
 from server.http.responses import json_response
+from server.version import version
 
 if TYPE_CHECKING:
     from server.http.context import AppContext
@@ -31,11 +32,33 @@ class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
     error_type: str | UnsetType = UNSET
 
 
-REPLIES = (HealthReply, PlanReport)
+class VersionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of Tessera, in the form of vLLM's `/version`."""
+
+    version: str
+
+
+class LoadReply(msgspec.Struct, frozen=True, kw_only=True):
+    """How much the service has to do.
+
+    Attributes:
+        server_load: sequences admitted and not yet answered, under vLLM's name.
+        requests_running: sequences in the engine's batch.
+        requests_waiting: sequences in the engine's queue.
+        kv_cache_usage_ratio: share of the KV cache's blocks that running sequences hold, 0 to 1.
+    """
+
+    server_load: int
+    requests_running: int
+    requests_waiting: int
+    kv_cache_usage_ratio: float
+
+
+REPLIES = (HealthReply, LoadReply, PlanReport, VersionReply)
 
 
 def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]) -> None:
-    """Add the routes /plan, those of health checks, /metrics, and GET / with the files of its page.
+    """Add the routes /plan, /version, /load, those of health checks, /metrics, and GET / with its page's files.
 
     Args:
         app: the application.
@@ -63,6 +86,22 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         """Report which attention kernels run here, how they are launched, and why."""
         return json_response(context.engine_info().plan)
 
+    async def read_version() -> Response:
+        """Report the version of Tessera."""
+        return json_response(VersionReply(version=version()))
+
+    async def read_load() -> Response:
+        """Report how many requests run and wait, and how full the KV cache is."""
+        stats = context.client.stats
+        return json_response(
+            LoadReply(
+                server_load=context.metrics.in_flight,
+                requests_running=stats.num_running,
+                requests_waiting=stats.num_waiting,
+                kv_cache_usage_ratio=stats.kv_usage,
+            )
+        )
+
     async def read_health() -> Response:
         """Report whether requests are served: the readiness probe."""
         return _health(context, healthy=context.is_ready)
@@ -86,12 +125,17 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         return Response(text, headers={"content-type": content_type})
 
     app.add_api_route("/plan", read_plan, methods=["GET"], **plan)
+    app.add_api_route("/version", read_version, **describe_service_route(VersionReply))
+    app.add_api_route("/load", read_load, **describe_service_route(LoadReply))
     for path, read, described in (
         ("/", read_root, root),
         ("/health", read_health, health),
         ("/health/ready", read_health, health),
         ("/ping", read_health, health),
+        ("/healthz", read_health, health),
+        ("/readyz", read_health, health),
         ("/health/live", read_liveness, health),
+        ("/livez", read_liveness, health),
     ):
         app.add_api_route(path, read, methods=["GET"], **described)
         app.add_api_route(path, read, methods=["HEAD"], include_in_schema=False)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _BODY = b'{"inputs": "x", "parameters": {"max_new_tokens": 2}}'
 _CANARY = "canary-4711"
-_OPEN = {"/", "/health", "/health/ready", "/health/live", "/ping"}
+_OPEN = {"/", "/health", "/health/ready", "/health/live", "/healthz", "/livez", "/ping", "/readyz"}
 _FOLDERS = "|".join(
     re.escape(f"{folder}/") for folder in (Path.home(), Path(__file__).parents[2]) if folder.name
 )

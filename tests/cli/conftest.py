@@ -1,12 +1,26 @@
-"""Runs commands in this process."""
+"""Runs commands in this process, with scripted servers."""
+
+import io
+import logging
 
 import pytest
 
 from server.cli.main import main
+from tests.cli import fake_server as fake
 
 
 @pytest.fixture
-def tessera(capsys):
+def logging_restored():
+    """Undo what a command does to logging: its handler writes to the standard error of the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def tessera(capsys, logging_restored):
     """Return a function: run a command; return its exit status, output and errors."""
 
     def run(*arguments):
@@ -23,3 +37,32 @@ def exit_status(arguments):
     except SystemExit as end:
         return end.code
     return 0
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a server with scripts for its paths."""
+    servers = []
+
+    def begin(scripts):
+        servers.append(fake.ThreadedServer(scripts))
+        return servers[-1].__enter__()
+
+    yield begin
+    for server in servers:
+        server.__exit__()
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Return a function that sets what is on standard input, which is not a terminal."""
+
+    def type_in(text):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+    return type_in
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("TESSERA_API_KEY", raising=False)

@@ -9,7 +9,15 @@ from server.cli import commands
 from server.cli.settings import Settings, flag
 
 ALL = [*([name] for name in commands.COMMANDS), *(["bench", kind] for kind in commands.BENCHMARKS)]
-WITH_SETTINGS = (["serve"], ["plan"], ["size"], ["warmup"], ["doctor"], ["bench", "engine"])
+WITH_SETTINGS = (
+    ["serve"],
+    ["run"],
+    ["plan"],
+    ["size"],
+    ["warmup"],
+    ["doctor"],
+    ["bench", "engine"],
+)
 
 
 @pytest.mark.parametrize("flags", [["plan", "--arch"], ["size", "--gpu"], ["warmup", "--arch"]])
@@ -83,10 +91,39 @@ def test_a_misspelled_word_is_an_error_of_one_line(tessera, arguments, words):
     assert err.count("\n") == 1
 
 
-def test_the_version_is_printed(tessera):
+@pytest.mark.parametrize("word", ["--version", "-V", "-v", "version"])
+def test_the_version_is_printed(tessera, word):
     from server.version import version
 
-    assert tessera("--version") == (0, f"{version()}\n", "")
+    assert tessera(word) == (0, f"{version()}\n", "")
+
+
+@pytest.mark.parametrize("words", [[], ["plan"], ["bench", "serve"]], ids=" ".join)
+def test_help_as_a_command_is_the_same_as_the_flag(tessera, words):
+    assert tessera("help", *words) == tessera(*words, "--help")
+
+
+def test_a_command_has_its_flags_under_its_other_name_too(tessera):
+    assert "--json" in tessera("ls", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-m", "tessera"],
+        ["-c", "from tessera.server.cli.main import main; main()"],
+        ["-c", "from tessera.server.cli.main import serve_main; serve_main()"],
+    ],
+    ids=["-m tessera", "tessera", "tessera-server"],
+)
+def test_every_way_to_start_the_program_serves(program):
+    words = [] if "serve_main" in program[1] else ["serve"]
+    done = subprocess.run(
+        [sys.executable, *program, *words, "--port=x"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("tessera serve: error: --port (or TESSERA_PORT) is 'x'")
 
 
 def imported(*arguments):
@@ -126,6 +163,8 @@ def test_help_and_the_parsing_of_flags_do_not_import_pytorch(words):
         (["warmup"], ["--quantization=int8", "--arch=h100"]),
         (["warmup"], ["--device=cpu", "--arch=h100"]),
         (["plan"], ["--model=/no/such"]),
+        (["run"], ["--model=/no/such"]),
+        (["run"], ["--max-model-len=100000"]),
     ],
     ids=" ".join,
 )

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from server.cli import commands
 from server.cli.commands import command_parser
 from server.cli.completion import SHELLS, completion_script
 
@@ -44,7 +45,7 @@ def complete(scripts, tmp_path):
     return offered
 
 
-COMMANDS = ["serve", "chat", "complete", "plan", "size", "warmup", "doctor", "bench", "completion"]
+COMMANDS = [name for it, command in commands.COMMANDS.items() for name in (it, *command.aliases)]
 
 
 @needs("bash")

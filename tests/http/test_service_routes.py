@@ -5,16 +5,19 @@ import json
 import msgspec
 import pytest
 
+from server.engine.core.messages import EngineStats
 from server.engine.core.plan_report import PlanReport
 from server.engine.link.protocol import EngineState
 from server.http.dialects.tgi.replies import InfoReply
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
+from server.version import version
 from tests.http.fakes import EOS_ID
 from tests.plans import PLAN
 
 pytestmark = pytest.mark.anyio
 
-HEALTH = ("/", "/health", "/ping", "/health/live")
+ALIVE = ("/health/live", "/livez")
+HEALTH = ("/", "/health", "/ping", "/healthz", "/readyz", *ALIVE)
 
 
 @pytest.mark.parametrize("path", HEALTH)
@@ -33,7 +36,7 @@ async def test_a_starting_engine_is_alive_but_not_ready(client, engine, path, st
 
     response = await client.get(path)
 
-    if path == "/health/live":
+    if path in ALIVE:
         assert response.status_code == 200
         assert response.json() == {"state": state.value, "phase": "loading weights"}
         return
@@ -176,3 +179,18 @@ async def test_the_document_declares_that_a_model_may_be_unknown(client, path):
 
 async def test_the_interactive_page_is_served(client):
     assert (await client.get("/docs")).status_code == 200
+
+
+async def test_the_version_is_told_in_vllms_form(client):
+    assert (await client.get("/version")).json() == {"version": version()}
+
+
+async def test_the_load_is_what_runs_and_waits_and_how_full_the_cache_is(client, engine):
+    engine.stats = EngineStats(num_running=2, num_waiting=3, kv_usage=0.25)
+
+    assert (await client.get("/load")).json() == {
+        "server_load": 0,
+        "requests_running": 2,
+        "requests_waiting": 3,
+        "kv_cache_usage_ratio": 0.25,
+    }

@@ -25,13 +25,17 @@ ROUTES = {
     "/health": {"GET", "HEAD"},
     "/health/live": {"GET", "HEAD"},
     "/health/ready": {"GET", "HEAD"},
+    "/healthz": {"GET", "HEAD"},
     "/info": {"GET"},
     "/invocations": {"POST"},
+    "/livez": {"GET", "HEAD"},
+    "/load": {"GET"},
     "/metrics": {"GET"},
     "/openapi.json": {"GET", "HEAD"},
     "/page/{name}": {"GET", "HEAD"},
     "/ping": {"GET", "HEAD"},
     "/plan": {"GET"},
+    "/readyz": {"GET", "HEAD"},
     "/tokenize": {"POST"},
     "/v1/chat/completions": {"POST"},
     "/v1/completions": {"POST"},
@@ -41,6 +45,7 @@ ROUTES = {
     "/v1/models/{name:path}": {"GET"},
     "/v1/responses": {"POST"},
     "/v1/responses/{name:path}": {"DELETE", "GET", "POST"},
+    "/version": {"GET"},
 }
 
 

@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import NoReturn, Self
 
 from server.cli.client.complete import INTERRUPTED
 from server.cli.client.options import DEFAULT_URL, split_target, target
-from server.cli.client.session import Session, write_answer
+from server.cli.client.session import Session, listed_name, write_answer
 from server.cli.client.streams import Chat, ServerError
 
 _HELP = "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D or /exit ends."
@@ -36,7 +37,7 @@ def main(options: argparse.Namespace) -> None:
         with asyncio.Runner() as runner, Conversation(options, runner) as conversation:
             conversation.connect()
             if sys.stdin.isatty():
-                _talk(conversation)
+                talk(conversation)
             else:
                 _answer_once(conversation)
     except ServerError as error:
@@ -87,7 +88,10 @@ class Conversation:
             raise ServerError(
                 f"the server at {self.url} has no {self._route.path}; `tessera complete` continues a text"
             )
-        self.model = self.model or next(iter(models), None)
+        if self.model is None:
+            self.model = next(iter(models), None)
+        else:
+            self.model = listed_name(self.model, models) or self.model
 
     def ask(self, message: str) -> None:
         """Send a message and write the answer. What an interrupted answer says so far stays part of the conversation.
@@ -117,27 +121,36 @@ class Conversation:
             await write_answer(parts, received)
 
 
-def _talk(conversation: Conversation) -> None:
+def talk(conversation: Conversation) -> None:
+    """Answer each line that is typed, until the end of the input."""
+    print(f"{conversation.model or 'the model'} at {conversation.url}. {_HELP}", file=sys.stderr)
+    for line in typed_lines():
+        message = line.strip()
+        if message == "/new":
+            conversation.begin()
+        elif message.startswith("/"):
+            print(_HELP, file=sys.stderr)
+        else:
+            _ask(conversation, message)
+
+
+def typed_lines() -> Iterator[str]:
+    """Yield the lines that are typed, except empty ones, until Ctrl-D or `/exit`."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415 - gives `input` its editing and history
-    print(f"{conversation.model or 'the model'} at {conversation.url}. {_HELP}", file=sys.stderr)
     while True:
         try:
-            message = input("> ").strip()
+            line = input("> ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:  # drops the line that is being typed
             print()
             continue
-        if message in ("/exit", "/quit"):
+        if line.strip() in ("/exit", "/quit", "/bye"):
             return
-        if message == "/new":
-            conversation.begin()
-        elif message.startswith("/"):
-            print(_HELP, file=sys.stderr)
-        elif message:
-            _ask(conversation, message)
+        if line.strip():
+            yield line
 
 
 def _ask(conversation: Conversation, message: str) -> None:

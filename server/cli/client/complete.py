@@ -10,7 +10,7 @@ import sys
 from typing import NoReturn
 
 from server.cli.client.options import DEFAULT_URL, looks_like_url, split_target, target
-from server.cli.client.session import Session, write_answer
+from server.cli.client.session import Session, listed_name, write_answer
 from server.cli.client.streams import Completions, GenerateStream, ServerError
 
 INTERRUPTED = 130
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> None:
     if not prompt:
         _fail("the prompt is empty", status=2)
     try:
-        asyncio.run(_complete(prompt, options))
+        asyncio.run(continue_text(prompt, options))
     except ServerError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -47,7 +47,12 @@ def main(options: argparse.Namespace) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-async def _complete(prompt: str, options: argparse.Namespace) -> None:
+async def continue_text(prompt: str, options: argparse.Namespace) -> None:
+    """Write the continuation of a text to standard output as it arrives.
+
+    Raises:
+        ServerError: there is none.
+    """
     session = Session(target(options), options.url or DEFAULT_URL)
     with contextlib.closing(session):
         models = await session.models()
@@ -60,7 +65,8 @@ async def _complete(prompt: str, options: argparse.Namespace) -> None:
             parts = session.stream(route, route.body(prompt, options))
         else:
             completions = Completions()
-            model = options.model or next(iter(models), None)
+            model = options.model and (listed_name(options.model, models) or options.model)
+            model = model or next(iter(models), None)
             parts = session.stream(completions, completions.body(prompt, model, options))
         async with contextlib.aclosing(parts):
             await write_answer(parts, [])

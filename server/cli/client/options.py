@@ -1,4 +1,4 @@
-"""The flags that `tessera chat` and `tessera complete` share."""
+"""The flags that the commands share which talk to a server."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ _HOST_AND_PORT = re.compile(r"(localhost|[\w.-]*:\d+|\[[\da-fA-F:]+\]:\d+)(/.*)?
 
 def add_flags(parser: Parser) -> None:
     """Add the flags of a request to a running server."""
+    add_server_flags(parser)
+    parser.add_argument(
+        "--model", metavar="NAME", help="to ask the server for (default: the first that it lists)"
+    )
+    add_answer_flags(parser)
+
+
+def add_server_flags(parser: Parser) -> None:
+    """Add the flags that name a running server."""
     server = parser.add_argument_group("server")
     server.add_argument(
         "--url",
@@ -28,14 +37,15 @@ def add_flags(parser: Parser) -> None:
         help=f"of the server (default: {DEFAULT_URL})",
     )
     server.add_argument(
-        "--model", metavar="NAME", help="to ask the server for (default: the first that it lists)"
-    )
-    server.add_argument(
         "--api-key",
         type=checked(_key),
         metavar="KEY",
         help="of the server (default: TESSERA_API_KEY)",
     )
+
+
+def add_answer_flags(parser: Parser) -> None:
+    """Add the flags of what is asked for, without those that name the server."""
     answer = parser.add_argument_group("answer")
     answer.add_argument("--max-tokens", type=count, metavar="N", help="most tokens to generate")
     answer.add_argument(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
+from model.checkpoint.names import read_name
+from model.errors import ModelFolderError
 from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
 from server.cli.client.streams import Piece, Route, ServerError, error_text
 
 _OK, _UNAUTHORIZED, _NOT_FOUND, _METHOD_NOT_ALLOWED, _UNAVAILABLE = 200, 401, 404, 405, 503
+_UNPROCESSABLE = 422
 _SAFE_CONTROLS = {ord("\n"), ord("\t")}
 _CONTROLS = {
     code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in _SAFE_CONTROLS
@@ -46,6 +50,36 @@ class Session:
         except msgspec.DecodeError:
             return None
         return [model.id for model in listed]
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path, whatever the status; an empty one for anything else.
+
+        Raises:
+            ServerError: there is no server, or it wants another key.
+        """
+        try:
+            response = await self._client.request("GET", path)
+        except RequestError as error:
+            raise self._lost(error) from error
+        if response.status == _UNAUTHORIZED:
+            raise self._refused(response.status, response.body)
+        try:
+            return msgspec.json.decode(response.body, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return {}
+
+    async def has_chat(self) -> bool:
+        """Return whether the served model has a chat template; also true for servers that cannot be asked.
+
+        Raises:
+            ServerError: there is no server.
+        """
+        body = msgspec.json.encode({"messages": [{"role": "user", "content": "x"}]})
+        try:
+            response = await self._client.request("POST", "/chat_tokenize", body)
+        except RequestError as error:
+            raise self._lost(error) from error
+        return response.status != _UNPROCESSABLE
 
     async def stream(self, route: Route, body: bytes) -> AsyncGenerator[Piece, None]:
         """Send a request and yield the parts of its answer. Closing the generator aborts the request.
@@ -110,6 +144,20 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
+
+
+def listed_name(model: str, listed: Sequence[str]) -> str | None:
+    """Return the name under which a server lists a model; None if it does not.
+
+    Args:
+        model: as `model.checkpoint.names` reads names, so `qwen3-0.6b` is Qwen/Qwen3-0.6B.
+        listed: by the server.
+    """
+    names = [model]
+    with contextlib.suppress(ModelFolderError):
+        names.append(read_name(model).name)
+    folded = {it.casefold(): it for it in listed}
+    return next((folded[it.casefold()] for it in names if it.casefold() in folded), None)
 
 
 async def write_answer(parts: AsyncGenerator[Piece, None], received: list[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+HEALTH_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/healthz", "/livez", "/ping", "/readyz"}
+)
 """Health checks. They need neither an API key nor an allowed Host: they report the engine's state only."""
 
 PROBES = HEALTH_PATHS | {"/metrics"}

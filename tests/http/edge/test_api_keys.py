@@ -70,7 +70,7 @@ async def test_only_probes_pages_and_their_files_are_open(client, path):
 def test_open_paths_are_probes_and_pages():
     assert {path for path in ROUTES if is_open("GET", path)} == {
         "/", "/docs", "/docs/page.css", "/docs/start.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css",
-        "/health", "/health/live", "/health/ready", "/page/{name}", "/ping",
+        "/health", "/health/live", "/health/ready", "/healthz", "/livez", "/page/{name}", "/ping", "/readyz",
     }  # fmt: skip
     assert not any(is_open("POST", path) for path in ROUTES)
 

@@ -113,6 +113,19 @@ def test_a_misspelled_bundled_is_corrected(hub):
         resolve("bundeld")
 
 
+def test_a_repository_is_fetched_under_the_name_that_is_meant(hub):
+    resolve("https://huggingface.co/qwen/qwen3-0.6b")
+
+    assert hub.calls[0][0] == "Qwen/Qwen3-0.6B"
+
+
+def test_the_error_for_a_wrong_organisation_names_the_right_one(hub):
+    hub.answer = http_error(errors.RepositoryNotFoundError)
+
+    with pytest.raises(ModelFolderError, match=r"did you mean Qwen/Qwen3-0\.6B\?$"):
+        resolve("qwenlm/qwen3-0.6b")
+
+
 def test_a_revision_of_a_folder_is_rejected(tmp_path, no_network):
     with pytest.raises(ModelFolderError, match="revision 'main' is given, but"):
         resolve(str(tmp_path), revision="main")

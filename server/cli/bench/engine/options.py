@@ -72,7 +72,8 @@ def shapes() -> list[str]:
 
 def shape_folder(model: str) -> Path | None:
     """Return the folder with the configuration of a shape; None if `model` names none, or a folder."""
-    return SHAPES / model if model in shapes() and not Path(model).exists() else None
+    name = model.casefold()
+    return SHAPES / name if name in shapes() and not Path(model).exists() else None
 
 
 def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -> EngineConfig:

@@ -1,0 +1,1 @@
+"""`tessera run`: a service and a conversation with it in one command."""

@@ -1,0 +1,1 @@
+"""What is answered to a request for a path that is no route."""

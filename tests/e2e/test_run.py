@@ -1,0 +1,69 @@
+"""`tessera run` with a real service."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.reliability.processes import process_tree
+
+pytestmark = pytest.mark.e2e
+RUN = [sys.executable, "-m", "server.cli.main", "run"]
+
+
+def test_a_service_of_its_own_answers_and_ends_with_the_command():
+    done = subprocess.run(
+        [*RUN, "bundled", "def add(a, b):", "--port=0", "--max-tokens=8", "--temperature=0"],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+
+    assert done.stdout.strip()
+    assert "Traceback" not in done.stderr
+
+
+def test_a_running_service_gives_the_same_answer(bundled_service):
+    message, flags = "def add(a, b):", ["--max-tokens=8", "--temperature=0"]
+    done = subprocess.run(
+        [*RUN, "bundled", message, *flags, f"--port={bundled_service.port}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+
+    assert "[using the service at" in done.stderr
+    chat = subprocess.run(
+        [sys.executable, "-m", "server.cli.main", "chat", bundled_service.url, *flags],
+        input=message, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == chat.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_service_ends_however_the_command_ends(number):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        [*RUN, "bundled", "--port=0"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        signal.signal(signal.SIGINT, before)
+        for line in process.stderr:
+            if "loading" in line:
+                break
+        others = [it.pid for it in process_tree(process.pid) if it.pid != process.pid]
+        assert len(others) >= 2
+        process.send_signal(number)
+        process.wait(30)
+        process.stdin.close()
+
+    deadline = time.monotonic() + 30
+    while any(map(_runs, others)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_runs, others))
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        return True
+    return False
