@@ -20,6 +20,7 @@ _DEST: Final = "setting "
 
 def add_settings(parser: Parser) -> None:
     """Add a flag for every setting, and the model as a positional argument."""
+    parser.takes_settings = True
     parser.add_argument(MODEL, nargs="?", metavar="MODEL", help="the same as --model")
     groups = {name: parser.add_argument_group(name) for name in typing.get_args(Group)}
     for name, field in listed_settings().items():
