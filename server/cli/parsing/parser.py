@@ -129,8 +129,8 @@ class Parser(argparse.ArgumentParser):
             word.partition("=")[0] in own for word in words if word.startswith("-")
         ):
             return words, None
-        from server.cli.peers.reading import Refused  # noqa: PLC0415 - only where a name is unknown
-        from server.cli.peers.words import find_foreign, is_flag, take_out  # noqa: PLC0415
+        from server.cli.peers.reading import PeerNameError  # noqa: PLC0415 - only where a name is unknown
+        from server.cli.peers.words import find_foreign, take_out  # noqa: PLC0415
 
         if not self.takes_settings:
             if (word := find_foreign(words, own)) and len(word) > 2:
@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
             return words, None
         try:
             left, reading = take_out(words, own)
-        except Refused as error:
+        except PeerNameError as error:
             self.error(str(error))
         return left, reading if reading.notes or reading.given else None
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from server.cli.peers.forms import truth, zero_is_default
+from server.cli.peers.forms import gpu_layers, truth, zero_is_default
 
 if TYPE_CHECKING:
+    from server.cli.peers.forms import Form
     from server.cli.peers.table import Found
 
+_DEFAULTS: Final[Mapping[Form, str]] = {
+    zero_is_default: "0 and -1 stand for the default",
+    gpu_layers: "all layers are computed on one device",
+}
 _SECRET: Final = frozenset({"api_key"})
 
 
-class Refused(ValueError):
+class PeerNameError(ValueError):
     """A name of a peer that cannot be understood; the message begins with the name."""
 
 
@@ -59,7 +64,7 @@ class Reading:
             text: its value; None for a flag without one.
 
         Raises:
-            Refused: it asks for something that Tessera does not have, or that has another name.
+            PeerNameError: it asks for something that Tessera does not have, or that has another name.
         """
         one = self._choose(name, found)
         row = one.row
@@ -69,9 +74,9 @@ class Reading:
             self._understand(name, one, text)
         elif row.always:
             if asks_for_nothing and not row.either:
-                raise Refused(f"{name}: {row.always}; this cannot be switched off")
+                raise PeerNameError(f"{name}: {row.always}; this cannot be switched off")
             if row.only and not asks_for_nothing and (text or "on") not in row.only.split():
-                raise Refused(
+                raise PeerNameError(
                     f"{name} {text}: Tessera has no such choice ({row.always}); without effect are only "
                     f"{', '.join(row.only.split())}"
                 )
@@ -79,20 +84,22 @@ class Reading:
         elif asks_for_nothing or (row.takes == "optional" and text and truth(text) is False):
             self.notes.append(f"{name} has no effect: it switches off what Tessera does not have")
         elif row.near:
-            raise Refused(f"{name} ({one.peer.name}): {row.near}")
+            raise PeerNameError(f"{name} ({one.peer.name}): {row.near}")
         elif row.subject is not None:
-            raise Refused(f"{name} ({one.peer.name}): {absence(one)}")
+            raise PeerNameError(f"{name} ({one.peer.name}): {absence(one)}")
 
     def add(self, setting: str, given: Given, row_text: str | None = None) -> None:
         """Add the text of a setting.
 
         Raises:
-            Refused: another name has given another text.
+            PeerNameError: another name has given another text.
         """
         other = self.given.setdefault(setting, given)
         if other.text != given.text:
             shown = "other values" if setting in _SECRET else f"{other.text!r} and {given.text!r}"
-            raise Refused(f"{other.origin} and {given.origin} both set {_flag(setting)}, to {shown}")
+            raise PeerNameError(
+                f"{other.origin} and {given.origin} both set {_flag(setting)}, to {shown}"
+            )
         if row_text is not None:
             self.notes.append(row_text)
 
@@ -117,7 +124,11 @@ class Reading:
         if not any(it.row.setting or it.row.always for it in fitting):
             return fitting[0]
         meanings = ", ".join(f"{_meaning(it)} in {it.peer.name}" for it in fitting)
-        raise Refused(f"{name} has several meanings: {meanings}") if first else Refused(name)
+        raise (
+            PeerNameError(f"{name} has several meanings, {meanings}: give the one that is meant")
+            if first
+            else PeerNameError(name)
+        )
 
     def _understand(self, name: str, one: Found, text: str | None) -> None:
         setting = one.row.setting
@@ -125,9 +136,9 @@ class Reading:
             value = one.row.form(text)
         except ValueError as error:
             shown = name if text is None or setting in _SECRET else f"{name} {text}"
-            raise Refused(f"{shown}: {error}") from None
+            raise PeerNameError(f"{shown}: {error}") from None
         if value is None:
-            reason = "0 and -1 stand for the default" if one.row.form is zero_is_default else "it is the default"
+            reason = _DEFAULTS.get(one.row.form, "it is the default")
             self.notes.append(f"{name} {text or ''}".rstrip() + f" has no effect: {reason}")
             return
         shown = "" if setting in _SECRET else f" {value}"

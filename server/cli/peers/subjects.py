@@ -28,9 +28,7 @@ TLS: Final = Subject("TLS", "put a proxy in front of it (docs/operations.md)", m
 PATH_PREFIX: Final = Subject(
     "prefix of its routes", "let the proxy in front remove it", matters=True
 )
-CORS: Final = Subject(
-    "CORS setting except --cors-allow-origin", matters=True
-)
+CORS: Final = Subject("CORS setting except --cors-allow-origin", matters=True)
 LISTENING: Final = Subject("other listener than HTTP on one TCP port", "--host and --port")
 TUNNEL: Final = Subject("tunnel", matters=True)
 PIPELINE: Final = Subject(
@@ -49,7 +47,9 @@ MODEL_OVERRIDE: Final = Subject(
     "override of the model's configuration", "change config.json of the checkpoint", matters=True
 )
 TOKENIZER: Final = Subject(
-    "other tokenizer than the checkpoint's", "put its files into the folder of the model", matters=True
+    "other tokenizer than the checkpoint's",
+    "put its files into the folder of the model",
+    matters=True,
 )
 SAMPLING: Final = Subject(
     "flag for sampling",
@@ -74,16 +74,23 @@ ROUTER: Final = Subject("service with several models", "start one service for ea
 WEIGHT_UPDATES: Final = Subject("exchange of weights while it runs", "start the service again")
 SLEEP: Final = Subject("sleep mode", "end the service")
 GGUF: Final = Subject(
-    "loader of GGUF files or of such sources", "name a repository or folder with safetensors", matters=True
+    "loader of GGUF files or of such sources",
+    "name a repository or folder with safetensors",
+    matters=True,
 )
 LOADING: Final = Subject("such setting of loading weights")
 QUANTIZATION: Final = Subject(
-    "such setting of quantization", "--quantization, or a checkpoint that is quantized already", matters=True
+    "such setting of quantization",
+    "--quantization, or a checkpoint that is quantized already",
+    matters=True,
 )
-KV_FORMATS: Final = Subject("such setting of the KV cache's format", "--kv-cache-dtype", matters=True)
+KV_FORMATS: Final = Subject(
+    "such setting of the KV cache's format", "--kv-cache-dtype", matters=True
+)
 CACHE_TUNING: Final = Subject("such setting of the prefix cache", "--enable-prefix-caching")
 SCHEDULING: Final = Subject(
-    "such setting of the scheduler", "--max-num-seqs, --max-num-batched-tokens and --max-prefill-tokens"
+    "such setting of the scheduler",
+    "--max-num-seqs, --max-num-batched-tokens and --max-prefill-tokens",
 )
 LIMITS: Final = Subject("such limit of requests", "docs/settings.md lists its limits")
 COMPILATION: Final = Subject(
@@ -96,8 +103,12 @@ LOGGING: Final = Subject("such setting of its log", "--log-level, --log-format a
 METRICS: Final = Subject("such setting of its metrics", "GET /metrics has them all")
 DEBUGGING: Final = Subject("such means of debugging")
 PAGE: Final = Subject("setting of its page")
-COMMAND_LINE: Final = Subject("such input on its command line", "`tessera complete` or `tessera chat`")
-MODEL_SHORTCUTS: Final = Subject("shortcut for this model", "name it: `tessera serve MODEL`", matters=True)
+COMMAND_LINE: Final = Subject(
+    "such input on its command line", "`tessera complete` or `tessera chat`"
+)
+MODEL_SHORTCUTS: Final = Subject(
+    "shortcut for this model", "name it: `tessera serve MODEL`", matters=True
+)
 TRAINING: Final = Subject("such setting for training by its answers", matters=True)
 DIFFUSION: Final = Subject("diffusion of texts", matters=True)
 OTHER: Final = Subject("such setting")

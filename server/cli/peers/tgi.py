@@ -7,7 +7,9 @@ from typing import Final
 from server.cli.peers import common, forms, subjects
 from server.cli.peers.answers import Peer, absent, always, near, understood
 
-_INPUT: Final = "--max-model-len limits prompt and output together; there is no limit of prompts alone"
+_INPUT: Final = (
+    "--max-model-len limits prompt and output together; there is no limit of prompts alone"
+)
 
 TGI: Final = Peer(
     "Text Generation Inference",

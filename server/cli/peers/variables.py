@@ -1,8 +1,8 @@
 """Reads the environment variables of peers.
 
-The large tables are imported only if there is a variable that may be in one. A variable is less explicit than a flag: it may
-be set for another program. So only those of Text Generation Inference and llama.cpp that stand for a flag are refused,
-and only where ignoring them would change answers or security.
+The large tables are imported only if there is a variable that may be in one. A variable is less explicit than a flag,
+for it may be set for another program. So only those of Text Generation Inference and llama.cpp that stand for a flag
+are refused, and only where ignoring them would change answers or security.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Readin
         What they say, with one note for each; None if there are none.
 
     Raises:
-        Refused: a variable asks for something that Tessera does not have, or has a value that it does not take.
+        PeerNameError: a variable asks for something that Tessera does not have, or has a value that it does not take.
     """
     present = {name: value for name, value in variables.items() if value and _may_be_of_peer(name)}
     present = {
@@ -60,7 +60,7 @@ def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Readin
 def _read(
     reading: Reading, name: str, value: str, present: Mapping[str, str], model_is_given: bool
 ) -> None:
-    from server.cli.peers.reading import Refused  # noqa: PLC0415 - the tables
+    from server.cli.peers.reading import PeerNameError  # noqa: PLC0415 - the tables
     from server.cli.peers.table import find_variable  # noqa: PLC0415 - the tables
 
     one = find_variable(name)
@@ -74,7 +74,7 @@ def _read(
         return
     try:
         reading.read(name, [one], value)
-    except Refused as error:
+    except PeerNameError as error:
         if _stops(one, name):
             raise
         reading.notes.append(f"{name} has no effect: {_reason(str(error))}")

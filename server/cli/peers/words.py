@@ -46,7 +46,7 @@ def take_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], Rea
         The other words, and what those that were taken out say.
 
     Raises:
-        Refused: a flag asks for something that Tessera does not have, or that has another name.
+        PeerNameError: a flag asks for something that Tessera does not have, or that has another name.
     """
     left, taken = _divide(words, own)
     reading = Reading()
