@@ -106,11 +106,14 @@ def gpu_layers(text: str | None) -> str | None:
     )
 
 
+def no_device(text: str | None) -> str | None:
+    """Make a device of the names of those that layers are offloaded to, of which `none` is the CPU."""
+    return "cpu" if text == "none" else text
+
+
 def sharded(text: str | None) -> str | None:
-    """Make a number of GPUs of a text that says whether there are several."""
-    if on(text) == "true":
-        raise ValueError("give the number of GPUs: --tensor-parallel N")
-    return "1"
+    """Make a number of GPUs of a text that says whether there are several; None if there are."""
+    return None if on(text) == "true" else "1"
 
 
 def graphs(text: str | None) -> str:

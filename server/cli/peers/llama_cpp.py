@@ -53,7 +53,7 @@ LLAMA_CPP: Final = Peer(
         always("settings are fitted to the memory where they are not given", "-fit --fit", "LLAMA_ARG_FIT",
                only="on true 1", takes="value"),
         always("the first GPU is used", "-mg --main-gpu", "LLAMA_ARG_MAIN_GPU", only="0", takes="value"),
-        near("--device is auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPU", "-dev", "LLAMA_ARG_DEVICE"),
+        understood("device", "-dev --device", "LLAMA_ARG_DEVICE", form=forms.no_device),
         near("--max-num-batched-tokens limits the tokens of a step", "-b --batch-size -ub --ubatch-size",
              "LLAMA_ARG_BATCH LLAMA_ARG_UBATCH"),
         near("--kv-cache-dtype is auto or fp8, for keys and values", "-ctk --cache-type-k -ctv --cache-type-v",
@@ -254,7 +254,7 @@ LLAMA_CPP: Final = Peer(
         ),
         absent(
             subjects.PLACEMENT,
-            "--cpu-mask --cpu-mask-batch --cpu-range --cpu-range-batch --cpu-strict --cpu-strict-batch --device "
+            "--cpu-mask --cpu-mask-batch --cpu-range --cpu-range-batch --cpu-strict --cpu-strict-batch "
             "--numa --poll --poll-batch --prio --prio-batch -C -Cb -Cr -Crb -ot",
             "LLAMA_ARG_NO_HOST LLAMA_ARG_NUMA",
         ),

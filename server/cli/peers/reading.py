@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from server.cli.peers.forms import gpu_layers, truth, zero_is_default
+from server.cli.peers.forms import gpu_layers, sharded, truth, zero_is_default
 
 if TYPE_CHECKING:
     from server.cli.peers.forms import Form
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _DEFAULTS: Final[Mapping[Form, str]] = {
     zero_is_default: "0 and -1 stand for the default",
     gpu_layers: "all layers are computed on one device",
+    sharded: "--tensor-parallel gives the number of GPUs, as --num-shard and NUM_SHARD do",
 }
 _SECRET: Final = frozenset({"api_key"})
 
