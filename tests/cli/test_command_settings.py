@@ -336,7 +336,9 @@ def test_flags_of_other_servers_set_what_they_mean():
 
 
 def test_flags_that_contradict_each_other_are_refused(refusal):
-    assert "--port and -p set the same, to '1' and '2'" in refusal("--port=1", "-p=2")
+    assert "--max-model-len and -c set the same, to '8' and '9'" in refusal(
+        "--max-model-len=8", "-c=9"
+    )
     assert "two models are given: 'b' and -m 'a'" in refusal("-m", "a", "b")
     assert read_settings(["--max-model-len=4K", "--ctx-size=4096"]).max_model_len == 4096
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from server.cli.peers.reading import Reading
     from server.cli.peers.table import Found
 
-_PREFIXES: Final = ("VLLM_", "LLAMA_", "SGLANG_", "OLLAMA_")
+_PREFIXES: Final = ("VLLM_", "LLAMA_", "SGLANG_", "OLLAMA_", "MTMD_")
 # For a Service named `vllm`, Kubernetes sets VLLM_PORT and others in every pod of the namespace.
 _ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE: Final = re.compile(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")

@@ -54,7 +54,7 @@ def test_a_name_of_another_server_is_not_taken_for_a_misspelled_one(parser, caps
 @pytest.mark.parametrize(
     ("word", "known", "hint"),
     [
-        ("--modle", ["--mode", "--model"], "; did you mean --model?"),
+        ("--modle", ["--port", "--model"], "; did you mean --model?"),
         ("--max-model-length", ["--max-model-len"], "; did you mean --max-model-len?"),
         ("--quantisation", ["--quantization"], "; did you mean --quantization?"),
         ("--tokenizer", ["--block-size"], ""),

@@ -22,6 +22,7 @@ VALUES = {
     "--sharded": "false",
     "-ngl": "99",
     "--gpu-layers": "all",
+    "--n-gpu-layers": "auto",
     "--kv-cache-memory-bytes": "1g",
 }
 
