@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from server.cli.peers.forms import same
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 Takes = Literal["value", "nothing", "optional"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """The answer to some names of one peer. Exactly one of `setting`, `always`, `near` and `subject` is set.
 
     Attributes:

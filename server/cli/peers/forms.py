@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from server.cli.peers.values import scaled_number
+
 Form: TypeAlias = Callable[[str | None], str | None]
 
 _TRUE: Final = frozenset({"true", "1", "on", "yes", "t", "y", "enabled"})
@@ -128,20 +130,3 @@ def port_number(text: str | None) -> str | None:
     if not (text and _NUMBER.fullmatch(text) and 0 < int(text) < 1 << 16):
         raise ValueError("it is not the number of a port")
     return text
-
-
-def scaled_number(text: str) -> str:
-    """Write a number with k, m, g or t for powers of 1000, or with K, M, G or T for powers of 1024, in digits.
-
-    As in vLLM: 4k is 4000, 4K is 4096, and 25.6k is 25600. Any other text stays as it is, for the check of the
-    setting.
-    """
-    match = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?([kKmMgGtT])", text.strip())
-    if match is None:
-        return text
-    whole, fraction, unit = match[1], match[2] or "", match[3]
-    power = "kmgt".index(unit.lower()) + 1
-    if unit.isupper():
-        return text if fraction else str(int(whole) << 10 * power)
-    number = int(whole + fraction) * 1000**power
-    return text if number % 10 ** len(fraction) else str(number // 10 ** len(fraction))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
-
-from server.cli.peers.forms import scaled_number
 
 SPELLINGS: Final = {
     "dtype": {
@@ -39,3 +38,20 @@ def own_value(setting: str, text: str) -> str:
     if setting.endswith(_SCALED):
         return scaled_number(text)
     return SPELLINGS.get(setting, {}).get(text.lower(), text)
+
+
+def scaled_number(text: str) -> str:
+    """Write a number with k, m, g or t for powers of 1000, or with K, M, G or T for powers of 1024, in digits.
+
+    As in vLLM: 4k is 4000, 4K is 4096, and 25.6k is 25600. Any other text stays as it is, for the check of the
+    setting.
+    """
+    match = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?([kKmMgGtT])", text.strip())
+    if match is None:
+        return text
+    whole, fraction, unit = match[1], match[2] or "", match[3]
+    power = "kmgt".index(unit.lower()) + 1
+    if unit.isupper():
+        return text if fraction else str(int(whole) << 10 * power)
+    number = int(whole + fraction) * 1000**power
+    return text if number % 10 ** len(fraction) else str(number // 10 ** len(fraction))

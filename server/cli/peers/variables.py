@@ -1,29 +1,27 @@
 """Reads the environment variables of peers.
 
-The large tables are imported only if there is a variable that may be in one. A variable is less explicit than a flag,
+The tables are imported only if there is a variable that may be in one. A variable is less explicit than a flag,
 for it may be set for another program. So only those of Text Generation Inference and llama.cpp that stand for a flag
 are refused, and only where ignoring them would change answers or security.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from server.cli.peers.tgi import TGI
+from server.cli.peers.unprefixed import UNPREFIXED
 
 if TYPE_CHECKING:
     from server.cli.peers.reading import Reading
     from server.cli.peers.table import Found
 
-_PREFIXES: Final = ("VLLM_", "LLAMA_", "SGLANG_", "OLLAMA_", "MTMD_")
+PREFIXES: Final = ("VLLM_", "LLAMA_", "SGLANG_", "OLLAMA_")
 # For a Service named `vllm`, Kubernetes sets VLLM_PORT and others in every pod of the namespace.
 _ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE: Final = re.compile(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
 _MACHINE: Final = "HOSTNAME"
-_WITHOUT_PREFIX: Final = frozenset(name for row in TGI.rows for name in row.variables.split())
 
 
 def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Reading | None:
@@ -65,7 +63,7 @@ def _read(
 
     one = find_variable(name)
     if one is None:
-        if name.startswith(_PREFIXES):
+        if name.startswith(PREFIXES):
             reading.notes.append(f"{name} has no effect: Tessera has no such setting")
         return
     row = one.row
@@ -92,10 +90,12 @@ def _reason(message: str) -> str:
 
 
 def _may_be_of_peer(name: str) -> bool:
-    return name.startswith(_PREFIXES) or name in _WITHOUT_PREFIX
+    return name.startswith(PREFIXES) or name in UNPREFIXED
 
 
 def _is_address(value: str) -> bool:
+    import ipaddress  # noqa: PLC0415 - only where the name of the machine is in the environment
+
     try:
         ipaddress.ip_address(value)
     except ValueError:

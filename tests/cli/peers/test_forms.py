@@ -2,8 +2,8 @@
 
 import pytest
 
-from server.cli.peers.forms import off, on, scaled_number
-from server.cli.peers.values import own_value
+from server.cli.peers.forms import off, on
+from server.cli.peers.values import own_value, scaled_number
 
 
 @pytest.mark.parametrize(

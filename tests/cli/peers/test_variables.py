@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from server.cli.peers.variables import read_variables
+from server.cli.peers.table import PEERS
+from server.cli.peers.unprefixed import UNPREFIXED
+from server.cli.peers.variables import PREFIXES, read_variables
 
 
 def read(model_is_given=False, **variables):
@@ -113,8 +115,14 @@ def test_two_variables_that_differ_are_refused():
 
 
 def test_the_large_tables_are_not_imported_without_a_variable_of_theirs(monkeypatch):
-    for name in ("table", "vllm", "sglang", "llama_cpp", "reading"):
+    for name in ("table", "vllm", "tgi", "sglang", "llama_cpp", "reading"):
         monkeypatch.delitem(sys.modules, f"server.cli.peers.{name}", raising=False)
 
     assert read(PATH="/bin", HOSTNAME="pod", TESSERA_PORT="1") is None
-    assert "server.cli.peers.vllm" not in sys.modules
+    assert "server.cli.peers.tgi" not in sys.modules
+
+
+def test_the_names_without_a_prefix_are_those_of_the_tables():
+    names = {name for peer in PEERS for row in peer.rows for name in row.variables.split()}
+
+    assert {name for name in names if not name.startswith(PREFIXES)} == UNPREFIXED
