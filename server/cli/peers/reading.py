@@ -69,6 +69,8 @@ class Reading:
         """
         one = self._choose(name, found)
         row = one.row
+        if row.takes == "value" and text is None and (row.setting or row.always):
+            raise PeerNameError(f"{name} needs a value")
         text = _opposite(text) if one.negated else text
         asks_for_nothing = row.takes == "nothing" and truth(text) is False
         if row.setting:
@@ -142,7 +144,7 @@ class Reading:
             reason = _DEFAULTS.get(one.row.form, "it is the default")
             self.notes.append(f"{name} {text or ''}".rstrip() + f" has no effect: {reason}")
             return
-        shown = "" if setting in _SECRET else f" {value}"
+        shown = "" if setting in _SECRET else f" {value if value.isprintable() else repr(value)}"
         self.add(setting, Given(value, name), f"{name} is {_flag(setting)}{shown}")
 
 

@@ -69,6 +69,8 @@ def test_origins_in_lists_in_json_are_separated_by_commas():
         ("-hf org/name:Q4_K_M", "-hf org/name:Q4_K_M: :Q4_K_M selects a GGUF file"),
         ("-ngl 20", "-ngl 20: Tessera computes all layers on one device"),
         ("--flash-attn off", "--flash-attn off: Tessera has no such choice"),
+        ("--tp", "--tp needs a value"),
+        ("-c --jinja", "-c needs a value"),
         ("--pp 2", "--pp 2: Tessera has no such choice"),
         ("--no-enable-chunked-prefill", "this cannot be switched off"),
         ("--max-total-tokens 5", "several meanings, --max-model-len in Text Generation Inference"),
