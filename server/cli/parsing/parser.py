@@ -125,9 +125,10 @@ class Parser(argparse.ArgumentParser):
     def _without_peers(self, words: list[str]) -> tuple[list[str], Reading | None]:
         """Take flags of other servers out of the words, if there are unknown flags; exits if one is refused."""
         own = self._own_flags()
-        if self._subparsers is not None or all(
-            word.partition("=")[0] in own for word in words if word.startswith("-")
-        ):
+        if all(word.partition("=")[0] in own for word in words if word.startswith("-")):
+            return words, None
+        if self._subparsers is not None:
+            self._check_first(words[0].partition("=")[0], own)
             return words, None
         from server.cli.peers.reading import PeerNameError  # noqa: PLC0415 - only where a name is unknown
         from server.cli.peers.words import find_foreign, take_out  # noqa: PLC0415
@@ -142,6 +143,18 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
         return left, reading if reading.notes or reading.given else None
 
+    def _check_first(self, word: str, own: set[str]) -> None:
+        """Exit with an error if an unknown flag stands where a command must."""
+        if word.startswith("-") and word not in own:
+            if hint := did_you_mean(word, own):
+                self.error(f"unknown flag {word}{hint}")
+            actions = [it for it in self._actions if isinstance(it, argparse._SubParsersAction)]  # noqa: SLF001
+            command = next(iter(actions[0].choices))
+            self.error(
+                f"{word} follows a command, as in `{self.prog} {command} {word}`; "
+                f"`{self.prog} --help` lists them"
+            )
+
     def _own_flags(self) -> set[str]:
         return set(self._option_string_actions) | {"--no-" + name[2:] for name in self._booleans}
 
@@ -152,7 +165,9 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return result + args[index:]
             following = args[index + 1].lower() if index + 1 < len(args) else ""
-            if word in self._booleans and following not in _BOOLEANS:
+            # A number is no model, but a wrong value, such as the sizes of `--cuda-graphs 1,2` in another server.
+            is_value = following in _BOOLEANS or following.replace(",", "").isdigit()
+            if word in self._booleans and not is_value:
                 result.append(f"{word}=true")
             elif word.startswith("--no-") and "--" + word[5:] in self._booleans:
                 result.append(f"--{word[5:]}=false")

@@ -131,6 +131,23 @@ def test_a_hyphen_alone_is_a_positional_argument(parser):
     assert parser.parse_args(["a", "--port=1", "-"]).second == "-"
 
 
+def test_a_number_after_a_flag_of_true_or_false_is_its_value(parser):
+    assert parser.parse_args(["--overlap", "1,2"]).overlap == "1,2"
+
+
+def test_a_flag_in_front_of_the_command_is_named(capsys):
+    parser = Parser(prog="tool")
+    parser.add_subparsers(dest="command", prog="tool").add_parser("serve")
+
+    assert error(parser, capsys, "--model-id", "x") == (
+        "tool: error: --model-id follows a command, as in `tool serve --model-id`; `tool --help` lists them\n"
+    )
+    assert (
+        error(parser, capsys, "--hlep")
+        == "tool: error: unknown flag --hlep; did you mean --help?\n"
+    )
+
+
 def test_an_unknown_command_is_one_line_with_the_most_similar_one(capsys):
     parser = Parser(prog="tool")
     commands = parser.add_subparsers(dest="command", prog="tool")
