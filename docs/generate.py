@@ -11,6 +11,7 @@ from typing import Any
 
 from docs.attention_table import attention_table
 from docs.parameter_table import parameter_tables
+from docs.peer_names import peer_names_page
 from docs.shapes_table import shapes_table
 from docs.training_attention import memory_plot, newest_result, speed_plot, training_table
 from kernels import AttentionProblem, Phase, select
@@ -28,7 +29,7 @@ def settings_page() -> str:
         "# Settings",
         "",
         "Generated from `server/cli/settings.py` by `make docs`. A flag of `tessera serve` overrides its environment",
-        "variable.",
+        "variable, and that overrides a `--config` file (`docs/command-line.md`).",
         "",
         "| flag | environment | values | default | meaning |",
         "|---|---|---|---|---|",
@@ -195,6 +196,7 @@ def plots() -> dict[str, str]:
 def main() -> None:
     """Write all generated parts into the documents."""
     (ROOT / "docs" / "settings.md").write_text(settings_page())
+    (ROOT / "docs" / "peer-names.md").write_text(peer_names_page())
     (ROOT / "docs" / "kernels.md").write_text(kernels_page())
     (ROOT / "docs" / "http.md").write_text(http_page())
     (ROOT / "docs" / "benchmarks.md").write_text(benchmarks_page())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from pydantic import ValidationError
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from server.cli.nvidia import may_have_gpu
-from server.cli.parsing.parser import Parser, did_you_mean
+from server.cli.parsing.parser import PEERS, Parser, did_you_mean
 from server.cli.parsing.setting_flags import (
     MODEL,
     add_settings,
@@ -21,9 +22,13 @@ from server.cli.parsing.setting_flags import (
     given_settings,
     takes_several,
 )
+from server.cli.peers.values import ADVICE, own_value
+from server.cli.peers.variables import read_variables
 from server.cli.settings import (
+    CONFIG,
     ENV_PREFIX,
     Settings,
+    environment,
     environment_variable,
     flag,
     listed_settings,
@@ -33,13 +38,19 @@ from server.cli.settings import (
 from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import check_start
 from server.engine.settings import EngineSettings
+from server.log import configure_logging
 
+if TYPE_CHECKING:
+    from server.cli.peers.reading import Reading
+
+log = logging.getLogger("tessera")
+_IGNORE_PEERS = f" ({environment_variable('peer_env')}=0 ignores variables of other servers)"
 # Beginnings of the types of errors that `allowed_values` describes; the others have messages of their own.
 _PLAIN_PROBLEMS = ("int_", "float_", "bool_", "literal_", "greater_", "less_", "finite_")
 
 
 def read_settings(arguments: Sequence[str], command: str = "serve") -> Settings:
-    """Read the settings from flags, environment and defaults, in this order.
+    """Read the settings from flags, environment, configuration file and defaults, in this order.
 
     Exits with status 2 and a message if a value is wrong.
     """
@@ -49,16 +60,25 @@ def read_settings(arguments: Sequence[str], command: str = "serve") -> Settings:
 
 
 def settings_of(options: argparse.Namespace, command: str) -> Settings:
-    """Return the settings of parsed flags, with environment and defaults.
+    """Return the settings of parsed flags, with environment, configuration file, variables of peers, and defaults.
+
+    What flags, keys and variables of peers have set, and which of them have no effect, is logged in one line for each
+    of these places.
 
     Exits with status 2 and a message if a value is wrong, or if an environment variable belongs to no setting.
     """
-    given = given_settings(options)
-    model = getattr(options, MODEL)
-    if model is not None and given.setdefault(MODEL, model) != model:
-        fail(f"two models are given: {model!r} and --model {given[MODEL]!r}", command, status=2)
-    environment, unknown = read_environment()
-    values = {name: _several(name, value) for name, value in (environment | given).items()}
+    try:
+        sources, unknown = _read_sources(options)
+    except ValueError as error:
+        fail(str(error), command, status=2)
+    values = {
+        name: _own_form(name, source.values[name])
+        for source in reversed(sources)
+        for name in source.values
+    }
+    origins = {
+        name: source.origins.get(name, "") for source in reversed(sources) for name in source.values
+    }
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
@@ -67,10 +87,96 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
             error.errors(include_url=False),
             key=lambda it: order.index(str(it["loc"][0])) if it["loc"] else 0,
         )
-        _fail_all(map(_explain, problems), command)
+        _fail_all((_explain(problem, origins) for problem in problems), command)
     if unknown and not settings.ignore_unknown_env:
         _fail_all(map(_unknown_variable, unknown), command)
+    notes = [f"{source.title}: {'; '.join(source.notes)}" for source in sources if source.notes]
+    if notes:
+        configure_logging(settings.log_level, settings.log_format)
+        for note in notes:
+            log.info("%s", note)
     return settings
+
+
+class _Source(NamedTuple):
+    """A place with settings.
+
+    Attributes:
+        title: of the line in the log.
+        values: the texts of settings, by name; a list of texts for a flag that takes several.
+        origins: the names under which they were given, where these are not Tessera's own flags and variables.
+        notes: what to log.
+    """
+
+    title: str
+    values: Mapping[str, Any]
+    origins: Mapping[str, str] = {}
+    notes: Sequence[str] = ()
+
+
+def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]]:
+    """Read all places with settings.
+
+    Returns:
+        The places, those that override others first; and the unknown variables that begin with TESSERA_.
+
+    Raises:
+        ValueError: two names set the same setting to different values, or a name cannot be understood.
+    """
+    flags = _flag_source(options)
+    own, unknown = read_environment()
+    path = getattr(options, CONFIG, None) or own.pop(CONFIG, None)
+    own.pop(CONFIG, None)
+    sources = [flags, _Source("variables", own)]
+    if path is not None:
+        from server.cli.parsing.config_file import settings_of_file  # noqa: PLC0415 - imports YAML
+
+        sources.append(_peer_source(f"names of other servers in {path}", settings_of_file(path)))
+    given = {name: source.values[name] for source in reversed(sources) for name in source.values}
+    if str(given.get("peer_env", "true")).lower() not in ("false", "0", "no", "off", "f", "n"):
+        try:
+            reading = read_variables(environment(), MODEL in given)
+        except ValueError as error:
+            raise ValueError(f"{error}{_IGNORE_PEERS}") from None
+        if reading is not None:
+            sources.append(_peer_source("variables of other servers", reading, given))
+    return sources, unknown
+
+
+def _flag_source(options: argparse.Namespace) -> _Source:
+    given = given_settings(options)
+    model = getattr(options, MODEL)
+    peers: Reading | None = getattr(options, PEERS, None)
+    origins = {}
+    for name, (text, origin) in ({} if peers is None else peers.given).items():
+        own = _own_form(name, given.setdefault(name, text))
+        if own != _own_form(name, text):
+            shown = (
+                ""
+                if setting(Settings.model_fields[name]).secret
+                else f", to {given[name]!r} and {text!r}"
+            )
+            raise ValueError(f"{flag(name)} and {origin} set the same{shown}")
+        origins[name] = origin
+    if model is not None and given.setdefault(MODEL, model) != model:
+        other = origins.get(MODEL, flag(MODEL))
+        raise ValueError(f"two models are given: {model!r} and {other} {given[MODEL]!r}")
+    notes = () if peers is None else peers.notes
+    return _Source("flags of other servers", given, origins, notes)
+
+
+def _peer_source(title: str, reading: Reading, above: Collection[str] = ()) -> _Source:
+    """Make a source of what peers' names say; notes say which settings have no effect since they are given above."""
+    values = {name: text for name, (text, _) in reading.given.items() if name not in above}
+    origins = {name: origin for name, (_, origin) in reading.given.items()}
+    hidden = {origin: name for name, origin in origins.items() if name in above}
+    notes = [
+        f"{note.partition(' is ')[0]} has no effect: {flag(name)} is given"
+        if (name := hidden.get(note.partition(" is ")[0]))
+        else note
+        for note in reading.notes
+    ]
+    return _Source(title, values, origins, notes)
 
 
 def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
@@ -106,15 +212,18 @@ def _fail_all(messages: Iterable[str], command: str) -> NoReturn:
     fail(f"\ntessera {command}: error: ".join(messages), command, status=2)
 
 
-def _several(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
-    """Split the text of a setting that is a list at its commas. Empty parts stay, for its validator to refuse."""
+def _own_form(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
+    """Return a value as the setting takes it, with Tessera's spelling.
+
+    The text of a setting that is a list is split at its commas. Empty parts stay, for its validator to refuse.
+    """
     if not takes_several(Settings.model_fields[name]):
-        return value
+        return own_value(name, value)
     texts = [value] if isinstance(value, str) else value
     return [part.strip() for text in texts for part in text.split(",")]
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
+def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """Describe a wrong value: the names of the setting, the value unless it is secret, and what is allowed."""
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not problem["loc"]:
@@ -122,11 +231,15 @@ def _explain(problem: Mapping[str, Any]) -> str:
     name, value = str(problem["loc"][0]), problem["input"]
     field = Settings.model_fields[name]
     where = f"{flag(name)} (or {environment_variable(name)})"
+    if origin := origins.get(name):
+        where = origin if origin.endswith(flag(name)[2:]) else f"{origin} ({flag(name)})"
+    hint = _IGNORE_PEERS if origins.get(name, "").isupper() else ""
     where += "" if setting(field).secret else f" is {value!r}"
     allowed = allowed_values(field)
     if allowed and problem["type"].startswith(_PLAIN_PROBLEMS):
-        return f"{where}; it must be {allowed}{_kubernetes_hint(value)}"
-    return f"{where}: {message}"
+        advice = f" ({ADVICE[name]})" if name in ADVICE else ""
+        return f"{where}; it must be {allowed}{advice}{_kubernetes_hint(value)}{hint}"
+    return f"{where}: {message}{hint}"
 
 
 def _kubernetes_hint(value: object) -> str:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "TESSERA_"
+CONFIG = "config"
+"""The name of the flag and variable of the configuration file, which is no setting."""
 MAX_ENGINES = 64
 # For a Service named `tessera` or `tessera-...`, Kubernetes sets these in every pod of the namespace.
 _KUBERNETES = re.compile(
@@ -65,6 +67,8 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             that are usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front
             end that handles nothing.
         ignore_unknown_env: start although an environment variable that begins with TESSERA_ is not one of a setting.
+        peer_env: read the environment variables of other servers, such as MODEL_ID (docs/peer-names.md), where nothing
+            else gives the setting.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -79,6 +83,7 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
     api_key_file: Path | None = None
     engine_hang_seconds: Annotated[float, Setting("process", gt=0)] = 60.0
     ignore_unknown_env: Annotated[bool, Setting("process")] = False
+    peer_env: Annotated[bool, Setting("process")] = True
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Return the names and values that `repr` shows: no secrets."""
@@ -155,20 +160,25 @@ def read_environment(
         variables: to read from; None takes the environment of this process.
 
     Returns:
-        The text of each setting that has a variable, and the names of variables that belong to no setting. Those that
-        Kubernetes sets for a Service are not among them.
+        The text of each setting that has a variable, and of the name of the configuration file; and the names of
+        variables that belong to no setting. Those that Kubernetes sets for a Service are not among them.
     """
-    variables = os.environ if variables is None else variables
+    variables = environment() if variables is None else variables
     values, unknown = {}, []
     for name, value in variables.items():
         if not name.upper().startswith(ENV_PREFIX) or not value:
             continue
         field = name[len(ENV_PREFIX) :].lower()
-        if field in Settings.model_fields:
+        if field in Settings.model_fields or field == CONFIG:
             values[field] = value
         elif not _is_of_kubernetes(name, value):
             unknown.append(name)
     return values, sorted(unknown)
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment of this process."""
+    return os.environ
 
 
 def _is_of_kubernetes(name: str, value: str) -> bool:

@@ -1,6 +1,7 @@
 """Settings from flags and the environment."""
 
 import dataclasses
+import json
 from typing import Annotated
 
 import huggingface_hub
@@ -10,6 +11,7 @@ from pydantic import create_model
 from model.checkpoint.hub import resolve
 from server.cli import command_settings
 from server.cli.command_settings import find_model, read_settings
+from server.cli.peers.table import find_variable
 from server.cli.settings import Settings, listed_settings, meanings
 from server.engine.core.start_checks import StartupError
 from server.engine.settings import EngineSettings
@@ -21,8 +23,9 @@ from server.setting import Setting
 def no_variables(monkeypatch):
     import os
 
-    for name in [name for name in os.environ if name.upper().startswith("TESSERA_")]:
-        monkeypatch.delenv(name)
+    for name in list(os.environ):
+        if name.upper().startswith("TESSERA_") or find_variable(name):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -193,7 +196,11 @@ def test_settings_are_listed_by_subject_and_not_by_record():
 
     assert sorted(names) == sorted(Settings.model_fields)
     assert names[names.index("api_key") + 1] == "api_key_file"
-    assert names[names.index("drain_timeout") + 1 :] == ["log_level", "ignore_unknown_env"]
+    assert names[names.index("drain_timeout") + 1 :] == [
+        "log_level",
+        "ignore_unknown_env",
+        "peer_env",
+    ]
 
 
 def test_every_wrong_value_is_described_without_the_words_of_the_validating_library(refusal):
@@ -261,3 +268,110 @@ def test_settings_are_checked_before_the_weights_are_downloaded(monkeypatch):
 )
 def test_times_that_other_processes_get_as_json_are_finite(refusal, name):
     assert f"--{name}" in refusal(f"--{name}=inf")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Return a function: write a configuration file and return its path."""
+
+    def write(text):
+        file = tmp_path / "service.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+def test_flags_override_variables_these_the_file_and_that_the_variables_of_peers(
+    monkeypatch, config
+):
+    file = config("port: 1\nblock-size: 1\nmax-num-seqs: 1\n")
+    for name, value in (
+        ("PORT", "9"), ("MAX_BATCH_SIZE", "9"), ("MAX_TOTAL_TOKENS", "9"), ("TESSERA_PORT", "2"),
+        ("TESSERA_BLOCK_SIZE", "2"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+    settings = read_settings(["--config", file, "--port=3"])
+
+    assert (settings.port, settings.block_size) == (3, 2)
+    assert (settings.max_num_seqs, settings.max_model_len) == (1, 9)
+
+
+def test_the_file_has_a_variable_too(monkeypatch, config):
+    monkeypatch.setenv("TESSERA_CONFIG", config("port: 1"))
+    assert read_settings([]).port == 1
+    assert read_settings(["--config", config("port: 2")]).port == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "\nport: http",
+            "service.yaml, line 2: port is 'http'; it must be a whole number from 0 to 65535",
+        ),
+        ("tp: x", "line 1: tp (--tensor-parallel) is 'x'"),
+        ("lora-modules: x", "line 1: lora-modules (vLLM): Tessera has no LoRA adapters"),
+        ("cors-allow-origin: x", "line 1: cors-allow-origin is ['x']: 'x' is not an origin"),
+    ],
+)
+def test_a_wrong_value_in_the_file_is_named_with_its_line(refusal, config, text, said):
+    assert said in refusal("--config", config(text))
+
+
+def test_a_wrong_value_has_the_name_it_was_given_under(refusal, monkeypatch):
+    assert "--ctx-size (--max-model-len) is 'x'; it must be" in refusal("--ctx-size=x")
+    monkeypatch.setenv("NUM_SHARD", "x")
+    message = refusal()
+    assert "NUM_SHARD (--tensor-parallel) is 'x'" in message
+    assert "TESSERA_PEER_ENV=0 ignores variables of other servers" in message
+
+
+def test_flags_of_other_servers_set_what_they_mean():
+    settings = read_settings(["-m", "org/name", "-c", "4096", "--dtype=half", "--max-num-seqs=1K"])
+
+    assert (settings.model, settings.max_model_len) == ("org/name", 4096)
+    assert (settings.dtype, settings.max_num_seqs) == ("float16", 1024)
+
+
+def test_flags_that_contradict_each_other_are_refused(refusal):
+    assert "--max-model-len and -c set the same, to '8' and '9'" in refusal(
+        "--max-model-len=8", "-c=9"
+    )
+    assert "two models are given: 'b' and -m 'a'" in refusal("-m", "a", "b")
+    assert read_settings(["--max-model-len=4K", "--ctx-size=4096"]).max_model_len == 4096
+
+
+def test_one_line_says_what_names_of_other_servers_do(monkeypatch, capsys):
+    monkeypatch.setenv("MODEL_ID", "org/other")
+    monkeypatch.setenv("MAX_TOTAL_TOKENS", "64")
+    monkeypatch.setenv("MAX_INPUT_TOKENS", "32")
+    monkeypatch.setenv("API_KEY", "hunter2")
+
+    settings = read_settings(["org/name", "--jinja", "--log-format=json"])
+
+    assert (settings.model, settings.max_model_len) == ("org/name", 64)
+    flags, variables = map(json.loads, capsys.readouterr().err.splitlines())
+    assert "--jinja has no effect" in flags["message"]
+    for said in (
+        "MODEL_ID has no effect: --model is given", "MAX_TOTAL_TOKENS is --max-model-len 64",
+        "MAX_INPUT_TOKENS has no effect: --max-model-len limits", "API_KEY is --api-key",
+    ):  # fmt: skip
+        assert said in variables["message"]
+    assert "hunter2" not in str(variables)
+
+
+def test_a_start_without_names_of_other_servers_logs_nothing(capsys):
+    read_settings(["--port=1"])
+    assert capsys.readouterr().err == ""
+
+
+def test_variables_of_other_servers_can_be_ignored(monkeypatch, config):
+    monkeypatch.setenv("MODEL_ID", "org/other")
+    monkeypatch.setenv("LORA_ADAPTERS", "x")
+
+    assert read_settings(["--no-peer-env"]).model == "bundled"
+    assert read_settings(["--config", config("peer-env: false")]).model == "bundled"
+    monkeypatch.setenv("TESSERA_PEER_ENV", "0")
+    assert read_settings([]).model == "bundled"

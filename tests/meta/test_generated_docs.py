@@ -13,12 +13,17 @@ from docs.generate import (
     plots,
     settings_page,
 )
+from docs.peer_names import peer_names_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_settings_page_is_up_to_date():
     assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), "run `make docs`"
+
+
+def test_the_page_of_other_servers_names_is_up_to_date():
+    assert (ROOT / "docs" / "peer-names.md").read_text() == peer_names_page(), "run `make docs`"
 
 
 def test_the_kernels_page_shows_the_current_plans_and_the_newest_results():

@@ -1,19 +1,25 @@
 """The parser of all commands: argparse with suggestions for misspelled names and a help text that fits a terminal.
 
+Names of other servers are never taken for misspelled ones: `server.cli.peers` has them.
+
 The only module that uses private names of argparse.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from server.cli.peers.reading import Reading
 
 _WIDEST = 100
+PEERS = "names of peers"
+"""Where parsed arguments keep what flags of other servers said; absent if there were none."""
 BOOLEAN = ("true", "false")
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
@@ -45,6 +51,9 @@ class Parser(argparse.ArgumentParser):
 
     A flag of `BOOLEAN` values may be given without one, for true; `--no-` before its name means false.
     Positional arguments that are optional may stand before, between and after the flags.
+
+    Attributes:
+        takes_settings: whether flags of other servers are understood, since this command has their settings.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of argparse
@@ -52,6 +61,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**defaults | options)
         self._booleans: set[str] = set()
         self._checked_later: set[str] = set()
+        self.takes_settings = False
 
     def add_listed(
         self,
@@ -88,8 +98,10 @@ class Parser(argparse.ArgumentParser):
 
         argparse calls this for the parser of a command too, which therefore reports its own errors.
         """
-        args = self._with_values(sys.argv[1:] if args is None else list(args))
-        parsed, rest = super().parse_known_args(args, namespace)
+        words, peers = self._without_peers(sys.argv[1:] if args is None else list(args))
+        parsed, rest = super().parse_known_args(self._with_values(words), namespace)
+        if peers is not None:
+            setattr(parsed, PEERS, peers)
         if unknown := next((word for word in rest if word.startswith("-") and word != "-"), None):
             flag = unknown.partition("=")[0]
             self.error(f"unknown flag {flag}{self._flag_hint(flag)}")
@@ -110,6 +122,42 @@ class Parser(argparse.ArgumentParser):
         hint = did_you_mean(str(value), choices) or f"; the {action.dest}s are {', '.join(choices)}"
         self.error(f"unknown {action.dest} {value!r}{hint}")
 
+    def _without_peers(self, words: list[str]) -> tuple[list[str], Reading | None]:
+        """Take flags of other servers out of the words, if there are unknown flags; exits if one is refused."""
+        own = self._own_flags()
+        if all(word.partition("=")[0] in own for word in words if word.startswith("-")):
+            return words, None
+        if self._subparsers is not None:
+            self._check_first(words[0].partition("=")[0], own)
+            return words, None
+        from server.cli.peers.reading import PeerNameError  # noqa: PLC0415 - only where a name is unknown
+        from server.cli.peers.words import find_foreign, take_out  # noqa: PLC0415
+
+        if not self.takes_settings:
+            if (word := find_foreign(words, own)) and len(word) > 2:
+                self.error(f"unknown flag {word}; `{self.prog} --help` lists the flags")
+            return words, None
+        try:
+            left, reading = take_out(words, own)
+        except PeerNameError as error:
+            self.error(str(error))
+        return left, reading if reading.notes or reading.given else None
+
+    def _check_first(self, word: str, own: set[str]) -> None:
+        """Exit with an error if an unknown flag stands where a command must."""
+        if word.startswith("-") and word not in own:
+            if hint := did_you_mean(word, own):
+                self.error(f"unknown flag {word}{hint}")
+            actions = [it for it in self._actions if isinstance(it, argparse._SubParsersAction)]  # noqa: SLF001
+            command = next(iter(actions[0].choices))
+            self.error(
+                f"{word} follows a command, as in `{self.prog} {command} {word}`; "
+                f"`{self.prog} --help` lists them"
+            )
+
+    def _own_flags(self) -> set[str]:
+        return set(self._option_string_actions) | {"--no-" + name[2:] for name in self._booleans}
+
     def _with_values(self, args: list[str]) -> list[str]:
         """Give boolean flags without a value theirs, so that a positional argument may follow."""
         result: list[str] = []
@@ -117,7 +165,9 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return result + args[index:]
             following = args[index + 1].lower() if index + 1 < len(args) else ""
-            if word in self._booleans and following not in _BOOLEANS:
+            # A number is no model, but a wrong value, such as the sizes of `--cuda-graphs 1,2` in another server.
+            is_value = following in _BOOLEANS or following.replace(",", "").isdigit()
+            if word in self._booleans and not is_value:
                 result.append(f"{word}=true")
             elif word.startswith("--no-") and "--" + word[5:] in self._booleans:
                 result.append(f"--{word[5:]}=false")
@@ -138,13 +188,28 @@ class Parser(argparse.ArgumentParser):
             setattr(parsed, action.dest, word)
 
     def _flag_hint(self, flag: str) -> str:
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        known += ["--no-" + name[2:] for name in self._booleans]
+        known = [name for name in sorted(self._own_flags()) if name.startswith("--")]
         hint = did_you_mean(flag.replace("_", "-").lower(), known)
         return hint or f"; `{self.prog} --help` lists the flags"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the most similar of the known words; empty if none is similar."""
-    similar = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {similar[0]}?" if similar else ""
+    """Return "; did you mean ...?" with the known word that a word is a misspelling of; empty if there is none."""
+    bare = word.lstrip("-")
+    distance, nearest = min(((_edits(bare, it.lstrip("-")), it) for it in known), default=(99, ""))
+    # One edit in a short word, and one more for every six letters.
+    return f"; did you mean {nearest}?" if distance <= 1 + len(bare) // 6 else ""
+
+
+def _edits(first: str, second: str) -> int:
+    """Count the letters to insert, drop, replace or exchange with the next that make one word of the other."""
+    rows = [list(range(len(second) + 1))]
+    for i, letter in enumerate(first, 1):
+        row = [i]
+        for j, other in enumerate(second, 1):
+            replaced = rows[i - 1][j - 1] + (letter != other)
+            row.append(min(rows[i - 1][j] + 1, row[j - 1] + 1, replaced))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                row[j] = min(row[j], rows[i - 2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]

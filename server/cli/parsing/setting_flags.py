@@ -8,7 +8,7 @@ import typing
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from server.cli.parsing.parser import BOOLEAN, Parser
-from server.cli.settings import flag, group_of, listed_settings, meanings, setting
+from server.cli.settings import CONFIG, flag, group_of, listed_settings, meanings, setting
 from server.setting import Group
 
 if TYPE_CHECKING:
@@ -20,8 +20,14 @@ _DEST: Final = "setting "
 
 def add_settings(parser: Parser) -> None:
     """Add a flag for every setting, and the model as a positional argument."""
+    parser.takes_settings = True
     parser.add_argument(MODEL, nargs="?", metavar="MODEL", help="the same as --model")
     groups = {name: parser.add_argument_group(name) for name in typing.get_args(Group)}
+    groups["process"].add_argument(
+        f"--{CONFIG}",
+        metavar="FILE",
+        help="YAML file with settings, which flags and variables override",
+    )
     for name, field in listed_settings().items():
         _add(parser, groups[group_of(name)], name, field)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.cli.parsing.parser import BOOLEAN, Parser
+from server.cli.parsing.parser import BOOLEAN, Parser, did_you_mean
 
 
 @pytest.fixture
@@ -40,6 +40,32 @@ def test_an_unknown_flag_is_one_line_with_the_most_similar_flag(parser, capsys, 
     assert printed.count("\n") == 1
     assert printed.startswith("tool: error: ")
     assert words in printed
+
+
+@pytest.mark.parametrize(
+    "flag", ["--tokenizer", "--ctx-size", "--tp", "--lora-modules", "-hf", "-np", "--no-jinja"]
+)
+def test_a_name_of_another_server_is_not_taken_for_a_misspelled_one(parser, capsys, flag):
+    printed = error(parser, capsys, flag, "x")
+
+    assert printed == f"tool: error: unknown flag {flag}; `tool --help` lists the flags\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "hint"),
+    [
+        ("--modle", ["--port", "--model"], "; did you mean --model?"),
+        ("--max-model-length", ["--max-model-len"], "; did you mean --max-model-len?"),
+        ("--quantisation", ["--quantization"], "; did you mean --quantization?"),
+        ("--tokenizer", ["--block-size"], ""),
+        ("--max-seq-len", ["--max-model-len"], ""),
+        ("--tp", ["--dtype"], ""),
+        ("sevre", ["serve", "size"], "; did you mean serve?"),
+        ("x", [], ""),
+    ],
+)
+def test_only_a_misspelled_word_leads_to_a_suggestion(word, known, hint):
+    assert did_you_mean(word, known) == hint
 
 
 def test_an_unknown_flag_is_reported_although_its_value_would_fit_elsewhere(parser, capsys):
@@ -103,6 +129,23 @@ def test_words_after_two_hyphens_are_no_flags(parser):
 
 def test_a_hyphen_alone_is_a_positional_argument(parser):
     assert parser.parse_args(["a", "--port=1", "-"]).second == "-"
+
+
+def test_a_number_after_a_flag_of_true_or_false_is_its_value(parser):
+    assert parser.parse_args(["--overlap", "1,2"]).overlap == "1,2"
+
+
+def test_a_flag_in_front_of_the_command_is_named(capsys):
+    parser = Parser(prog="tool")
+    parser.add_subparsers(dest="command", prog="tool").add_parser("serve")
+
+    assert error(parser, capsys, "--model-id", "x") == (
+        "tool: error: --model-id follows a command, as in `tool serve --model-id`; `tool --help` lists them\n"
+    )
+    assert (
+        error(parser, capsys, "--hlep")
+        == "tool: error: unknown flag --hlep; did you mean --help?\n"
+    )
 
 
 def test_an_unknown_command_is_one_line_with_the_most_similar_one(capsys):
