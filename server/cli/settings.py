@@ -65,6 +65,11 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             that are usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front
             end that handles nothing.
         ignore_unknown_env: start although an environment variable that begins with TESSERA_ is not one of a setting.
+
+    Example:
+        >>> settings = Settings(model="Qwen/Qwen3-0.6B", max_model_len=4096)
+        >>> settings.max_model_len, settings.device
+        (4096, 'auto')
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -56,7 +57,8 @@ class Call(Generic[AnswerT]):
         self.statuses = statuses
         self.body: bytes | None = None
         if body is not None:
-            self.body = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+            _check_numbers("", body)
+            self.body = json.dumps(body, ensure_ascii=False).encode()
         self._decode = msgspec.json.Decoder(answer).decode
 
     def read(self, status: int, headers: Mapping[str, str], body: bytes) -> AnswerT:
@@ -199,3 +201,20 @@ def _chat_body(
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     return {"messages": list(messages), **parameters, **extra, "stream": stream}
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """Refuse NaN and infinities, which JSON does not have.
+
+    Args:
+        name: of the field.
+        value: of the field.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be a finite number")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_numbers(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            _check_numbers(f"{name}.{i}", inner)

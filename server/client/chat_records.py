@@ -47,7 +47,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
         tool_calls: calls of the tools that the request offers.
 
     Example:
-        >>> reply = Client().chat("What does f return?", max_tokens=9)
+        >>> reply = client.chat("What does f return?", max_tokens=9)
         >>> reply.choices[0].message.content
         ' return n'
     """
@@ -75,7 +75,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """A generated token, the natural logarithm of its probability, and the most likely tokens at its position.
 
     Example:
-        >>> reply = Client().chat("What does f return?", max_tokens=2, logprobs=True)
+        >>> reply = client.chat("What does f return?", max_tokens=2, logprobs=True)
         >>> [token.token for token in reply.choices[0].logprobs.content]
         [' ', 'r']
     """
@@ -90,7 +90,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of a message's tokens.
 
     Example:
-        >>> reply = Client().chat("What does f return?", max_tokens=2, logprobs=True)
+        >>> reply = client.chat("What does f return?", max_tokens=2, logprobs=True)
         >>> len(reply.choices[0].logprobs.content)
         2
     """
@@ -109,7 +109,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
         stop_reason: the stop string or stop token id that ended it.
 
     Example:
-        >>> reply = Client().chat("What does f return?", max_tokens=9, n=2)
+        >>> reply = client.chat("What does f return?", max_tokens=9, n=2)
         >>> [(choice.index, choice.finish_reason) for choice in reply.choices]
         [(0, 'length'), (1, 'length')]
     """
@@ -125,8 +125,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     """Prompt tokens whose keys and values were in the prefix cache.
 
     Example:
-        >>> Client().chat("What does f return?").usage.prompt_tokens_details.cached_tokens
-        2
+        >>> client.chat("What does f return?").usage.prompt_tokens_details.cached_tokens
+        0
     """
 
     cached_tokens: int = 0
@@ -136,7 +136,7 @@ class ChatUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tokens; `tessera` is what the request used, None while it runs.
 
     Example:
-        >>> usage = Client().chat("What does f return?", max_tokens=9).usage
+        >>> usage = client.chat("What does f return?", max_tokens=9).usage
         >>> usage.completion_tokens, usage.total_tokens - usage.prompt_tokens
         (9, 9)
     """
@@ -160,7 +160,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
         warnings: a sentence for each accepted field without effect.
 
     Example:
-        >>> Client().chat("What does f return?", max_tokens=9).text
+        >>> client.chat("What does f return?", max_tokens=9).text
         ' return n'
     """
 
@@ -195,7 +195,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What an event adds to a message. `role` is in the first event of a choice only.
 
     Example:
-        >>> with Client().chat_stream("What does f return?", max_tokens=9) as stream:
+        >>> with client.chat_stream("What does f return?", max_tokens=9) as stream:
         ...     first = next(stream)
         >>> first.choices[0].delta.role
         'assistant'
@@ -210,7 +210,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The choice that an event continues; `finish_reason` is in its last event.
 
     Example:
-        >>> with Client().chat_stream("What does f return?", max_tokens=9) as stream:
+        >>> with client.chat_stream("What does f return?", max_tokens=9) as stream:
         ...     *_, last = stream
         >>> last.choices[0].finish_reason
         'length'
@@ -235,7 +235,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
         warnings: a sentence for each accepted field without effect; only in the last event.
 
     Example:
-        >>> with Client().chat_stream("What does f return?", max_tokens=9) as stream:
+        >>> with client.chat_stream("What does f return?", max_tokens=9) as stream:
         ...     print("".join(chunk.text for chunk in stream))
          return n
     """

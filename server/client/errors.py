@@ -31,7 +31,6 @@ class ServiceError(Exception):
         retry_after: seconds after which the same request may succeed; None if the service named none.
 
     Example:
-        >>> client = Client()
         >>> try:
         ...     client.generate("def f(n):", temperature=-1)
         ... except ServiceError as error:
@@ -66,7 +65,6 @@ class ServiceStatusError(ServiceError):
     """The service answered with an error: it refused the request, or failed while it generated.
 
     Example:
-        >>> client = Client()
         >>> try:
         ...     client.generate("def f(n):", max_new_tokens=0)
         ... except ServiceStatusError as error:
@@ -79,9 +77,9 @@ class ServiceConnectionError(ServiceError):
     """There is no service at the address, the connection was lost, or what arrived is no answer of a service.
 
     Example:
-        >>> client = Client("http://127.0.0.1:1")
         >>> try:
-        ...     client.health()
+        ...     with Client("http://127.0.0.1:1") as nobody:
+        ...         nobody.health()
         ... except ServiceConnectionError as error:
         ...     print(error.status)
         None
@@ -92,9 +90,9 @@ class ServiceTimeoutError(ServiceConnectionError, TimeoutError):
     """No connection was made, or nothing arrived, within the client's timeout. The request is aborted.
 
     Example:
-        >>> client = Client(timeout=0.001)
         >>> try:
-        ...     client.generate("def f(n):", max_new_tokens=100)
+        ...     with Client(timeout=0.001) as hasty:
+        ...         hasty.generate("def f(n):", max_new_tokens=100)
         ... except ServiceTimeoutError as error:
         ...     print(isinstance(error, TimeoutError))
         True

@@ -39,7 +39,7 @@ class GenerateParameters(_CommonParameters, total=False):
 
     Example:
         >>> greedy: GenerateParameters = {"max_new_tokens": 9, "stop": ["return"]}
-        >>> Client().generate("def f(n):", **greedy).generated_text
+        >>> client.generate("def f(n):", **greedy).generated_text
         ' return'
     """
 
@@ -64,7 +64,7 @@ class ChatParameters(_CommonParameters, total=False):
 
     Example:
         >>> short: ChatParameters = {"max_tokens": 9, "temperature": 0}
-        >>> Client().chat("What does f return?", **short).text
+        >>> client.chat("What does f return?", **short).text
         ' return n'
     """
 

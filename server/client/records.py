@@ -17,7 +17,6 @@ class PromptToken(msgspec.Struct, frozen=True):
         logprob: natural logarithm of its probability.
 
     Example:
-        >>> client = Client()
         >>> reply = client.generate("def", max_new_tokens=1, details=True, decoder_input_details=True)
         >>> [token.text for token in reply.details.prefill]
         ['d', 'e', 'f']
@@ -38,7 +37,6 @@ class Token(msgspec.Struct, frozen=True):
         special: whether it is no part of the generated text, such as the end token.
 
     Example:
-        >>> client = Client()
         >>> reply = client.generate("def f(n):", max_new_tokens=2, details=True)
         >>> [token.text for token in reply.details.tokens]
         [' ', 'r']
@@ -54,7 +52,6 @@ class BestOfSequence(msgspec.Struct, frozen=True, kw_only=True):
     """One of the sequences that `best_of` did not choose; the fields are those of `Details`.
 
     Example:
-        >>> client = Client()
         >>> reply = client.generate("def f(n):", do_sample=True, best_of=2, details=True)
         >>> [sequence.generated_text for sequence in reply.details.best_of_sequences]
         [' return n']
@@ -82,7 +79,6 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
         best_of_sequences: those that were not chosen; only with `best_of`.
 
     Example:
-        >>> client = Client()
         >>> reply = client.generate("def f(n):", max_new_tokens=9, details=True)
         >>> reply.details.finish_reason, reply.details.generated_tokens
         ('length', 9)
@@ -106,7 +102,6 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
         warnings: a sentence for each accepted field without effect.
 
     Example:
-        >>> client = Client()
         >>> client.generate("def f(n):", max_new_tokens=9).generated_text
         ' return n'
     """
@@ -131,7 +126,6 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         kv_block_seconds: blocks of the KV cache that the request held, times seconds.
 
     Example:
-        >>> client = Client()
         >>> with client.generate_stream("def f(n):", max_new_tokens=9, details=True) as stream:
         ...     *_, last = stream
         >>> last.details.usage.computed_prompt_tokens
@@ -160,7 +154,6 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
         usage: what the request used.
 
     Example:
-        >>> client = Client()
         >>> with client.generate_stream("def f(n):", max_new_tokens=9, details=True) as stream:
         ...     *_, last = stream
         >>> last.details.input_length, last.details.generated_tokens
@@ -186,7 +179,6 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
         warnings: a sentence for each accepted field without effect; only in the last event.
 
     Example:
-        >>> client = Client()
         >>> with client.generate_stream("def f(n):", max_new_tokens=9) as stream:
         ...     print("".join(event.token.text for event in stream))
          return n
@@ -204,7 +196,7 @@ class PromptSpan(msgspec.Struct, frozen=True):
     """A token of a text and the characters that it covers, [start, stop).
 
     Example:
-        >>> [(span.text, span.start, span.stop) for span in Client().tokenize("def")]
+        >>> [(span.text, span.start, span.stop) for span in client.tokenize("def")]
         [('d', 0, 1), ('e', 1, 2), ('f', 2, 3)]
     """
 
@@ -224,7 +216,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         error_type: the name of this error.
 
     Example:
-        >>> health = Client().health()
+        >>> health = client.health()
         >>> health.is_ready, health.state
         (True, 'ready')
     """

@@ -24,7 +24,7 @@ class Stream(Generic[EventT]):
         request_id: what the log of the service calls the request, and `POST /abort` takes.
 
     Example:
-        >>> with Client().generate_stream("def f(n):", max_new_tokens=100) as stream:
+        >>> with client.generate_stream("def f(n):", max_new_tokens=100) as stream:
         ...     for event in stream:
         ...         if event.index == 3:
         ...             break  # the service stops generating

@@ -96,7 +96,7 @@ class Client:
             ValueError: a number is not finite, or a text has lone surrogates.
 
         Example:
-            >>> Client().generate("def f(n):", max_new_tokens=9, temperature=0).generated_text
+            >>> client.generate("def f(n):", max_new_tokens=9, temperature=0).generated_text
             ' return n'
         """
         return self._send(calls.generate(prompt, parameters), request_id)
@@ -123,7 +123,7 @@ class Client:
             ValueError: as `generate`.
 
         Example:
-            >>> with Client().generate_stream("def f(n):", max_new_tokens=9) as stream:
+            >>> with client.generate_stream("def f(n):", max_new_tokens=9) as stream:
             ...     for event in stream:
             ...         print(event.token.text, end="")
              return n
@@ -155,7 +155,7 @@ class Client:
             ...     {"role": "system", "content": "Be brief."},
             ...     {"role": "user", "content": "What does f return?"},
             ... ]
-            >>> Client().chat(conversation, max_tokens=9).text
+            >>> client.chat(conversation, max_tokens=9).text
             ' return n'
         """
         return self._send(calls.chat(messages, parameters, extra_body), request_id)
@@ -184,7 +184,7 @@ class Client:
             ValueError: as `chat`.
 
         Example:
-            >>> with Client().chat_stream("What does f return?", max_tokens=9) as stream:
+            >>> with client.chat_stream("What does f return?", max_tokens=9) as stream:
             ...     for chunk in stream:
             ...         print(chunk.text, end="")
              return n
@@ -199,7 +199,7 @@ class Client:
             ValueError: the text has lone surrogates.
 
         Example:
-            >>> len(Client().tokenize("def f(n):"))
+            >>> len(client.tokenize("def f(n):"))
             9
         """
         return self._send(calls.tokenize(text))
@@ -211,7 +211,7 @@ class Client:
             ServiceError: as `generate`.
 
         Example:
-            >>> plan = Client().plan()
+            >>> plan = client.plan()
             >>> sorted({phase.phase for phase in plan.phases})
             ['decode', 'prefill']
         """
@@ -226,7 +226,7 @@ class Client:
             ServiceTimeoutError: nothing arrived within the timeout.
 
         Example:
-            >>> Client().health().is_ready
+            >>> client.health().is_ready
             True
         """
         return self._send(calls.health())

@@ -28,14 +28,11 @@ def options(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout}; it must be above 0 seconds, or None for no limit")
     sent = {"Accept-Encoding": "identity", **(headers or {})}
+    for name, value in (headers or {}).items():
+        _check_text(f"header {name}", value)
     if api_key is not None:
+        _check_text("api_key", api_key)
         sent["Authorization"] = f"Bearer {api_key}"
-    for name, value in sent.items():
-        if not (value.isascii() and value.isprintable() and value.strip()):
-            what = (
-                "api_key" if name == "Authorization" and api_key is not None else f"header {name}"
-            )
-            raise ValueError(f"{what} is no text of printable ASCII characters")
     connect = _CONNECT_SECONDS if timeout is None else min(timeout, _CONNECT_SECONDS)
     return {
         "base_url": read_url(base_url),
@@ -56,8 +53,7 @@ def request(call: Call[Any], request_id: str | None) -> dict[str, Any]:
     if call.body is not None:
         headers["Content-Type"] = "application/json"
     if request_id is not None:
-        if not (request_id.isascii() and request_id.isprintable() and request_id.strip()):
-            raise ValueError(f"request_id is {request_id!r}; it must be printable ASCII characters")
+        _check_text("request_id", request_id)
         headers["X-Request-Id"] = request_id
     return {"method": call.method, "url": call.path, "content": call.body, "headers": headers}
 
@@ -82,3 +78,9 @@ def connection_error(
         return ServiceConnectionError(f"{url}: no service answers ({error})")
     text = str(error) or type(error).__name__
     return ServiceConnectionError(f"{url}: the connection was lost ({text})", request_id=request_id)
+
+
+def _check_text(name: str, text: str) -> None:
+    """Check what becomes a header; the message does not show it, since it may be a secret."""
+    if not (text.isascii() and text.isprintable() and text.strip()):
+        raise ValueError(f"{name} is empty or has characters other than printable ASCII")
