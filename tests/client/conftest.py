@@ -88,7 +88,7 @@ def service(tmp_path_factory):
 @pytest.fixture(scope="module")
 def locked_service(tmp_path_factory):
     """A service that wants an API key."""
-    running = RunningService(tmp_path_factory.mktemp("tokenizer"), api_keys=(KEY,))
+    running = RunningService(tmp_path_factory.mktemp("tokenizer"), api_key=(KEY,))
     yield running
     running.close()
 
