@@ -6,8 +6,7 @@ import json
 
 import msgspec
 import pytest
-
-from server.client import (
+from tessera import (
     AsyncClient,
     Client,
     ServiceConnectionError,
@@ -15,6 +14,7 @@ from server.client import (
     ServiceStatusError,
     ServiceTimeoutError,
 )
+
 from tests.cli import fake_server as fake
 from tests.client.conftest import KEY
 from tests.http.serving import until
@@ -342,6 +342,6 @@ def test_errors_can_be_sent_to_another_process():
 
 
 def test_answers_can_be_made_for_tests():
-    from server.client import GenerateReply
+    from tessera import GenerateReply
 
     assert msgspec.json.encode(GenerateReply(generated_text="a"))

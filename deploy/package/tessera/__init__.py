@@ -38,22 +38,32 @@ if TYPE_CHECKING:
         scaled_dot_product_attention as scaled_dot_product_attention, write_kv as write_kv,
     )
     from model.errors import ModelError as ModelError
-    from server.client import (
-        AsyncClient as AsyncClient, AsyncStream as AsyncStream, BestOfSequence as BestOfSequence,
+    from server.client.async_client import AsyncClient as AsyncClient
+    from server.client.chat_records import (
         CalledFunction as CalledFunction, ChatChoice as ChatChoice, ChatChunk as ChatChunk,
         ChatChunkChoice as ChatChunkChoice, ChatDelta as ChatDelta, ChatLogprobs as ChatLogprobs,
-        ChatMessage as ChatMessage, ChatParameters as ChatParameters, ChatReply as ChatReply,
-        ChatUsage as ChatUsage, Client as Client, Details as Details, GenerateParameters as GenerateParameters,
-        GenerateReply as GenerateReply, Health as Health, PlanReport as PlanReport, PromptSpan as PromptSpan,
-        PromptToken as PromptToken, PromptTokensDetails as PromptTokensDetails,
-        ServiceConnectionError as ServiceConnectionError, ServiceError as ServiceError,
-        ServiceStatusError as ServiceStatusError, ServiceTimeoutError as ServiceTimeoutError, Stream as Stream,
-        StreamDetails as StreamDetails, StreamEvent as StreamEvent, Token as Token, TokenLogprob as TokenLogprob,
-        ToolCall as ToolCall, ToolCallDelta as ToolCallDelta, TopLogprob as TopLogprob, Usage as Usage,
+        ChatMessage as ChatMessage, ChatReply as ChatReply, ChatUsage as ChatUsage,
+        PromptTokensDetails as PromptTokensDetails, TokenLogprob as TokenLogprob, ToolCall as ToolCall,
+        ToolCallDelta as ToolCallDelta, TopLogprob as TopLogprob,
     )
+    from server.client.errors import (
+        ServiceConnectionError as ServiceConnectionError, ServiceError as ServiceError,
+        ServiceStatusError as ServiceStatusError, ServiceTimeoutError as ServiceTimeoutError,
+    )
+    from server.client.parameters import (
+        ChatParameters as ChatParameters, GenerateParameters as GenerateParameters,
+    )
+    from server.client.records import (
+        BestOfSequence as BestOfSequence, Details as Details, GenerateReply as GenerateReply, Health as Health,
+        PromptSpan as PromptSpan, PromptToken as PromptToken, StreamDetails as StreamDetails,
+        StreamEvent as StreamEvent, Token as Token, Usage as Usage,
+    )
+    from server.client.streams import AsyncStream as AsyncStream, Stream as Stream
+    from server.client.sync_client import Client as Client
     from server.embedding import (
         EmbeddedService as EmbeddedService, Settings as Settings, embedded_service as embedded_service,
     )
+    from server.engine.core.plan_report import PlanReport as PlanReport
     from server.engine.core.start_checks import StartupError as StartupError
     from server.engine.link.child_process import ChildStartError as ChildStartError
     # fmt: on
@@ -72,13 +82,22 @@ _MODULES: Final = {
     "model.errors": "ModelError",
     "server.engine.core.start_checks": "StartupError",
     "server.engine.link.child_process": "ChildStartError",
-    "server.client": """
-        Client AsyncClient Stream AsyncStream ServiceError ServiceStatusError ServiceConnectionError
-        ServiceTimeoutError GenerateParameters ChatParameters GenerateReply Details BestOfSequence
-        PromptToken Token StreamEvent StreamDetails Usage PromptSpan ChatReply ChatChoice ChatMessage
-        ToolCall CalledFunction ChatUsage PromptTokensDetails ChatLogprobs TokenLogprob TopLogprob ChatChunk
-        ChatChunkChoice ChatDelta ToolCallDelta Health PlanReport
+    "server.client.sync_client": "Client",
+    "server.client.async_client": "AsyncClient",
+    "server.client.streams": "Stream AsyncStream",
+    "server.client.errors": """
+        ServiceError ServiceStatusError ServiceConnectionError ServiceTimeoutError
     """,
+    "server.client.parameters": "GenerateParameters ChatParameters",
+    "server.client.records": """
+        GenerateReply Details BestOfSequence PromptToken Token StreamEvent StreamDetails Usage PromptSpan
+        Health
+    """,
+    "server.client.chat_records": """
+        ChatReply ChatChoice ChatMessage ToolCall CalledFunction ChatUsage PromptTokensDetails ChatLogprobs
+        TokenLogprob TopLogprob ChatChunk ChatChunkChoice ChatDelta ToolCallDelta
+    """,
+    "server.engine.core.plan_report": "PlanReport",
 }
 """The public names, by the module that has them: the one table of what programs may import from `tessera`."""
 _MODULE_OF: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
