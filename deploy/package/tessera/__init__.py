@@ -147,20 +147,22 @@ if not Path(__file__).with_name(PACKAGES[0]).is_dir():
     sys.meta_path.insert(0, _SourceTree())
 
 
-def __getattr__(name: str) -> object:
-    """Import a public name.
+if not TYPE_CHECKING:  # for a type checker, every name would exist
 
-    Raises:
-        AttributeError: it is none.
-    """
-    if name == "__version__":
-        value: object = importlib.import_module("server.version").version()
-    elif name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next use does not come here
-    return value
+    def __getattr__(name: str) -> object:
+        """Import a public name.
+
+        Raises:
+            AttributeError: it is none.
+        """
+        if name == "__version__":
+            value: object = importlib.import_module("server.version").version()
+        elif name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value  # the next use does not come here
+        return value
 
 
 def __dir__() -> list[str]:
