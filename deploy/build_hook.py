@@ -5,13 +5,15 @@ and all builds have the same code. docs/decisions/0029-cpu-library.md has the re
 
 In a wheel, `kernels`, `model` and `server` are inside `tessera`, and their imports of each other are renamed; an
 editable installation uses the source tree as it is. docs/decisions/0040-one-top-level-package.md has the reasons.
+
+A wheel is for all versions of Python, since ctypes loads the library, and for one platform: that of this machine, or
+the one that the variable WHEEL_PLATFORM names. docs/decisions/0051-package.md has the reasons.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,38 +22,67 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import platform_tags
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 WHEEL_PACKAGE = "tessera"
 PACKAGES = ("kernels", "model", "server")
-_NOT_IN_WHEEL = ("/__pycache__/", "/native/", "/model/training/")  # the recipe of the bundled model
+_PACKAGE_FOLDER = Path("deploy/package") / WHEEL_PACKAGE
+_LIBRARIES = Path("kernels/cpu/lib")
+# kernels/cpu/lib has the libraries of an editable installation; model/training is the recipe of the bundled model.
+_NOT_IN_WHEEL = ("/__pycache__/", "/native/", "/kernels/cpu/lib/", "/model/training/")
+# What type checkers read of an editable installation, where the packages are not inside this one.
+_ONLY_IN_SOURCE_TREE = (".pyi",)
 COMPILER = "ziglang==0.15.2"
 _FLAGS = (
     "-std=c11", "-O3", "-g0", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-sanitize=all",
     "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-lpthread",
 )  # fmt: skip
 _X86 = {
-    "avx512_vnni": "x86_64_v4+avx512vnni",
-    "avx_vnni": "x86_64_v3+avxvnni",
-    "avx2": "x86_64_v3",
+    "avx512_vnni.so": "x86_64_v4+avx512vnni",
+    "avx_vnni.so": "x86_64_v3+avxvnni",
+    "avx2.so": "x86_64_v3",
 }
-_ARM = {"neon": "generic+dotprod"}
-# The oldest C library that any supported version of PyTorch runs with.
 _TARGETS = {
-    ("linux", "x86_64"): ("x86_64-linux-gnu.2.28", _X86),
-    ("linux", "aarch64"): ("aarch64-linux-gnu.2.28", _ARM),
-    ("darwin", "arm64"): ("aarch64-macos", {"neon": "apple_m1"}),
-    ("darwin", "x86_64"): ("x86_64-macos", {"avx2": "x86_64_v3"}),
+    # The oldest C library that any supported version of PyTorch runs with.
+    "manylinux_2_28_x86_64": ("x86_64-linux-gnu.2.28", _X86),
+    "manylinux_2_28_aarch64": ("aarch64-linux-gnu.2.28", {"neon.so": "generic+dotprod"}),
+    # The oldest macOS of these processors.
+    "macosx_11_0_arm64": ("aarch64-macos.11.0", {"neon.dylib": "apple_m1"}),
+    "macosx_11_0_x86_64": ("x86_64-macos.11.0", {"avx2.dylib": "x86_64_v3"}),
 }
+"""Platform of a wheel -> what the compiler calls it, and for each library its file and processor."""
+ANY = "any"
+"""The platform of a wheel without a library."""
+_VARIABLE = "WHEEL_PLATFORM"
 
 
-def builds(system: str, machine: str) -> list[tuple[str, str, str]]:
+def wheel_platform(environment: Mapping[str, str], supported: Iterable[str]) -> str:
+    """Return the platform of a wheel, a key of the table or `ANY`.
+
+    Args:
+        environment: WHEEL_PLATFORM names another platform than this machine's.
+        supported: platforms whose wheels this machine can install.
+
+    Raises:
+        ValueError: WHEEL_PLATFORM is unknown.
+    """
+    given = environment.get(_VARIABLE)
+    if not given:
+        return next((platform for platform in supported if platform in _TARGETS), ANY)
+    if given not in (*_TARGETS, ANY):
+        raise ValueError(
+            f"{_VARIABLE} is {given!r}; it must be one of {', '.join((*_TARGETS, ANY))}"
+        )
+    return given
+
+
+def builds(platform: str) -> list[tuple[str, str, str]]:
     """Return (file name, target, processor) of the libraries for a platform; none for one without a library."""
-    target, processors = _TARGETS.get((system, machine.lower()), ("", {}))
-    suffix = ".dylib" if system == "darwin" else ".so"
-    return [(name + suffix, target, processor) for name, processor in processors.items()]
+    target, processors = _TARGETS.get(platform, ("", {}))
+    return [(name, target, processor) for name, processor in processors.items()]
 
 
 def compile_library(source: Path, output: Path, target: str, processor: str) -> None:
@@ -82,14 +113,24 @@ def place_packages(root: Path, folder: Path) -> dict[str, str]:
     Raises:
         ValueError: a module has an import that cannot be renamed.
     """
-    files = [path.relative_to(root) for name in PACKAGES for path in _files(root / name)]
+    files = {
+        path.relative_to(root): Path(WHEEL_PACKAGE) / path.relative_to(root)
+        for name in PACKAGES
+        for path in _files(root / name)
+    }
     modules = {
         ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         for path in files
         if path.suffix == ".py"
     }
+    own = root / _PACKAGE_FOLDER
+    files |= {
+        path.relative_to(root): Path(WHEEL_PACKAGE) / path.relative_to(own)
+        for path in _files(own)
+        if path.suffix not in _ONLY_IN_SOURCE_TREE
+    }
     placed = {}
-    for path in files:
+    for path, target in files.items():
         source = root / path
         if path.suffix == ".py":
             source = folder / path
@@ -98,7 +139,7 @@ def place_packages(root: Path, folder: Path) -> dict[str, str]:
                 source.write_bytes(renamed((root / path).read_bytes(), modules))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-        placed[str(source)] = f"{WHEEL_PACKAGE}/{path.as_posix()}"
+        placed[str(source)] = target.as_posix()
     return placed
 
 
@@ -157,31 +198,39 @@ class PackageBuildHook(BuildHookInterface[Any]):
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
+    @property
+    def _platform(self) -> str:
+        return wheel_platform(os.environ, platform_tags())
+
     def dependencies(self) -> list[str]:
         """Return what pip installs for the build."""
-        return [COMPILER] if builds(sys.platform, platform.machine()) else []
+        return [COMPILER] if builds(self._platform) else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the libraries of this platform, and place the packages of a wheel."""
-        root = Path(self.root) / "kernels" / "cpu"
-        folder = root / "lib"
-        folder.mkdir(exist_ok=True)
-        found = builds(sys.platform, platform.machine())
+        """Compile the libraries of the platform, and place the packages of a wheel."""
+        root = Path(self.root)
+        libraries = root / _LIBRARIES
+        if version == "standard":
+            self._folder = tempfile.TemporaryDirectory()
+            libraries = Path(self._folder.name) / "lib"
+            build_data["force_include"] |= place_packages(root, Path(self._folder.name))
+        libraries.mkdir(exist_ok=True)
+        found = builds(self._platform)
 
         def compile_one(build: tuple[str, str, str]) -> None:
             name, target, processor = build
-            compile_library(root / "native" / "step.c", folder / name, target, processor)
+            compile_library(root / "kernels/cpu/native/step.c", libraries / name, target, processor)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(compile_one, found))
-        if found:
-            build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+        build_data["tag"] = f"py3-none-{self._platform}"
+        build_data["pure_python"] = not found
         if version == "standard":
-            self._folder = tempfile.TemporaryDirectory()
-            build_data["force_include"] |= place_packages(Path(self.root), Path(self._folder.name))
+            for name, _, _ in found:
+                path = f"{WHEEL_PACKAGE}/{_LIBRARIES.as_posix()}/{name}"
+                build_data["force_include"][str(libraries / name)] = path
 
     def finalize(self, _version: str, _build_data: dict[str, Any], _artifact_path: str) -> None:
-        """Remove the renamed modules."""
+        """Remove the renamed modules and the libraries of a wheel."""
         if self._folder is not None:
             self._folder.cleanup()

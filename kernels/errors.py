@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class KernelError(Exception):
-    """Base class of the errors that this package raises."""
+    """Base class of the errors that this package raises.
+
+    Example:
+        >>> try:
+        ...     flash_attention(torch.zeros(4), torch.zeros(4), torch.zeros(4))
+        ... except KernelError as error:
+        ...     print(type(error).__name__)
+        ShapeError
+    """
 
 
 class ShapeError(KernelError, ValueError):

@@ -15,7 +15,18 @@ from __future__ import annotations
 
 
 class ModelError(Exception):
-    """Base class of all model errors."""
+    """Base class of all model errors.
+
+    Example:
+        >>> async def main() -> None:
+        ...     try:
+        ...         async with embedded_service(Settings(model="/no/such/folder")):
+        ...             pass
+        ...     except ModelError as error:
+        ...         print(type(error).__name__)
+        >>> asyncio.run(main())
+        ModelFolderError
+    """
 
 
 class ModelFolderError(ModelError):

@@ -50,6 +50,17 @@ class EmbeddedService:
     Attributes:
         app: answers HTTP requests as `tessera serve` does; 503 until the engine is ready.
         engine: submits requests to the engine, and has its state and statistics.
+
+    Example:
+        >>> async def main() -> None:
+        ...     async with embedded_service(Settings(device="cpu")) as service:
+        ...         await service.wait_until_ready()
+        ...         application = FastAPI()
+        ...         application.mount("/llm", service.app)
+        ...         print(service.engine.state.value)
+        ...         await service.drain()
+        >>> asyncio.run(main())
+        ready
     """
 
     app: FastAPI
@@ -94,6 +105,14 @@ async def embedded_service(
         StartupError: an engine with these settings cannot start on this machine, the file of API keys is not valid, or
             spans cannot be exported.
         ChildStartError: the engine process cannot be started.
+
+    Example:
+        >>> async def main() -> None:
+        ...     async with embedded_service(Settings(device="cpu")) as service:
+        ...         await service.wait_until_ready()
+        ...         print(service.engine.info.model_id)
+        >>> asyncio.run(main())
+        bundled
     """
     config, limits, tokenizer, chat_template = await asyncio.to_thread(_prepare, settings)
     environments = await asyncio.to_thread(engine_environments, settings)

@@ -68,6 +68,20 @@ def plan_attention(
     Raises:
         ShapeError: the batch is inconsistent or does not fit the problem.
         NoKernelError: no row supports the problem.
+
+    Example:
+        >>> problem = AttentionProblem(
+        ...     Phase.DECODE, "float32", num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, softmax_scale=32**-0.5
+        ... )
+        >>> batch = PagedBatch(
+        ...     cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([20, 5], dtype=torch.int32),
+        ...     block_table=torch.tensor([[0, 1], [2, 0]], dtype=torch.int32),
+        ...     num_tokens=2, max_seqlen_q=1, max_seqlen_k=20,
+        ... )
+        >>> plan = plan_attention(problem, batch)
+        >>> plan.q_shape, plan.kv_shape
+        ((2, 8, 32), (16, 2, 32))
     """
     check_batch(problem, batch)
     if selection is None:
@@ -144,6 +158,23 @@ def prefill_attention(
     Raises:
         ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot address a tensor:
             `hopper_prefill` needs addresses and strides of q, kv and out that are multiples of 16 bytes.
+
+    Example:
+        >>> problem = AttentionProblem(
+        ...     Phase.PREFILL, "float32", num_heads=8, num_kv_heads=2, head_dim=32, block_size=16,
+        ...     softmax_scale=32**-0.5,
+        ... )
+        >>> batch = PagedBatch(  # prompts of 20 and 5 tokens
+        ...     cu_seqlens_q=torch.tensor([0, 20, 25], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([20, 5], dtype=torch.int32),
+        ...     block_table=torch.tensor([[0, 1], [2, 0]], dtype=torch.int32),
+        ...     num_tokens=25, max_seqlen_q=20, max_seqlen_k=20,
+        ... )
+        >>> q, kv = torch.randn(25, 8, 32), torch.randn(2, 4, 16, 2, 32)  # a cache of 4 blocks
+        >>> out = torch.empty_like(q)
+        >>> prefill_attention(q, kv, plan_attention(problem, batch), out)
+        >>> bool(out.isfinite().all())
+        True
     """
     check_attention(q, kv, plan, out, Phase.PREFILL)
     _run(q, kv, plan, out, lse, kv_scale)
@@ -170,6 +201,22 @@ def decode_attention(
 
     Raises:
         ShapeError: a shape, stride or dtype differs from the plan's.
+
+    Example:
+        >>> problem = AttentionProblem(
+        ...     Phase.DECODE, "float32", num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, softmax_scale=32**-0.5
+        ... )
+        >>> batch = PagedBatch(
+        ...     cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([20], dtype=torch.int32),
+        ...     block_table=torch.tensor([[3, 0]], dtype=torch.int32),
+        ...     num_tokens=1, max_seqlen_q=1, max_seqlen_k=20,
+        ... )
+        >>> q, kv = torch.randn(1, 8, 32), torch.randn(2, 4, 16, 2, 32)  # a cache of 4 blocks
+        >>> out = torch.empty_like(q)
+        >>> decode_attention(q, kv, plan_attention(problem, batch), out)
+        >>> bool(out.isfinite().all())
+        True
     """
     check_attention(q, kv, plan, out, Phase.DECODE)
     _run(q, kv, plan, out, lse, kv_scale)
@@ -209,6 +256,13 @@ def write_kv(
 
     Raises:
         ShapeError: a shape or dtype differs from the above.
+
+    Example:
+        >>> k, v = torch.randn(2, 3, 2, 32)
+        >>> kv = torch.zeros(2, 4, 16, 2, 32)  # a cache of 4 blocks of 16 tokens
+        >>> write_kv(k, v, kv, torch.tensor([16, 17, 18]))  # the first tokens of block 1
+        >>> torch.equal(kv[0, 1, :3], k)
+        True
     """
     check_write(k, v, kv, slot_mapping, kv_scale)
     if kv.is_cuda and detect(kv.device).has_triton:

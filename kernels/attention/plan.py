@@ -54,6 +54,21 @@ class AttentionPlan:
         kv_dtype: dtype of the cache.
         device: device of all tensors.
         prefix: the row that computes attention to the shared prefix, if the plan reads it once.
+
+    Example:
+        >>> problem = AttentionProblem(
+        ...     Phase.DECODE, "float32", num_heads=8, num_kv_heads=2, head_dim=32, block_size=16,
+        ...     softmax_scale=32**-0.5,
+        ... )
+        >>> batch = PagedBatch(
+        ...     cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([20], dtype=torch.int32),
+        ...     block_table=torch.tensor([[3, 0]], dtype=torch.int32),
+        ...     num_tokens=1, max_seqlen_q=1, max_seqlen_k=20,
+        ... )
+        >>> plan = plan_attention(problem, batch)
+        >>> isinstance(plan, AttentionPlan), plan.selection.spec.phase
+        (True, <Phase.DECODE: 'decode'>)
     """
 
     problem: AttentionProblem

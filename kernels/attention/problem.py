@@ -19,7 +19,12 @@ KV_DTYPES = (FP8_ROWS.dtype,)
 
 
 class Phase(enum.Enum):
-    """The phase of a problem; each phase has its own kernels."""
+    """The phase of a problem; each phase has its own kernels.
+
+    Example:
+        >>> Phase("decode") is Phase.DECODE
+        True
+    """
 
     PREFILL = "prefill"
     """Any number of query tokens per sequence."""
@@ -54,6 +59,14 @@ class AttentionProblem:
 
     Raises:
         ShapeError: a value is out of its range.
+
+    Example:
+        >>> problem = AttentionProblem(
+        ...     Phase.DECODE, "bfloat16", num_heads=32, num_kv_heads=8, head_dim=128, block_size=16,
+        ...     softmax_scale=128**-0.5,
+        ... )
+        >>> print(problem)
+        decode bfloat16 H=32 K=8 D=128 S=16
     """
 
     phase: Phase
@@ -159,6 +172,16 @@ class PagedBatch:
             has ended, except the keys and values of the query tokens. The caller guarantees that they and
             the plan were written before the stream's last launch that was not a programmatic dependent
             launch (`kernels.gpu.dependent_launch`).
+
+    Example:
+        >>> batch = PagedBatch(  # one new token of a sequence of 20, in blocks 3 and 0
+        ...     cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+        ...     seq_lens=torch.tensor([20], dtype=torch.int32),
+        ...     block_table=torch.tensor([[3, 0]], dtype=torch.int32),
+        ...     num_tokens=1, max_seqlen_q=1, max_seqlen_k=20,
+        ... )
+        >>> batch.num_seqs
+        1
     """
 
     cu_seqlens_q: Tensor
@@ -186,6 +209,11 @@ class PackedBatch:
         num_tokens: T, query rows of all sequences.
         max_seqlen_q: most query tokens of a sequence, or an upper bound.
         max_seqlen_k: most keys of a sequence, or an upper bound.
+
+    Example:
+        >>> starts = torch.tensor([0, 7, 10], dtype=torch.int32)  # sequences of 7 and 3 tokens
+        >>> PackedBatch(starts, starts, num_tokens=10, max_seqlen_q=7, max_seqlen_k=7).num_seqs
+        2
     """
 
     cu_seqlens_q: Tensor

@@ -69,6 +69,11 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
         ignore_unknown_env: start although an environment variable that begins with TESSERA_ is not one of a setting.
         peer_env: read the environment variables of other servers, such as MODEL_ID (docs/peer-names.md), where nothing
             else gives the setting.
+
+    Example:
+        >>> settings = Settings(model="Qwen/Qwen3-0.6B", max_model_len=4096)
+        >>> settings.max_model_len, settings.device
+        (4096, 'auto')
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

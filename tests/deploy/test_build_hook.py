@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import email
 import os
-import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -17,10 +18,12 @@ import tessera.kernels.attention.training.huggingface
 
 import kernels
 import kernels.attention.training.huggingface
-from deploy.build_hook import PACKAGES, place_packages, renamed
+from deploy import build_hook
+from deploy.build_hook import PACKAGES, place_packages, renamed, wheel_platform
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+INFO = ".dist-info"
 MODULES = {"kernels", "kernels.arch", "kernels.attention", "server.cli.main"}
 
 
@@ -32,7 +35,6 @@ def installed(tmp_path_factory):
         path = folder / target
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(source)
-    shutil.copy(ROOT / "deploy/package/tessera/__init__.py", folder / "tessera/__init__.py")
     (folder / "kernels").mkdir()
     (folder / "kernels/__init__.py").write_text("NAME = 'the other one'\n")
     return folder
@@ -134,6 +136,17 @@ def test_an_import_that_cannot_be_renamed_fails_the_build(text):
         renamed(text.encode(), MODULES)
 
 
+def test_the_public_names_are_those_of_the_installation(installed):
+    program = """
+import sys, tessera
+from tessera import *
+print(*{it.__module__.partition(".")[0] for it in map(globals().get, tessera.__all__) if hasattr(it, "__module__")})
+print(*[name for name in sys.modules if name.split(".")[0] in ("model", "server")])
+"""
+
+    assert run(installed, "-c", program).splitlines() == ["tessera", ""]
+
+
 def test_a_source_tree_has_the_names_of_an_installation():
     assert tessera.kernels is kernels
     assert tessera.kernels.attention.training.huggingface is kernels.attention.training.huggingface
@@ -142,35 +155,106 @@ def test_a_source_tree_has_the_names_of_an_installation():
         __import__("tessera.kernels.nothing")
 
 
+@pytest.mark.parametrize(
+    ("environment", "supported", "platform"),
+    [
+        (
+            {},
+            ["manylinux_2_39_x86_64", "manylinux_2_28_x86_64", "linux_x86_64"],
+            "manylinux_2_28_x86_64",
+        ),
+        ({}, ["macosx_15_0_arm64", "macosx_11_0_arm64"], "macosx_11_0_arm64"),
+        ({}, ["manylinux_2_17_x86_64", "linux_x86_64"], "any"),
+        ({}, ["musllinux_1_2_x86_64"], "any"),
+        ({}, ["win_amd64"], "any"),
+        ({"WHEEL_PLATFORM": ""}, ["win_amd64"], "any"),
+        ({"WHEEL_PLATFORM": "any"}, ["manylinux_2_28_x86_64"], "any"),
+        ({"WHEEL_PLATFORM": "macosx_11_0_arm64"}, ["manylinux_2_28_x86_64"], "macosx_11_0_arm64"),
+    ],
+)
+def test_a_wheel_is_for_this_machine_or_the_platform_of_the_variable(
+    environment, supported, platform
+):
+    assert wheel_platform(environment, supported) == platform
+
+
+def test_an_unknown_platform_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match="'win_amd64'; it must be one of manylinux_2_28_x86_64, "):
+        wheel_platform({"WHEEL_PLATFORM": "win_amd64"}, [])
+
+
+@pytest.mark.parametrize(("version", "where"), [("standard", "wheel"), ("editable", "tree")])
+def test_a_library_is_in_the_wheel_and_its_platform_in_the_tag(
+    monkeypatch, tmp_path, version, where
+):
+    for folder in ("kernels/cpu/native", "kernels/cpu/lib", "deploy/package/tessera"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "kernels/cpu/lib/of_another_platform.so").touch()
+    monkeypatch.setenv("WHEEL_PLATFORM", "macosx_11_0_arm64")
+    compiled = []
+    monkeypatch.setattr(build_hook, "compile_library", lambda *it: compiled.append(it))
+    hook = build_hook.PackageBuildHook(str(tmp_path), {}, None, None, "", "wheel")
+    data = {"force_include": {}}
+
+    hook.initialize(version, data)
+    hook.finalize(version, data, "")
+
+    ((source, output, target, processor),) = compiled
+    assert source == tmp_path / "kernels/cpu/native/step.c"
+    assert (target, processor) == ("aarch64-macos.11.0", "apple_m1")
+    assert (data["tag"], data["pure_python"]) == ("py3-none-macosx_11_0_arm64", False)
+    if where == "wheel":
+        assert data["force_include"] == {str(output): "tessera/kernels/cpu/lib/neon.dylib"}
+    else:
+        assert data["force_include"] == {}
+        assert output == tmp_path / "kernels/cpu/lib/neon.dylib"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_wheel_has_one_top_level_package(tmp_path):
-    tree = tmp_path / "tree"
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in names.stdout.splitlines():
-        if name.partition("/")[0] in (*PACKAGES, "deploy") or "/" not in name:
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tree / name)
-    # A platform without a C library: the compiler is not among the packages of the tests.
-    program = """
-import platform
-from hatchling.build import build_wheel
-platform.machine = lambda: "other"
-print(build_wheel("."))
-"""
-    built = subprocess.run(
-        [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, check=True
-    )
+def test_the_source_distribution_makes_the_wheel_of_the_tree(tmp_path):
+    # Without a C library: the compiler is not among the packages of the tests.
+    def build(kind, folder):
+        program = f"import hatchling.build as it; print(it.build_{kind}({str(tmp_path)!r}))"
+        environment = os.environ | {"WHEEL_PLATFORM": "any"}
+        found = subprocess.run(
+            [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True,
+            env=environment,
+        )  # fmt: skip
+        return tmp_path / found.stdout.split()[-1]
 
-    with zipfile.ZipFile(tree / built.stdout.split()[-1]) as wheel:
-        files = wheel.namelist()
-        entry = next(it for it in files if it.endswith("entry_points.txt"))
-        assert "tessera = tessera.server.cli.main:main" in wheel.read(entry).decode()
-    assert {it.partition("/")[0] for it in files} == {
-        "tessera",
-        f"tessera-{PROJECT['version']}.dist-info",
+    name = f"tessera-{PROJECT['version']}"
+    source = build("sdist", ROOT)
+    with tarfile.open(source) as archive:
+        in_source = {it.removeprefix(f"{name}/") for it in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    wheel = build("wheel", tmp_path / name)
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+        texts = {it.rpartition("/")[2]: archive.read(it).decode() for it in in_wheel if INFO in it}
+
+    assert source.name == f"{name}.tar.gz"
+    assert {it.partition("/")[0] for it in in_source} == {
+        ".gitignore", "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "deploy", "kernels", "model",
+        "pyproject.toml", "server",
+    }  # fmt: skip
+    assert {it.split("/")[1] for it in in_source if it.startswith("deploy/")} == {
+        "build_hook.py",
+        "package",
     }
-    assert "tessera/model/bundled/tokenizer.json" in files
-    assert not [it for it in files if "/native/" in it or "/model/training/" in it]
+    assert {it for it in in_source if it.startswith("model/training/")} == set()
+    assert "kernels/cpu/native/step.c" in in_source
+
+    assert wheel.name == f"{name}-py3-none-any.whl"
+    assert {it.partition("/")[0] for it in in_wheel} == {"tessera", f"{name}{INFO}"}
+    placed = set(place_packages(ROOT, tmp_path / "placed").values())
+    assert {it for it in in_wheel if INFO not in it} == placed
+    assert {"tessera/py.typed", "tessera/model/bundled/tokenizer.json"} <= placed
+    assert not [it for it in placed if "/native/" in it or "/training/data" in it or ".pyi" in it]
+    assert "tessera = tessera.server.cli.main:main" in texts["entry_points.txt"]
+    assert "Tag: py3-none-any" in texts["WHEEL"]
+    metadata = email.message_from_string(texts["METADATA"])
+    assert metadata["Version"] == PROJECT["version"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert len(metadata.get_all("Project-URL")) == 5

@@ -128,6 +128,14 @@ def flash_attention(
     Raises:
         ShapeError: shapes, dtypes or arguments do not fit each other.
         NoKernelError: no row of `kernels.attention.training.registry` supports it.
+
+    Example:
+        >>> q = torch.randn(2, 64, 8, 32, requires_grad=True)
+        >>> k, v = torch.randn(2, 2, 64, 4, 32)  # each head of keys serves two of queries
+        >>> out = flash_attention(q, k, v, sliding_window=16)
+        >>> out.square().mean().backward()
+        >>> out.shape == q.grad.shape
+        True
     """
     q, k, v = in_autocast_dtype(q, k, v)
     _check_tensors(q, k, v, packed=cu_seqlens_q is not None)

@@ -25,6 +25,13 @@ class BlockMask:
         columns: [entries] int32, tiles of keys that a row sees, ascending.
         column_starts: [columns + 1] int32, first entry of each column in `rows`.
         rows: [entries] int32, tiles of queries that see a column, ascending.
+
+    Example:
+        >>> last_two = torch.ones(4, 4, dtype=torch.bool).tril().triu(-1)  # each tile and the one before
+        >>> mask = BlockMask.from_tiles(last_two, block_q=16, block_k=16)
+        >>> q, k, v = torch.randn(3, 1, 64, 4, 32)
+        >>> flash_attention(q, k, v, block_mask=mask).shape
+        torch.Size([1, 64, 4, 32])
     """
 
     block_q: int

@@ -43,6 +43,13 @@ def scaled_dot_product_attention(
 
     Returns:
         [..., H, S, D_v] in the dtype of `query`.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 8, 64, 32)
+        >>> out = scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> torch.allclose(out, theirs, atol=1e-5)
+        True
     """
     query, key, value = in_autocast_dtype(query, key, value)
     reasons = sdpa_unsupported(query, key, value, attn_mask, is_causal, enable_gqa, dropout_p)

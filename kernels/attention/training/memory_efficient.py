@@ -117,6 +117,11 @@ def memory_efficient_attention(
     Raises:
         ShapeError: shapes, dtypes or the sequences of the bias do not fit each other, or the bias is not supported.
         NoKernelError: no row of `kernels.attention.training.registry` supports it.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 64, 8, 32)
+        >>> memory_efficient_attention(query, key, value).shape
+        torch.Size([2, 64, 8, 32])
     """
     q, k, v = _with_heads(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -91,6 +91,14 @@ def ring_attention(
 
     Raises:
         ShapeError: the shapes do not fit each other.
+
+    Example:
+        >>> from torch import distributed
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> q, k, v = torch.randn(3, 2, 64, 8, 32)  # this rank's part
+        >>> ring_attention(q, k, v).shape
+        torch.Size([2, 64, 8, 32])
+        >>> distributed.destroy_process_group()
     """
     fits = q.ndim == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2]
     if not fits or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2] or q.shape[1] % 2:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import NoReturn, Self
 
 from server.cli.client.complete import INTERRUPTED
-from server.cli.client.options import DEFAULT_URL, split_target, target
+from server.cli.client.options import split_target, target
 from server.cli.client.session import Session, listed_name, write_answer
 from server.cli.client.streams import Chat, ServerError
+from server.client.address import DEFAULT_URL
 
 _HELP = "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D or /exit ends."
 

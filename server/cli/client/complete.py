@@ -9,9 +9,10 @@ import os
 import sys
 from typing import NoReturn
 
-from server.cli.client.options import DEFAULT_URL, looks_like_url, split_target, target
+from server.cli.client.options import looks_like_url, split_target, target
 from server.cli.client.session import Session, listed_name, write_answer
 from server.cli.client.streams import Completions, GenerateStream, ServerError
+from server.client.address import DEFAULT_URL
 
 INTERRUPTED = 130
 

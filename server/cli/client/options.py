@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from server.cli.client.http_client import Target
 from server.cli.parsing.values import between, checked, count, whole
 from server.cli.settings import client_api_key
+from server.client.address import DEFAULT_URL, read_url
 
 if TYPE_CHECKING:
     import argparse
 
     from server.cli.parsing.parser import Parser
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _HOST_AND_PORT = re.compile(r"(localhost|[\w.-]*:\d+|\[[\da-fA-F:]+\]:\d+)(/.*)?")
 
 
@@ -89,18 +89,6 @@ def split_target(words: list[str], options: argparse.Namespace) -> list[str]:
 def looks_like_url(word: str) -> bool:
     """Whether a word is a URL, a host and a port, or a colon and a port of this machine."""
     return "://" in word or _HOST_AND_PORT.fullmatch(word) is not None
-
-
-def read_url(text: str) -> str:
-    """Return the URL of a server; the scheme may be absent, and a path `/v1` at its end is dropped.
-
-    Raises:
-        ValueError: it is not the address of an HTTP server.
-    """
-    text = f"127.0.0.1{text}" if text.startswith(":") else text
-    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
-    Target.from_url(url)
-    return url
 
 
 def target(options: argparse.Namespace) -> Target:

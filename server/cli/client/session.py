@@ -12,9 +12,10 @@ import msgspec
 
 from model.checkpoint.names import read_name
 from model.errors import ModelFolderError
-from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
-from server.cli.client.streams import Piece, Route, ServerError, error_text
+from server.cli.client.streams import Piece, Route, ServerError
+from server.client.errors import read_error
+from server.client.events import EventReader
 
 _OK, _UNAUTHORIZED, _NOT_FOUND, _METHOD_NOT_ALLOWED, _UNAVAILABLE = 200, 401, 404, 405, 503
 _UNPROCESSABLE = 422
@@ -131,11 +132,11 @@ class Session:
     def _refused(self, status: int, body: bytes) -> ServerError:
         if status == _UNAUTHORIZED:
             return ServerError(
-                f"the server wants another key than --api-key or TESSERA_API_KEY gives: {error_text(body)}"
+                f"the server wants another key than --api-key or TESSERA_API_KEY gives: {read_error(body).message}"
             )
         if status == _UNAVAILABLE:
-            return ServerError(f"the server is not ready: {error_text(body)}")
-        return ServerError(f"the server refuses the request ({status}): {error_text(body)}")
+            return ServerError(f"the server is not ready: {read_error(body).message}")
+        return ServerError(f"the server refuses the request ({status}): {read_error(body).message}")
 
 
 class _Model(msgspec.Struct):

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from server.client.errors import read_error
+
 
 class ServerError(Exception):
     """The server refuses a request, ends a stream with an error, or sends something unreadable."""
@@ -75,7 +77,7 @@ class _OpenAI:
         except msgspec.DecodeError as error:
             raise ServerError(f"an event of the stream cannot be read: {error}") from error
         if event.error is not None:
-            raise ServerError(error_text(data))
+            raise ServerError(read_error(data).message)
         warnings = tuple(event.warnings)
         if not event.choices:
             return Piece(warnings=warnings)
@@ -187,15 +189,3 @@ class GenerateStream:
         if event.generated_text is None:
             return Piece(text)
         return Piece(text, (event.details and event.details.finish_reason) or "stop")
-
-
-def error_text(body: bytes) -> str:
-    """Return the message of an error's body, of any API; else its beginning."""
-    try:
-        value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        value = None
-    for key in ("error", "message", "detail"):
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-    return value if isinstance(value, str) else body[:300].decode(errors="replace").strip()

@@ -105,6 +105,11 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_engines` is the number of engines that run it, each on processors of its own. With `num_ranks` above 1, several
     processors share the model, and the plan is that of one: its heads, its part of the weights and of the cache.
+
+    Example:
+        >>> plan = client.plan()
+        >>> {phase.phase: phase.why for phase in plan.phases}["decode"] != ""
+        True
     """
 
     arch: str

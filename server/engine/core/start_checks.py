@@ -28,7 +28,18 @@ NO_GPU = "--device cuda: there is no CUDA device that PyTorch could use"
 
 
 class StartupError(Exception):
-    """The engine cannot start for a reason that the operator can fix; the text states it."""
+    """The engine cannot start for a reason that the operator can fix; the text states it.
+
+    Example:
+        >>> async def main() -> None:
+        ...     try:
+        ...         async with embedded_service(Settings(device="cpu", max_model_len=1_000_000)):
+        ...             pass
+        ...     except StartupError as error:
+        ...         print("max-model-len" in str(error))
+        >>> asyncio.run(main())
+        True
+    """
 
 
 def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | None) -> None:

@@ -25,7 +25,18 @@ _KILLED_SECONDS = 5.0
 
 
 class ChildStartError(Exception):
-    """A child process cannot start; the text says why."""
+    """A child process cannot start; the text says why.
+
+    Example:
+        >>> async def main() -> None:
+        ...     try:
+        ...         async with embedded_service(Settings(device="cpu"), engine_command=["/no/program"]) as service:
+        ...             await service.wait_until_ready()
+        ...     except ChildStartError as error:
+        ...         print("/no/program" in str(error))
+        >>> asyncio.run(main())
+        True
+    """
 
 
 class ChildProcess:

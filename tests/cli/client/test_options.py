@@ -4,7 +4,8 @@ from argparse import Namespace
 
 import pytest
 
-from server.cli.client.options import looks_like_url, read_url, split_target
+from server.cli.client.options import looks_like_url, split_target
+from server.client.address import read_url
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import msgspec
 
 from server.cli.bench.serve.apis import API, APIS, Name, StreamError
 from server.cli.bench.serve.metrics import RequestRecord
-from server.cli.client.events import EventReader
 from server.cli.client.http_client import Client, RequestError, Target
+from server.client.events import EventReader
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

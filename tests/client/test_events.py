@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.cli.client.events import EventReader
+from server.client.events import EventReader
 
 STREAM = (
     b"data: first\n\n: a comment\n\ndata:second\r\n\r\nevent: x\ndata: a\nid: 1\ndata: b\n\n"

@@ -1,0 +1,86 @@
+"""What both clients tell httpx2, and what they make of its errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+
+from server.client.address import read_url
+from server.client.errors import ServiceConnectionError, ServiceTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from server.client.calls import Call
+
+_CONNECT_SECONDS = 10.0
+
+
+def options(
+    base_url: str, api_key: str | None, timeout: float | None, headers: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Return the arguments of httpx2's clients.
+
+    Raises:
+        ValueError: a value is not valid.
+    """
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; it must be above 0 seconds, or None for no limit")
+    sent = {"Accept-Encoding": "identity", **(headers or {})}
+    for name, value in (headers or {}).items():
+        _check_text(f"header {name}", value)
+    if api_key is not None:
+        _check_text("api_key", api_key)
+        sent["Authorization"] = f"Bearer {api_key}"
+    connect = _CONNECT_SECONDS if timeout is None else min(timeout, _CONNECT_SECONDS)
+    return {
+        "base_url": read_url(base_url),
+        "headers": sent,
+        "timeout": httpx2.Timeout(timeout, connect=connect),
+        # No limit of concurrent requests: the service has its own.
+        "limits": httpx2.Limits(max_connections=None),
+    }
+
+
+def request(call: Call[Any], request_id: str | None) -> dict[str, Any]:
+    """Return the arguments of `build_request` of httpx2's clients.
+
+    Raises:
+        ValueError: the id is not valid.
+    """
+    headers = {}
+    if call.body is not None:
+        headers["Content-Type"] = "application/json"
+    if request_id is not None:
+        _check_text("request_id", request_id)
+        headers["X-Request-Id"] = request_id
+    return {"method": call.method, "url": call.path, "content": call.body, "headers": headers}
+
+
+def connection_error(
+    error: httpx2.TransportError, url: str, request_id: str | None = None
+) -> ServiceConnectionError:
+    """Return the client's error for one of httpx2.
+
+    Args:
+        error: of a request.
+        url: of the request.
+        request_id: of the request, if it is known.
+    """
+    if isinstance(error, httpx2.ConnectTimeout):
+        return ServiceTimeoutError(f"{url}: no connection within the timeout")
+    if isinstance(error, httpx2.TimeoutException):
+        return ServiceTimeoutError(
+            f"{url}: nothing arrived within the timeout", request_id=request_id
+        )
+    if isinstance(error, httpx2.ConnectError):
+        return ServiceConnectionError(f"{url}: no service answers ({error})")
+    text = str(error) or type(error).__name__
+    return ServiceConnectionError(f"{url}: the connection was lost ({text})", request_id=request_id)
+
+
+def _check_text(name: str, text: str) -> None:
+    """Check what becomes a header; the message does not show it, since it may be a secret."""
+    if not (text.isascii() and text.isprintable() and text.strip()):
+        raise ValueError(f"{name} is empty or has characters other than printable ASCII")
