@@ -54,15 +54,6 @@ SETTINGS: Final = (
         "`-m`, `-hf`",
         "`ollama run NAME`",
     ),
-    Setting("its revision", ("revision",), "`--revision`", "`--revision`"),
-    Setting(
-        "its name in requests",
-        ("served_model_name",),
-        "`--served-model-name`",
-        "",
-        "`--alias`",
-        "`ollama cp`",
-    ),
     Setting(
         "address",
         ("host", "port"),
@@ -76,7 +67,7 @@ SETTINGS: Final = (
         ("max_model_len",),
         "`--max-model-len`",
         "`--max-total-tokens`",
-        "`--ctx-size`, divided by `--parallel`",
+        "`--ctx-size`",
         "`OLLAMA_CONTEXT_LENGTH`, `num_ctx`",
     ),
     Setting(
@@ -86,13 +77,6 @@ SETTINGS: Final = (
         "`--max-batch-size`",
         "`--parallel`",
         "`OLLAMA_NUM_PARALLEL`",
-    ),
-    Setting(
-        "tokens in a step",
-        ("max_num_batched_tokens",),
-        "`--max-num-batched-tokens`",
-        "`--max-batch-prefill-tokens`",
-        "`--batch-size`",
     ),
     Setting(
         "sequences before 429",
@@ -116,7 +100,6 @@ SETTINGS: Final = (
         "`--cache-type-k`, `--cache-type-v`",
         "`OLLAMA_KV_CACHE_TYPE`",
     ),
-    Setting("dtype of the model", ("dtype",), "`--dtype`", "`--dtype`"),
     Setting(
         "weights of fewer bits",
         ("quantization",),
@@ -147,22 +130,6 @@ SETTINGS: Final = (
         "`num_gpu`",
     ),
     Setting(
-        "threads on a CPU",
-        ("cpu_threads",),
-        "`VLLM_CPU_OMP_THREADS_BIND`",
-        "",
-        "`--threads`",
-        "`num_thread`",
-    ),
-    Setting(
-        "reuse of common prefixes",
-        ("enable_prefix_caching",),
-        "`--enable-prefix-caching`",
-        "always",
-        "`--cache-prompt`",
-        "always",
-    ),
-    Setting(
         "keys",
         ("api_key", "api_key_file"),
         "`--api-key`, `VLLM_API_KEY`",
@@ -178,22 +145,12 @@ SETTINGS: Final = (
         "`OLLAMA_ORIGINS`",
     ),
     Setting(
-        "chat template",
-        ("chat_template",),
-        "`--chat-template`",
-        "`--tokenizer-config-path`",
-        "`--chat-template`, `--chat-template-file`",
-        "`TEMPLATE` of a Modelfile",
-    ),
-    Setting(
         "calls of tools, which need no switch",
         ("tool_call_format",),
         "`--enable-auto-tool-choice`, `--tool-call-parser`",
         "",
         "`--jinja`",
     ),
-    Setting("random weights", ("load_format",), "`--load-format dummy`"),
-    Setting("traces", ("otlp_endpoint",), "`--otlp-traces-endpoint`", "`--otlp-endpoint`"),
 )
 ROUTES: Final = (
     Routes(
