@@ -24,7 +24,7 @@ AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_
 	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-avx2 test-slow compilations test-latency test-gpu check audit sbom lock format docs bench clean
+.PHONY: other-torch help setup dev serve test test-avx2 test-slow compilations test-latency test-gpu check audit sbom lock format docs site bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -41,7 +41,7 @@ endif
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	@$(PYTHON) deploy/install.py --torch $(TORCH) --extras test,dev
+	@$(PYTHON) deploy/install.py --torch $(TORCH) --extras test,dev,docs
 	@touch $@
 
 setup: .venv/.installed ## Make .venv and install Tessera into it
@@ -112,8 +112,12 @@ format: dev ## Apply the formatter and the safe fixes
 docs: dev ## Regenerate the generated parts of the documents
 	$(BIN)/python -m docs.generate
 
+site: dev ## Build the documents as pages for browsers in site/; fails on a link that leads nowhere
+	$(BIN)/python -m zensical build --strict --clean
+	@echo 'site/index.html; with the search: python3 -m http.server --directory site 8080'
+
 bench: dev ## Measure the bundled model on the CPU, compared with transformers
 	$(BIN)/python -m benchmarks.cpu_peers --models bundled --contenders engine service transformers
 
 clean: ## Remove the environment and caches
-	rm -rf .venv .venv-sbom .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-sbom .venv-lock site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -12,6 +12,7 @@ from typing import Any
 from docs.attention_table import attention_table
 from docs.parameter_table import parameter_tables
 from docs.peer_names import peer_names_page
+from docs.peer_tables import metrics_table, routes_table, settings_table
 from docs.shapes_table import shapes_table
 from docs.training_attention import memory_plot, newest_result, speed_plot, training_table
 from kernels import AttentionProblem, Phase, select
@@ -181,6 +182,13 @@ def http_page() -> str:
     return text
 
 
+def coming_from_page() -> str:
+    """Return docs/coming-from.md with its tables up to date."""
+    text = fill((ROOT / "docs" / "coming-from.md").read_text(), "settings", settings_table())
+    text = fill(text, "routes", routes_table())
+    return fill(text, "metrics", metrics_table())
+
+
 def flash_attention_page() -> str:
     """Return docs/flash-attention.md with its table up to date."""
     text = (ROOT / "docs" / "flash-attention.md").read_text()
@@ -201,6 +209,7 @@ def main() -> None:
     (ROOT / "docs" / "http.md").write_text(http_page())
     (ROOT / "docs" / "benchmarks.md").write_text(benchmarks_page())
     (ROOT / "docs" / "flash-attention.md").write_text(flash_attention_page())
+    (ROOT / "docs" / "coming-from.md").write_text(coming_from_page())
     for name, plot in plots().items():
         (ROOT / "docs" / name).write_text(plot)
 

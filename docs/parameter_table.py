@@ -12,6 +12,7 @@ from unittest import mock
 
 import httpx
 import msgspec
+from fastapi import FastAPI
 
 from docs.request_parameters import CHAT, COMPLETIONS, GENERATE, RESPONSES, Parameter
 from model.checkpoint.hub import BUNDLED, resolve
@@ -40,11 +41,16 @@ def parameter_tables() -> dict[str, str]:
     return asyncio.run(_tables())
 
 
-async def _tables() -> dict[str, str]:
+def application() -> FastAPI:
+    """Return the HTTP application with a scripted engine behind it."""
     tokenizer = Tokenizer.from_folder(resolve(BUNDLED))
     engine = FakeEngine()
     engine.info = msgspec.structs.replace(INFO, vocab_size=tokenizer.vocab_size)
-    app = create_app(engine, tokenizer, HTTPConfig(model_id="tessera"))
+    return create_app(engine, tokenizer, HTTPConfig(model_id="tessera"))
+
+
+async def _tables() -> dict[str, str]:
+    app = application()
 
     async def encode_chat(context: AppContext, *_: object, **__: object) -> list[int]:
         return await context.encode(_TEXT, "messages")

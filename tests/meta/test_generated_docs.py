@@ -6,6 +6,7 @@ import pytest
 
 from docs.generate import (
     benchmarks_page,
+    coming_from_page,
     fill,
     flash_attention_page,
     http_page,
@@ -32,6 +33,10 @@ def test_the_kernels_page_shows_the_current_plans_and_the_newest_results():
 
 def test_the_http_page_shows_what_becomes_of_other_servers_parameters():
     assert (ROOT / "docs" / "http.md").read_text() == http_page(), "run `make docs`"
+
+
+def test_the_page_for_users_of_other_servers_is_up_to_date():
+    assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from_page(), "run `make docs`"
 
 
 def test_the_page_on_flash_attention_shows_the_newest_result_of_training():

@@ -1,0 +1,460 @@
+"""The tables of docs/coming-from.md: settings, routes and metrics of Tessera beside those of other servers.
+
+What others have is data, from their documents of November 2026: vLLM 0.32, TGI 3.3.6, llama.cpp
+(tools/server/README.md) and Ollama (docs/api.md, docs/faq.md). What Tessera has comes from the code: a route that both
+have is marked, a setting must exist, and every metric that is exported under vLLM's or TGI's name must be in the table.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from docs.parameter_table import application
+from server.cli.settings import flag, listed_settings
+from server.http.metrics import own, tgi, vllm
+
+
+class Setting(NamedTuple):
+    """A setting, and the names of the same in other servers; empty where there is none."""
+
+    purpose: str
+    names: tuple[str, ...]
+    vllm: str = ""
+    tgi: str = ""
+    llama_cpp: str = ""
+    ollama: str = ""
+
+
+class Routes(NamedTuple):
+    """Routes for one purpose, separated by spaces; empty where there is none. With `!` they have another body here."""
+
+    purpose: str
+    tessera: str
+    vllm: str = ""
+    tgi: str = ""
+    llama_cpp: str = ""
+    ollama: str = ""
+
+
+class Metric(NamedTuple):
+    """Metrics with the same number; names separated by spaces, without the suffixes of their kinds."""
+
+    purpose: str
+    tessera: str = ""
+    vllm: str = ""
+    tgi: str = ""
+
+
+SETTINGS: Final = (
+    Setting(
+        "the model",
+        ("model",),
+        "`MODEL`, `--model`",
+        "`--model-id`, `MODEL_ID`",
+        "`-m`, `-hf`",
+        "`ollama run NAME`",
+    ),
+    Setting(
+        "address",
+        ("host", "port"),
+        "`--host`, `--port`",
+        "`--hostname`, `--port`",
+        "`--host`, `--port`",
+        "`OLLAMA_HOST`",
+    ),
+    Setting(
+        "longest sequence, prompt and output",
+        ("max_model_len",),
+        "`--max-model-len`",
+        "`--max-total-tokens`",
+        "`--ctx-size`",
+        "`OLLAMA_CONTEXT_LENGTH`, `num_ctx`",
+    ),
+    Setting(
+        "sequences in a step",
+        ("max_num_seqs",),
+        "`--max-num-seqs`",
+        "`--max-batch-size`",
+        "`--parallel`",
+        "`OLLAMA_NUM_PARALLEL`",
+    ),
+    Setting(
+        "sequences before 429",
+        ("max_concurrent_requests",),
+        "",
+        "`--max-concurrent-requests`",
+        "",
+        "`OLLAMA_MAX_QUEUE`",
+    ),
+    Setting(
+        "memory of the KV cache",
+        ("kv_cache_gib", "kv_cache_tokens"),
+        "`--kv-cache-memory-bytes`; `--gpu-memory-utilization` is a share of the whole GPU",
+        "`--cuda-memory-fraction`",
+    ),
+    Setting(
+        "its dtype",
+        ("kv_cache_dtype",),
+        "`--kv-cache-dtype`",
+        "`--kv-cache-dtype`",
+        "`--cache-type-k`, `--cache-type-v`",
+        "`OLLAMA_KV_CACHE_TYPE`",
+    ),
+    Setting(
+        "weights of fewer bits",
+        ("quantization",),
+        "`--quantization`",
+        "`--quantize`",
+        "the model's file",
+        "the model's tag",
+    ),
+    Setting(
+        "GPUs for one model",
+        ("tensor_parallel",),
+        "`--tensor-parallel-size`",
+        "`--num-shard`",
+        "`--split-mode`, `--tensor-split`",
+    ),
+    Setting(
+        "a copy of the model on each GPU",
+        ("data_parallel",),
+        "`--data-parallel-size`",
+        "several services",
+    ),
+    Setting(
+        "CPU or GPU",
+        ("device",),
+        "the installed build",
+        "",
+        "`--device`, `--gpu-layers`",
+        "`num_gpu`",
+    ),
+    Setting(
+        "keys",
+        ("api_key", "api_key_file"),
+        "`--api-key`, `VLLM_API_KEY`",
+        "`--api-key`",
+        "`--api-key`, `--api-key-file`",
+    ),
+    Setting(
+        "pages of other origins",
+        ("cors_allow_origin",),
+        "`--allowed-origins`",
+        "`--cors-allow-origin`",
+        "",
+        "`OLLAMA_ORIGINS`",
+    ),
+    Setting(
+        "calls of tools, which need no switch",
+        ("tool_call_format",),
+        "`--enable-auto-tool-choice`, `--tool-call-parser`",
+        "",
+        "`--jinja`",
+    ),
+)
+ROUTES: Final = (
+    Routes(
+        "continue a prompt",
+        "POST:/generate POST:/generate_stream POST:/v1/completions",
+        "POST:/v1/completions",
+        "POST:/ POST:/generate POST:/generate_stream POST:/v1/completions",
+        "POST:/completion POST:/v1/completions",
+        "POST:/api/generate POST:/v1/completions",
+    ),
+    Routes(
+        "continue a conversation",
+        "POST:/v1/chat/completions POST:/v1/responses POST:/v1/messages",
+        "POST:/v1/chat/completions POST:/v1/responses POST:/v1/messages",
+        "POST:/v1/chat/completions",
+        "POST:/v1/chat/completions POST:/v1/responses POST:/v1/messages",
+        "POST:/api/chat POST:/v1/chat/completions POST:/v1/responses POST:/v1/messages",
+    ),
+    Routes(
+        "fill in the middle",
+        "POST:/v1/completions",
+        "",
+        "",
+        "POST:/infill",
+        "POST:/api/generate POST:/v1/completions",
+    ),
+    Routes(
+        "count the tokens of a conversation",
+        "POST:/v1/messages/count_tokens",
+        "POST:/v1/messages/count_tokens",
+        "",
+        "POST:/v1/messages/count_tokens",
+    ),
+    Routes("end a request", "POST:/abort"),
+    Routes(
+        "tokens of a text",
+        "POST:/tokenize POST:/detokenize",
+        "POST:/tokenize POST:/detokenize",
+        "POST:/tokenize",
+        "POST:/tokenize! POST:/detokenize!",
+    ),
+    Routes(
+        "the prompt of a conversation",
+        "POST:/chat_tokenize POST:/tokenize",
+        "POST:/tokenize",
+        "POST:/chat_tokenize",
+        "POST:/apply-template",
+    ),
+    Routes(
+        "names of models",
+        "GET:/v1/models",
+        "GET:/v1/models",
+        "GET:/v1/models",
+        "GET:/v1/models GET:/models",
+        "GET:/api/tags GET:/v1/models",
+    ),
+    Routes(
+        "the model and its limits",
+        "GET:/info",
+        "GET:/v1/models",
+        "GET:/info",
+        "GET:/props",
+        "POST:/api/show",
+    ),
+    Routes("the kernels that run", "GET:/plan"),
+    Routes(
+        "health",
+        "GET:/health GET:/health/ready GET:/health/live GET:/ping",
+        "GET:/health GET:/ping",
+        "GET:/health GET:/ping",
+        "GET:/health GET:/v1/health",
+        "GET:/",
+    ),
+    Routes(
+        "load and version",
+        "GET:/metrics GET:/info",
+        "GET:/load GET:/version",
+        "GET:/info",
+        "GET:/slots",
+        "GET:/api/ps GET:/api/version",
+    ),
+    Routes("Prometheus", "GET:/metrics", "GET:/metrics", "GET:/metrics", "GET:/metrics"),
+    Routes("a page to try it", "GET:/", "", "", "GET:/"),
+    Routes(
+        "documents of the API",
+        "GET:/docs GET:/openapi.json",
+        "GET:/docs GET:/openapi.json",
+        "GET:/docs",
+    ),
+    Routes(
+        "Amazon SageMaker",
+        "POST:/invocations GET:/ping",
+        "POST:/invocations GET:/ping",
+        "POST:/invocations GET:/ping",
+    ),
+    Routes(
+        "embeddings, scores, ranking: not here",
+        "",
+        "POST:/v1/embeddings POST:/v1/score POST:/v1/rerank",
+        "",
+        "POST:/v1/embeddings POST:/v1/rerank",
+        "POST:/api/embed POST:/v1/embeddings",
+    ),
+    Routes(
+        "adapters, models that are loaded on request: not here",
+        "",
+        "POST:/v1/load_lora_adapter",
+        "",
+        "GET:/lora-adapters POST:/models/load",
+        "POST:/api/pull",
+    ),
+)
+METRICS: Final = (
+    Metric(
+        "sequences in the batch",
+        "tessera_requests_running",
+        "vllm:num_requests_running",
+        "tgi_batch_current_size",
+    ),
+    Metric(
+        "sequences in the queue",
+        "tessera_requests_waiting",
+        "vllm:num_requests_waiting",
+        "tgi_queue_size",
+    ),
+    Metric(
+        "tokens of the batch at its limits",
+        "tessera_reserved_tokens",
+        "",
+        "tgi_batch_current_max_tokens",
+    ),
+    Metric(
+        "share of the KV cache in use",
+        "tessera_kv_cache_usage_ratio",
+        "vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc",
+    ),
+    Metric(
+        "size of the KV cache",
+        "tessera_cache_config tessera_kv_blocks",
+        "vllm:cache_config_info",
+        "tgi_batch_max_total_tokens",
+    ),
+    Metric(
+        "prompt tokens looked up in the prefix cache",
+        "tessera_prefix_cache_query_tokens",
+        "vllm:prefix_cache_queries vllm:gpu_prefix_cache_queries",
+    ),
+    Metric(
+        "prompt tokens found there",
+        "tessera_prefix_cache_hit_tokens",
+        "vllm:prefix_cache_hits vllm:gpu_prefix_cache_hits vllm:prompt_tokens_cached vllm:prompt_tokens_by_source",
+    ),
+    Metric("preemptions", "tessera_preemptions", "vllm:num_preemptions"),
+    Metric("prompt tokens", "tessera_prompt_tokens", "vllm:prompt_tokens"),
+    Metric("generated tokens", "tessera_generation_tokens", "vllm:generation_tokens"),
+    Metric(
+        "requests, by how they ended",
+        "tessera_requests",
+        "vllm:request_success",
+        "tgi_request_count tgi_request_success tgi_request_failure",
+    ),
+    Metric(
+        "time to the first token",
+        "tessera_time_to_first_token_seconds",
+        "vllm:time_to_first_token_seconds",
+    ),
+    Metric(
+        "time between tokens",
+        "tessera_inter_token_latency_seconds",
+        "vllm:inter_token_latency_seconds vllm:time_per_output_token_seconds",
+    ),
+    Metric(
+        "time per token of a request",
+        "tessera_request_time_per_output_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "tgi_request_mean_time_per_token_duration",
+    ),
+    Metric(
+        "whole request",
+        "tessera_request_duration_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "tgi_request_duration",
+    ),
+    Metric(
+        "until it is in the queue",
+        "tessera_request_validation_seconds",
+        "",
+        "tgi_request_validation_duration",
+    ),
+    Metric(
+        "in the queue",
+        "tessera_request_queue_seconds",
+        "vllm:request_queue_time_seconds",
+        "tgi_request_queue_duration",
+    ),
+    Metric("prefill", "tessera_request_prefill_seconds", "vllm:request_prefill_time_seconds"),
+    Metric("decode", "tessera_request_decode_seconds", "vllm:request_decode_time_seconds"),
+    Metric(
+        "both",
+        "tessera_request_inference_seconds",
+        "vllm:request_inference_time_seconds",
+        "tgi_request_inference_duration",
+    ),
+    Metric(
+        "length of prompts",
+        "tessera_request_prompt_tokens",
+        "vllm:request_prompt_tokens",
+        "tgi_request_input_length",
+    ),
+    Metric(
+        "length of outputs",
+        "tessera_request_generated_tokens",
+        "vllm:request_generation_tokens vllm:request_max_num_generation_tokens",
+        "tgi_request_generated_tokens",
+    ),
+    Metric(
+        "limit of outputs",
+        "tessera_request_max_new_tokens",
+        "vllm:request_params_max_tokens",
+        "tgi_request_max_new_tokens",
+    ),
+    Metric(
+        "steps of the engine",
+        "tessera_step_duration_seconds tessera_engine_steps",
+        "",
+        "tgi_batch_inference_duration tgi_batch_forward_duration tgi_batch_inference_count",
+    ),
+    Metric(
+        "parts that Tessera's steps do not have: always 0",
+        "",
+        "",
+        "tgi_batch_decode_duration tgi_batch_filter_duration tgi_batch_concat_duration tgi_batch_concat "
+        "tgi_request_skipped_tokens",
+    ),
+)
+
+
+def settings_table() -> str:
+    """Return the table of settings.
+
+    Raises:
+        ValueError: there is no such setting.
+    """
+    known = listed_settings()
+    lines = ["| for | Tessera | vLLM | TGI | llama.cpp | Ollama |", "|---|---|---|---|---|---|"]
+    for row in SETTINGS:
+        if missing := set(row.names) - set(known):
+            raise ValueError(f"no setting {', '.join(sorted(missing))}")
+        names = ", ".join(f"`{flag(name)}`" for name in row.names)
+        lines.append(_row(row.purpose, names, row.vllm, row.tgi, row.llama_cpp, row.ollama))
+    return "\n".join(lines)
+
+
+def routes_table() -> str:
+    """Return the table of routes, with a mark at those of other servers that Tessera has too.
+
+    Raises:
+        ValueError: Tessera has no such route.
+    """
+    served = {
+        (method, getattr(route, "path", ""))
+        for route in application().routes
+        for method in getattr(route, "methods", None) or ()
+    }
+
+    def mark(route: str) -> str:
+        method, path = route.rstrip("!").split(":", 1)
+        known = (method, path) in served
+        return f"`{method} {path}`" + (" (other body)" if route.endswith("!") else " ✓" * known)
+
+    def cell(routes: str) -> str:
+        return ", ".join(f"`{route.replace(':', ' ', 1)}`" for route in routes.split())
+
+    lines = ["| for | Tessera | vLLM | TGI | llama.cpp | Ollama |", "|---|---|---|---|---|---|"]
+    for row in ROUTES:
+        if missing := [it for it in row.tessera.split() if tuple(it.split(":", 1)) not in served]:
+            raise ValueError(f"no route {', '.join(missing)}")
+        columns = (row.vllm, row.tgi, row.llama_cpp, row.ollama)
+        peers = (", ".join(map(mark, column.split())) for column in columns)
+        lines.append(_row(row.purpose, cell(row.tessera), *peers))
+    return "\n".join(lines)
+
+
+def metrics_table() -> str:
+    """Return the table of metrics with the same number.
+
+    Raises:
+        ValueError: a metric does not exist, or one under a name of another server is not in the table.
+    """
+    for column, rows in (("vllm", vllm.ROWS), ("tgi", tgi.ROWS)):
+        listed = [name for row in METRICS for name in getattr(row, column).split()]
+        if sorted(listed) != sorted(row.name for row in rows):
+            differing = sorted({*listed} ^ {row.name for row in rows})
+            raise ValueError(f"metrics of {column}: {', '.join(differing) or 'listed twice'}")
+    ours = {row.name for row in own.ROWS}
+    if missing := {name for row in METRICS for name in row.tessera.split()} - ours:
+        raise ValueError(f"no metric {', '.join(sorted(missing))}")
+    lines = ["| number | Tessera | as vLLM | as TGI |", "|---|---|---|---|"]
+    for metric in METRICS:
+        names = (metric.tessera, metric.vllm, metric.tgi)
+        cells = (", ".join(f"`{name}`" for name in cell.split()) for cell in names)
+        lines.append(_row(metric.purpose, *cells))
+    return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
