@@ -10,6 +10,7 @@ from typing import Final
 from model.errors import ModelFolderError
 
 BUNDLED: Final = "bundled"
+_BUNDLED_FOLDER = Path(__file__).parents[1] / BUNDLED
 
 # Models from before the Hub had organisations, such as gpt2, have no slash.
 _REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
@@ -22,6 +23,11 @@ _CONFIG: Final = ("config.json", "generation_config.json")
 _UNNEEDED: Final = (
     "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "consolidated*.safetensors",
 )  # fmt: skip
+
+
+def is_bundled(folder: Path) -> bool:
+    """Return whether a folder is that of the checkpoint that is part of Tessera."""
+    return folder.resolve() == _BUNDLED_FOLDER.resolve()
 
 
 def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:
@@ -41,7 +47,7 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
         ModelFolderError: there is no such folder or repository, it cannot be downloaded, or a revision
             is given for a folder.
     """
-    path = Path(__file__).parents[1] / BUNDLED if model == BUNDLED else Path(model).expanduser()
+    path = _BUNDLED_FOLDER if model == BUNDLED else Path(model).expanduser()
     if model and path.is_dir():
         if revision is not None:
             raise ModelFolderError(

@@ -9,7 +9,10 @@ export const path = "v1/chat/completions";
 export function encode(messages, settings) {
   const { grammar } = settings;
   return JSON.stringify({
+    model: settings.model,
     messages,
+    continue_final_message: settings.continues || undefined,
+    add_generation_prompt: settings.continues ? false : undefined,
     stream: true,
     stream_options: { include_usage: true },
     max_completion_tokens: settings.maxTokens,
