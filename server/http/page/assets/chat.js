@@ -12,7 +12,7 @@ import { Store } from "./chat/store.js";
 import { Thread } from "./chat/thread.js";
 import { download, fileName, fromJson, toJson, toMarkdown } from "./chat/transfer.js";
 import { newConversation } from "./chat/tree.js";
-import { copyText, copyWith } from "./clipboard.js";
+import { copy } from "./copy.js";
 import { path } from "./conversation.js";
 import { showCommand } from "./curl.js";
 import { Run } from "./run.js";
@@ -237,7 +237,6 @@ export class Chat {
 
   async #act(name, message, button) {
     const { session } = this;
-    if (name === "copy") return copyWith(button, withFiles(message));
     if (name === "edit") return this.composer.edit(message);
     if (this.run.busy) return undefined;
     if (name === "branch") {
@@ -328,7 +327,7 @@ export class Chat {
     const menu = this.view.querySelector(".menu");
     const items = {
       "chat-copy": async () => {
-        const done = await copyText(toMarkdown([this.#bundle()]));
+        const done = await copy(toMarkdown([this.#bundle()]));
         this.notice.say(done ? "Copied as Markdown." : "The browser did not allow to copy.");
       },
       "chat-json": () => download(fileName(this.session.conversation.title, "json"), toJson([this.#bundle()])),

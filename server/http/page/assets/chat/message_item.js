@@ -1,9 +1,10 @@
 // One message of the list: its text, its files, and what can be done with it.
 
+import { copyOnClick } from "../copy.js";
 import { element } from "../dom.js";
 import { MessageView } from "../message_view.js";
+import { sizeOf, withFiles } from "./attachments.js";
 import { showFile } from "./composer.js";
-import { sizeOf } from "./attachments.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "System", tool: "Tool" };
 const ENDS = {
@@ -41,10 +42,9 @@ export class MessageItem {
     );
   }
 
-  /** Prepare for a reply that is about to stream, after the text that the message has already. */
-  stream() {
-    this.view.clear(this.message.content);
-    this.node.classList.add("streaming");
+  /** Mark the message as one whose reply streams. */
+  set streams(streams) {
+    this.node.classList.toggle("streaming", streams);
   }
 
   /** Render the message, in a form of `MessageView.setView`. */
@@ -59,12 +59,6 @@ export class MessageItem {
     }
   }
 
-  /** The reply has ended; if it was continued, show the whole message. */
-  finish(continued) {
-    this.node.classList.remove("streaming");
-    if (continued) this.view.show(this.message);
-  }
-
   /**
    * Show what can be done.
    * @param {object} state  {siblings: object[], end: ?string, last: boolean, busy: boolean, leftOut: boolean}
@@ -75,13 +69,15 @@ export class MessageItem {
     this.note.textContent = end ? ENDS[end] : "";
     const button = (name, label, described = label) => {
       const node = element("button", { type: "button", class: "quiet", "aria-label": described }, label);
-      node.disabled = busy && name !== "copy";
+      node.disabled = busy;
       node.addEventListener("click", () => this.act(name, message, node));
       return node;
     };
     const buttons = [];
     if (siblings.length > 1) buttons.push(this.#branches(siblings, busy));
-    buttons.push(button("copy", "Copy", "Copy this message"));
+    const copy = element("button", { type: "button", class: "quiet", "aria-label": "Copy this message" }, "Copy");
+    copyOnClick(copy, () => withFiles(message));
+    buttons.push(copy);
     if (message.role === "user") buttons.push(button("edit", "Edit", "Edit this message"));
     if (message.role === "user" && last) buttons.push(button("answer", "Answer", "Answer this message"));
     if (message.role === "assistant") buttons.push(button("again", "Regenerate", "Regenerate this reply"));

@@ -36,9 +36,9 @@ export class Replies {
     const continues = message.content !== "";
     const path = session.sent(session.tree.path(message.id));
     const body = bodyOf(continues ? path : path.slice(0, -1), settings, continues);
-    this.live = { session, message, item, base: message.content, saved: 0, grown: false };
+    this.live = { session, message, item, saved: 0 };
     message.writing = Date.now();
-    item.stream();
+    item.streams = true;
     this.#save();
     const beat = setInterval(() => Date.now() - this.live.saved >= BEAT && this.#save(), SAVE_INTERVAL);
     const output = {
@@ -59,17 +59,18 @@ export class Replies {
     message.reason = failure ? "broken" : stopped ? "stopped" : empty && !continues ? "empty" : end?.reason;
     if (empty && continues) message.reason = before.reason;
     if (end) message.usage = { promptTokens: end.promptTokens, tokens: end.tokens };
-    item.finish(continues);
+    item.streams = false;
     this.live = null;
     await session.save([message], { updated: Date.now() });
     return { failure, empty: empty && (failure !== null || stopped) && !continues };
   }
 
   #collect() {
-    const { message, item, base } = this.live;
-    message.content = base + item.view.text;
-    if (item.view.reasoning) message.reasoning = item.view.reasoning;
-    if (item.view.toolCalls?.length) message.toolCalls = structuredClone(item.view.toolCalls);
+    const { message, item } = this.live;
+    const { text, reasoning, reasoningSeconds, toolCalls } = item.view;
+    message.content = text;
+    if (reasoning) Object.assign(message, { reasoning, reasoningSeconds });
+    if (toolCalls.length) message.toolCalls = toolCalls;
   }
 
   #save() {

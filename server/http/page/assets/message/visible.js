@@ -1,0 +1,34 @@
+// Text as nodes in which no character can hide or turn around what stands beside it.
+
+import { element } from "../dom.js";
+
+// Control characters (escape sequences of terminals begin with one), and those that override the direction of text.
+const PROSE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u202d\u202e]/g;
+// In code and addresses, also those that have no width or choose a direction.
+const EXACT =
+  /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/gu;
+
+/**
+ * Divide a text into strings and elements that show the characters which would be invisible.
+ * @param {string} text
+ * @param {boolean} exact  Whether each character counts, as in code.
+ * @returns {(string|Node)[]}
+ */
+export function visible(text, exact = false) {
+  const pattern = exact ? EXACT : PROSE;
+  pattern.lastIndex = 0;
+  if (!pattern.test(text)) return [text];
+  const parts = [];
+  let from = 0;
+  for (const match of text.matchAll(pattern)) {
+    if (match.index > from) parts.push(text.slice(from, match.index));
+    const code = match[0].codePointAt(0);
+    const name = `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+    // The pictures of Unicode's block "Control Pictures".
+    const shown = code < 0x20 ? String.fromCharCode(0x2400 + code) : name;
+    parts.push(element("span", { class: "hidden-character", title: name }, shown));
+    from = match.index + match[0].length;
+  }
+  if (from < text.length) parts.push(text.slice(from));
+  return parts;
+}
