@@ -107,7 +107,7 @@ document.addEventListener("keydown", (event) => {
 
 // The keyboard of a phone covers a part of the page where the browser does not make the page smaller.
 visualViewport?.addEventListener("resize", () => {
-  document.documentElement.style.setProperty("--height", `${visualViewport.height}px`);
+  if (visualViewport.scale === 1) document.documentElement.style.setProperty("--height", `${visualViewport.height}px`);
 });
 
 // Live state

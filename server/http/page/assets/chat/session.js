@@ -7,6 +7,9 @@ import { newConversation, newMessage, titleOf, Tree } from "./tree.js";
 export const SAVE_INTERVAL = 400;
 const ABANDONED = 5000;
 
+/** Defaults of the settings in the chat: as long a reply, and as the model's makers intend it. */
+export const DEFAULTS = { "max-tokens": "", temperature: "" };
+
 /** One conversation. A new one is stored with its first message. */
 export class Session {
   constructor(store, conversation = newConversation(), messages = []) {
@@ -73,8 +76,10 @@ export class Session {
   /** Remove messages to which there was no answer; `head` is shown from now on. */
   async withdraw(messages, head) {
     for (const { id } of messages) this.tree.remove(id);
-    if (this.isNew) await this.store.remove(this.conversation);
-    else {
+    if (this.isNew) {
+      Object.assign(this.conversation, { title: "", head: null });
+      await this.store.remove(this.conversation);
+    } else {
       await this.store.removeMessages(this.conversation, messages);
       await this.save([], { head: head?.id ?? null });
     }

@@ -88,19 +88,21 @@ export class Store {
    */
   async search(words, signal) {
     const found = new Map();
+    const look = ({ conversation, content }) => {
+      const text = content.toLowerCase();
+      if (!found.has(conversation) && words.every((word) => text.includes(word))) found.set(conversation, content);
+    };
+    const { [MESSAGES]: unwritten } = this.unwritten;
+    unwritten.forEach(look);
+    let batch;
     let after = "";
-    for (;;) {
+    do {
       const range = IDBKeyRange.lowerBound(after, true);
-      const batch = await this.#read(MESSAGES, (store) => store.getAll(range, BATCH));
-      if (signal.aborted) return found;
-      for (const { conversation, content } of batch) {
-        const text = content.toLowerCase();
-        if (!found.has(conversation) && words.every((word) => text.includes(word))) found.set(conversation, content);
-      }
-      const stored = batch.filter(({ id }) => !this.unwritten[MESSAGES].has(id));
-      if (stored.length < BATCH - this.unwritten[MESSAGES].size) return found;
-      after = stored.at(-1).id;
-    }
+      batch = await this.#stored(MESSAGES, (store) => store.getAll(range, BATCH));
+      batch.filter(({ id }) => !unwritten.has(id)).forEach(look);
+      after = batch.at(-1)?.id;
+    } while (batch.length === BATCH && !signal.aborted);
+    return found;
   }
 
   async #open() {
@@ -119,15 +121,19 @@ export class Store {
   }
 
   async #read(name, request) {
-    await this.opening;
-    let found = [];
-    try {
-      if (this.database) found = await settled(request(this.database.transaction(name).objectStore(name)));
-    } catch (error) {
-      this.#fail(error);
-    }
+    const found = await this.#stored(name, request);
     const { [name]: unwritten } = this.unwritten;
     return [...found.filter((record) => !unwritten.has(record.id)), ...structuredClone([...unwritten.values()])];
+  }
+
+  async #stored(name, request) {
+    await this.opening;
+    try {
+      return this.database ? await settled(request(this.database.transaction(name).objectStore(name))) : [];
+    } catch (error) {
+      this.#fail(error);
+      return [];
+    }
   }
 
   async #write(change, conversations = [], messages = []) {
@@ -140,7 +146,12 @@ export class Store {
   async #commit(change) {
     try {
       const transaction = this.database.transaction([CONVERSATIONS, MESSAGES], "readwrite");
-      change(transaction.objectStore(CONVERSATIONS), transaction.objectStore(MESSAGES));
+      try {
+        change(transaction.objectStore(CONVERSATIONS), transaction.objectStore(MESSAGES));
+      } catch (error) {
+        transaction.abort();
+        throw error;
+      }
       await new Promise((resolve, reject) => {
         transaction.oncomplete = resolve;
         transaction.onabort = () => reject(transaction.error);

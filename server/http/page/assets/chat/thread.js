@@ -39,9 +39,10 @@ export class Thread {
     const first = path.length - session.sent(path).length;
     const items = new Map();
     for (const [i, message] of path.entries()) {
-      const known = kept.find((item) => item.message.id === message.id) ?? this.items.get(message.id);
-      const same = known?.message === message || kept.includes(known);
-      const item = same ? known : new MessageItem(message, this.act);
+      const known = kept.find((item) => item.message === message) ?? this.items.get(message.id);
+      const item = isOf(known, message) ? known : new MessageItem(message, this.act);
+      item.message = message;
+      if (item.view !== null) item.render(this.form);
       items.set(message.id, item);
       if (item.view === null) this.near.observe(item.node);
       const siblings = session.tree.siblings(message);
@@ -99,6 +100,11 @@ export class Thread {
     this.before = scrollTop;
     this.jump.hidden = rest <= END || this.follows;
   }
+}
+
+// Another object may say the same: it was read again.
+function isOf(item, message) {
+  return item !== undefined && (item.message === message || JSON.stringify(item.message) === JSON.stringify(message));
 }
 
 function endOf(message, session, kept) {
