@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from tests.http.page.messages import Messages
 from tests.http.serving import Server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -75,3 +76,9 @@ async def visit(browser, serve):
             return Visit(await context.new_page(), await serve(wrap))
 
         yield start
+
+
+@pytest.fixture
+async def messages(visit):
+    """A page that shows single messages, in the real page's policy."""
+    return await Messages(await visit()).open()
