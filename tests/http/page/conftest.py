@@ -8,6 +8,7 @@ import pytest
 
 from model.text.chat_template import ChatTemplate
 from tests.http.fakes import INFO
+from tests.http.page.messages import Messages
 from tests.http.serving import Server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -84,6 +85,12 @@ async def visit(browser, serve):
             return Visit(await context.new_page(), await serve(wrap))
 
         yield start
+
+
+@pytest.fixture
+async def messages(visit):
+    """A page that shows single messages, in the real page's policy."""
+    return await Messages(await visit()).open()
 
 
 @pytest.fixture

@@ -418,8 +418,8 @@ async def test_a_long_conversation_opens_at_its_end_and_renders_what_is_near(ope
     assert await page.locator("#chat-messages > li").count() == 200
     assert await page.locator("#chat-messages .waiting").count() > 150
     await page.wait_for_timeout(500)
-    rest = "(() => { const s = document.getElementById('chat-scroller'); return s.scrollHeight - s.scrollTop - s.clientHeight })()"
-    assert await page.evaluate(rest) < 50
+    rest = "(one) => one.scrollHeight - one.scrollTop - one.clientHeight"
+    assert await page.locator("#chat-scroller").evaluate(rest) < 50
     assert await page.locator("#chat-end").is_hidden()
     box = await page.locator("#chat-form").bounding_box()
     assert box["y"] + box["height"] <= 640

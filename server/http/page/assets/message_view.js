@@ -181,7 +181,7 @@ export class MessageView {
     const { prefix, thought, text, calls } = (this.slots ??= this.#makeSlots());
     if (text.parentNode !== this.node) this.node.replaceChildren(prefix, thought, text, calls);
     if (this.role === "tool") return text.replaceChildren(result(this.content, this.name));
-    load(() => this.#view === "text" && this.#paint());
+    this.#load();
     if (this.role === "assistant") {
       if (reasoning) this.#paintThought(reasoning, open && !this.final);
       this.#paintAnswer(answer);
@@ -190,6 +190,15 @@ export class MessageView {
       colour(text, true);
     }
     if (this.calls.length) (this.callsView ??= new CallsView(calls)).update(this.calls, this.final);
+  }
+
+  #load() {
+    if (this.loads) return;
+    this.loads = true;
+    load(() => {
+      this.loads = false;
+      if (this.#view === "text") this.#paint();
+    });
   }
 
   #makeSlots() {

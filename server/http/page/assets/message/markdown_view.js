@@ -32,21 +32,26 @@ export class MarkdownView {
    */
   update(text, final) {
     if (libraries.MarkdownIt === null) return this.#plain(text);
-    // A definition may stand after the blocks that refer to it; those are then made again.
-    if (final && this.environment.references) this.#restart();
     if (final) this.raw = false;
     if (this.raw) return this.#plain(text.slice(this.done));
-    const rest = text.slice(this.done);
     try {
-      this.#show(final ? rest : withoutPartialFence(rest), final);
+      this.#show(text, final);
+      // A definition may stand after blocks that refer to it: these are made again.
+      if (final && this.done > 0 && this.environment.references) {
+        this.done = this.kept = 0;
+        this.outline = { level: 3 };
+        this.#show(text, final);
+      }
     } catch (error) {
       if (!(error instanceof TooComplex)) throw error;
       this.raw = true;
-      this.#plain(rest);
+      this.#plain(text.slice(this.done));
     }
   }
 
-  #show(text, final) {
+  #show(whole, final) {
+    const rest = whole.slice(this.done);
+    const text = final ? rest : withoutPartialFence(rest);
     const groups = topBlocks(parse(text, this.environment));
     const outline = { ...this.outline };
     const nodes = [];
@@ -59,12 +64,6 @@ export class MarkdownView {
     if (final || groups.length < 2) return;
     this.kept += groups.length - 1;
     this.done += offsetOfLine(text, groups.at(-1)[0].map[0]);
-  }
-
-  #restart() {
-    // The elements stay, so that those which are still right are kept.
-    this.done = this.kept = 0;
-    this.outline = { level: 3 };
   }
 
   #plain(text) {

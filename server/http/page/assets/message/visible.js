@@ -16,8 +16,7 @@ const EXACT =
  */
 export function visible(text, exact = false) {
   const pattern = exact ? EXACT : PROSE;
-  pattern.lastIndex = 0;
-  if (!pattern.test(text)) return [text];
+  if (text.search(pattern) < 0) return [text];
   const parts = [];
   let from = 0;
   for (const match of text.matchAll(pattern)) {
