@@ -80,6 +80,7 @@ export class Context {
   show(messages, settings, { drafted }) {
     clearTimeout(this.timer);
     this.node.hidden = !this.limit;
+    if (!this.limit) return undefined;
     const known = usageOf(messages.at(-1));
     if (!drafted && known !== null) return this.#set(known);
     if (messages.length === 0) return this.#set(0);
