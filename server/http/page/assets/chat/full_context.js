@@ -46,7 +46,9 @@ export class FullContext {
     };
     const buttons = [];
     if (first === null) {
-      parts.push(element("p", {}, "The last message does not fit even alone: shorten it, or remove files or the system message."));
+      const lower = settings.maxTokens ? ", or lower the maximum of tokens" : "";
+      const hint = `The last message does not fit even alone: shorten it, remove files or the system message${lower}.`;
+      parts.push(element("p", {}, hint));
     } else {
       const dropped = all.slice(0, all.indexOf(first)).filter((message) => message.role === "user").length;
       const turns = dropped === 1 ? "the oldest turn" : `the oldest ${dropped} turns`;
@@ -69,8 +71,9 @@ export class FullContext {
     const room = this.context.room(settings);
     const used = limit + excess - room;
     const number = (value) => value.toLocaleString("en");
+    const reply = settings.maxTokens ? "a reply may have" : "a reply needs at least";
     return (
-      `The context is full: the conversation has ${number(used)} tokens, a reply needs ${number(room)}, ` +
+      `The context is full: the conversation has ${number(used)} tokens, ${reply} ${number(room)}, ` +
       `and the model has room for ${number(limit)} in all.`
     );
   }
