@@ -2,7 +2,7 @@
 async (texts) => {
   const TAGS = new Set(("DIV SPAN P H4 H5 H6 A BR HR EM STRONG S CODE PRE UL OL LI BLOCKQUOTE TABLE THEAD TBODY TR TH TD " +
     "BUTTON DETAILS SUMMARY").split(" "));
-  const ATTRIBUTES = new Set(["class", "dir", "href", "title", "target", "rel", "tabindex", "role", "aria-label", "type",
+  const ATTRIBUTES = new Set(["class", "href", "title", "target", "rel", "tabindex", "role", "aria-label", "type",
     "start", "scope", "open", "data-index", "data-level"]);
   const PATTERN = /^(hljs-[\w-]+|[a-z]+_|heading-[1-6]|align-(left|center|right))$/;
   const CLASSES = new Set(("message-body prefix plain reasoning markdown calls scroll math code-block bar language copy task " +

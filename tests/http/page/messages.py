@@ -10,7 +10,7 @@ DOCUMENT = """<!doctype html>
   <link rel="icon" href="page/icon.svg">
   <link rel="stylesheet" href="page/style.css"><link rel="stylesheet" href="page/message.css">
 </head>
-<body><main><h1>Messages</h1><h2>Conversation</h2><div id="list"></div></main>
+<body><main><h1>Messages</h1><h2>Conversation</h2><h3>Model</h3><div id="list"></div></main>
 <div id="token-details" role="tooltip" hidden></div></body>
 </html>"""
 HELPERS = """async () => {

@@ -269,9 +269,9 @@ async def test_what_a_person_wrote_is_shown_as_typed_with_fenced_code_as_code(me
         "  two   spaces\n# no heading *here*\n\n```python\nx = 1\n```\n<b>end", role="user"
     )
 
-    assert await messages.text(".plain >> nth=0") == "  two   spaces\n# no heading *here*"
+    assert await messages.text(".markdown .plain >> nth=0") == "  two   spaces\n# no heading *here*"
     assert await messages.text("pre") == "x = 1"
-    assert await messages.text(".plain >> nth=1") == "<b>end"
+    assert await messages.text(".markdown .plain >> nth=1") == "<b>end"
     assert (
         await messages.run("view.text")
         == "  two   spaces\n# no heading *here*\n\n```python\nx = 1\n```\n<b>end"

@@ -15,7 +15,6 @@ import { visible } from "./message/visible.js";
 // A frame that takes longer than this many milliseconds is followed by a pause of this many times its length.
 const SHORT_FRAME = 6;
 const PAUSE = 3;
-const LONGEST_JSON = 500_000;
 
 /** The view of a message, which is complete or streams. */
 export class MessageView {
@@ -217,7 +216,7 @@ export class MessageView {
 
   #paintAnswer(answer) {
     const { text } = this.slots;
-    const json = this.final ? answer.length < LONGEST_JSON && isJson(answer) : beginsAsJson(answer);
+    const json = this.final ? isJson(answer) : beginsAsJson(answer);
     if (json) {
       const block = codeBlock(indent(answer), "json");
       if (this.markdown !== null || text.firstChild === null) text.replaceChildren(block);
@@ -228,7 +227,11 @@ export class MessageView {
     if (this.markdown === null) {
       text.replaceChildren();
       this.markdown = new MarkdownView(text);
+    } else if (!answer.startsWith(this.shown)) {
+      // What seemed to be the answer was reasoning.
+      this.markdown.clear();
     }
+    this.shown = answer;
     this.markdown.update(answer, this.final);
   }
 

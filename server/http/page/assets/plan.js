@@ -120,5 +120,5 @@ function readable(name) {
 
 function format(value) {
   if (typeof value === "boolean") return value ? "yes" : "no";
-  return typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 6 }) : String(value);
+  return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 16 }) : String(value);
 }

@@ -60,7 +60,7 @@ function begin(token, parent, outline) {
   if (name === "heading") {
     const level = Number(token.tag[1]);
     outline.level = Math.min(PAGE_LEVEL + level, outline.level + 1, 6);
-    node = element(`h${outline.level}`, { class: `heading-${level}`, dir: "auto" });
+    node = element(`h${outline.level}`, { class: `heading-${level}` });
   } else if (name === "table") {
     node = element("table");
     // Focusable, because a wide table scrolls sideways.
@@ -68,9 +68,9 @@ function begin(token, parent, outline) {
     return node;
   } else if (name === "th" || name === "td") {
     const [, side] = /^text-align:(\w+)$/.exec(token.attrGet("style") ?? "") ?? [];
-    node = element(name, { dir: "auto", class: ALIGNMENTS.has(side) && `align-${side}`, scope: name === "th" && "col" });
+    node = element(name, { class: ALIGNMENTS.has(side) && `align-${side}`, scope: name === "th" && "col" });
   } else {
-    node = element(BLOCKS[name] ?? "div", { dir: name === "paragraph" && "auto" });
+    node = element(BLOCKS[name] ?? "div");
     const start = Number(token.attrGet("start"));
     if (name === "ordered_list" && Number.isSafeInteger(start) && token.attrGet("start") !== null) node.setAttribute("start", start);
   }

@@ -9,7 +9,7 @@ import { visible } from "./visible.js";
 const MOST_CHARACTERS = 200_000;
 const LONGEST_LINE = 5_000;
 // Colours take this part of the time at most while code streams.
-const SHARE = 0.15;
+const SHARE = 0.05;
 
 const blocks = new WeakMap();
 
@@ -139,9 +139,10 @@ function equal(one, other) {
   return one.children.every((child, i) => equal(child, other.children[i]));
 }
 
-// The tree has texts and spans with classes; nothing else of it is used.
+// Only texts and the classes of spans are used; code within code has a span with the name of its language.
 function build(part) {
   if (part.type === "text") return visible(part.value, true).map((one) => (typeof one === "string" ? new Text(one) : one));
-  const names = (part.properties?.className ?? []).filter((name) => /^(?:hljs-)?[\w-]+$/.test(name));
-  return [element("span", { class: names.join(" ") }, ...part.children.flatMap(build))];
+  const names = (part.properties?.className ?? []).filter((name) => /^hljs-[\w-]+$|^[a-z]+_$/.test(name));
+  const children = part.children.flatMap(build);
+  return names.length ? [element("span", { class: names.join(" ") }, ...children)] : children;
 }

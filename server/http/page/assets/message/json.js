@@ -1,11 +1,12 @@
 // JSON as people read it: indented, with every value as it was written.
 
-// Deeper levels are indented as this one, since the indentation of each line would otherwise grow without a limit.
-const DEEPEST = 40;
+// Deeper or longer JSON is nothing that people read: its indentation would be most of the text.
+const DEEPEST = 100;
+const LONGEST = 200_000;
 
-/** Whether a text is a JSON object or array. */
+/** Whether a text is a JSON object or array that can be shown as such. */
 export function isJson(text) {
-  if (!/^\s*[[{]/.test(text)) return false;
+  if (text.length > LONGEST || !/^\s*[[{]/.test(text)) return false;
   try {
     JSON.parse(text);
     return true;
@@ -16,21 +17,23 @@ export function isJson(text) {
 
 /** Whether the beginning of a text can only be that of a JSON document, as far as one can tell. */
 export function beginsAsJson(text) {
-  return /^\s*(\{\s*"|\[\s*(\{\s*"|"))/.test(text);
+  return text.length <= LONGEST && /^\s*(\{\s*"|\[\s*(\{\s*"|"))/.test(text);
 }
 
 /**
  * Indent JSON. `JSON.parse` would round long numbers, and lose the order and repetition of keys.
  * @param {string} text  A document, or the beginning of one.
+ * @returns {string} The text itself if it is nested too deeply.
  */
 export function indent(text) {
   let out = "";
   let level = 0;
-  const line = () => `\n${"  ".repeat(Math.min(level, DEEPEST))}`;
+  const line = () => `\n${"  ".repeat(level)}`;
   const tokens = /"(?:[^"\\]|\\[^])*(?:"|\\?$)|[[{]\s*[\]}]|[[\]{},:]|[^\s[\]{},:"]+/g;
   for (const [token] of text.matchAll(tokens)) {
     if (token === "{" || token === "[") {
       level += 1;
+      if (level > DEEPEST) return text;
       out += token + line();
     } else if (token === "}" || token === "]") {
       level = Math.max(0, level - 1);

@@ -20,7 +20,6 @@ export class MarkdownView {
     this.done = 0; // characters whose blocks cannot change any more
     this.kept = 0; // children of the node that show them
     this.outline = { level: 3 };
-    this.environment = {};
     this.raw = false;
     this.node.replaceChildren();
   }
@@ -33,15 +32,11 @@ export class MarkdownView {
   update(text, final) {
     if (libraries.MarkdownIt === null) return this.#plain(text);
     if (final) this.raw = false;
+    // Definitions of links may stand anywhere, and count once they are complete: then all blocks are made again.
+    if (final && text.includes("]:")) this.#restart();
     if (this.raw) return this.#plain(text.slice(this.done));
     try {
       this.#show(text, final);
-      // A definition may stand after blocks that refer to it: these are made again.
-      if (final && this.done > 0 && this.environment.references) {
-        this.done = this.kept = 0;
-        this.outline = { level: 3 };
-        this.#show(text, final);
-      }
     } catch (error) {
       if (!(error instanceof TooComplex)) throw error;
       this.raw = true;
@@ -52,7 +47,7 @@ export class MarkdownView {
   #show(whole, final) {
     const rest = whole.slice(this.done);
     const text = final ? rest : withoutPartialFence(rest);
-    const groups = topBlocks(parse(text, this.environment));
+    const groups = topBlocks(parse(text));
     const outline = { ...this.outline };
     const nodes = [];
     for (const [i, group] of groups.entries()) {
@@ -64,6 +59,12 @@ export class MarkdownView {
     if (final || groups.length < 2) return;
     this.kept += groups.length - 1;
     this.done += offsetOfLine(text, groups.at(-1)[0].map[0]);
+  }
+
+  #restart() {
+    // The elements stay, so that those which are still right are kept.
+    this.done = this.kept = 0;
+    this.outline = { level: 3 };
   }
 
   #plain(text) {

@@ -21,15 +21,14 @@ let deadline = 0;
 /**
  * Parse Markdown.
  * @param {string} text
- * @param {object} environment  Of the message: the link references that were defined before.
  * @returns {object[]} Tokens of blocks.
  * @throws {TooComplex}
  */
-export function parse(text, environment) {
+export function parse(text) {
   if (text.length > MOST_CHARACTERS) throw new TooComplex();
   parser ??= build();
   deadline = performance.now() + MOST_MILLISECONDS + MILLISECONDS_PER_CHARACTER * text.length;
-  const tokens = parser.parse(text, environment);
+  const tokens = parser.parse(text, {});
   let count = tokens.length;
   for (const token of tokens) count += token.children?.length ?? 0;
   if (count > MOST_TOKENS) throw new TooComplex();

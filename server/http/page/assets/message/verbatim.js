@@ -10,7 +10,7 @@ export function verbatim(text) {
   let lines = [];
   const flush = () => {
     const shown = lines.join("\n").replace(/^\n+|\n+$/g, "");
-    if (shown) nodes.push(element("div", { class: "plain", dir: "auto" }, ...visible(shown)));
+    if (shown) nodes.push(element("div", { class: "plain" }, ...visible(shown)));
     lines = [];
   };
   const all = text.split(/\r\n?|\n/);
