@@ -5,7 +5,7 @@ import { Context } from "./chat/context.js";
 import { FullContext } from "./chat/full_context.js";
 import { Library } from "./chat/library.js";
 import { Notice } from "./chat/notice.js";
-import { setUpPanels } from "./chat/panels.js";
+import { closeList, setUpPanels } from "./chat/panels.js";
 import { bodyOf, Replies } from "./chat/replies.js";
 import { DEFAULTS, Session } from "./chat/session.js";
 import { Sidebar } from "./chat/sidebar.js";
@@ -28,7 +28,6 @@ export class Chat {
     this.view = byId("chat");
     this.moved = moved;
     this.active = false;
-    this.canChat = true;
     this.run = new Run(this.view);
     this.notice = new Notice(byId("chat-notice"));
     this.context = new Context(byId("chat-context"));
@@ -65,8 +64,7 @@ export class Chat {
 
   /** Apply what /info says. */
   describe(info) {
-    this.canChat = info.chat_template !== false;
-    byId("chat-none").hidden = this.canChat;
+    byId("chat-none").hidden = info.chat_template !== false;
     this.context.describe(info);
     this.update();
   }
@@ -90,7 +88,9 @@ export class Chat {
     const { live } = this.replies;
     let session = live?.session.conversation.id === id ? live.session : null;
     if (id === null) session = new Session(this.store, newConversation());
+    const asked = (this.asked = Symbol("conversation"));
     session ??= await Session.open(this.store, id);
+    if (asked !== this.asked) return; // Another one was chosen meanwhile.
     if (session === null) {
       this.notice.say("There is no such conversation in this browser.");
       session = new Session(this.store, newConversation());
@@ -119,7 +119,7 @@ export class Chat {
     const typing = event.target.closest("input, textarea, select, dialog");
     if (event.key === "Escape") {
       if (this.run.busy) this.run.stop();
-      else return this.full.hide() || this.composer.cancel();
+      else return closeList() || this.full.hide() || this.composer.cancel();
     } else if (event.altKey && event.code === "KeyN") this.open(null, true);
     else if ((event.ctrlKey || event.metaKey) && event.key === "k") this.#search();
     else if (event.key === "/" && !typing) this.composer.text.focus();
@@ -175,7 +175,7 @@ export class Chat {
     this.sidebar.refresh({ running: live?.session.conversation.id ?? null });
     clearTimeout(this.waiting);
     // A reply that another tab writes may have been cut off.
-    if (!live && session.path.some((message) => message.writing)) this.waiting = setTimeout(() => this.show(), 5100);
+    if (!live && session.path.some((message) => session.isWriting(message))) this.waiting = setTimeout(() => this.show(), 5100);
     this.update();
   }
 
@@ -197,6 +197,6 @@ export class Chat {
       await this.open(null);
       if (this.composer.isEmpty) this.composer.fill(draft);
       return this.notice.say("This conversation was deleted in another tab.");
-    }, this.session.path.some((message) => message.writing) ? REREAD : 0);
+    }, this.session.path.some((message) => this.session.isWriting(message)) ? REREAD : 0);
   }
 }

@@ -65,6 +65,9 @@ export class MessageItem {
    */
   describe({ siblings, end, last, busy, leftOut }) {
     const { message } = this;
+    const state = JSON.stringify([siblings.map((one) => one.id), end, last, busy, leftOut, message.content !== ""]);
+    if (state === this.state) return;
+    this.state = state;
     this.node.classList.toggle("left-out", leftOut);
     this.note.textContent = end ? ENDS[end] : "";
     const button = (name, label, described = label) => {

@@ -1,16 +1,21 @@
 // The list of conversations on a narrow screen, and files that are dropped on the chat.
 
+/** Close the list where it covers the messages; returns whether it did. */
+export function closeList() {
+  const list = document.getElementById("conversations");
+  // The button is there on a narrow screen only.
+  const covers = "open" in list.dataset && document.getElementById("conversations-close").checkVisibility();
+  delete list.dataset.open;
+  if (covers) document.getElementById("conversations-toggle").focus();
+  return covers;
+}
+
 /** Prepare the view; `search` shows the list. */
 export function setUpPanels(view, composer, search) {
   document.getElementById("conversations-toggle").addEventListener("click", () => {
-    const list = document.getElementById("conversations");
-    if ("open" in list.dataset) delete list.dataset.open;
-    else search();
+    if (!closeList()) search();
   });
-  document.getElementById("conversations-close").addEventListener("click", () => {
-    delete document.getElementById("conversations").dataset.open;
-    document.getElementById("conversations-toggle").focus();
-  });
+  document.getElementById("conversations-close").addEventListener("click", closeList);
   const files = (event) => event.dataTransfer?.types.includes("Files");
   view.addEventListener("dragover", (event) => {
     if (!files(event)) return;

@@ -35,6 +35,7 @@ export class Thread {
 
   /** Show a session's branch; `kept` are items that stay as they are: those of a reply that streams. */
   show(session, { busy, kept = [] }) {
+    const focused = this.list.contains(document.activeElement);
     const path = session.path;
     const first = path.length - session.sent(path).length;
     const items = new Map();
@@ -58,6 +59,8 @@ export class Thread {
       this.list.replaceChildren(...nodes);
     }
     this.#follow();
+    // A button that was pressed may be gone.
+    if (focused && !this.list.contains(document.activeElement)) this.scroller.focus({ preventScroll: true });
   }
 
   /** The item of a message that is shown. */

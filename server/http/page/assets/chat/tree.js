@@ -38,11 +38,16 @@ export class Tree {
   /** @param {object[]} messages  In any order. */
   constructor(messages = []) {
     this.messages = new Map();
+    this.following = new Map(); // The messages that follow one, by its id.
     for (const message of messages) this.add(message);
   }
 
   add(message) {
     this.messages.set(message.id, message);
+    const others = this.following.get(message.parent) ?? [];
+    others.push(message);
+    others.sort((a, b) => a.created - b.created || (a.id < b.id ? -1 : 1));
+    this.following.set(message.parent, others);
   }
 
   get(id) {
@@ -51,16 +56,17 @@ export class Tree {
 
   /** Remove a message and all that follow it; returns them. */
   remove(id) {
-    const gone = [...this.children(id).flatMap((child) => this.remove(child.id))];
+    const gone = [...this.children(id)].flatMap((child) => this.remove(child.id));
     const message = this.get(id);
+    if (message === null) return gone;
     this.messages.delete(id);
-    return message ? [...gone, message] : gone;
+    this.following.set(message.parent, this.children(message.parent).filter((other) => other !== message));
+    return [...gone, message];
   }
 
   /** The messages that follow one directly (null: that begin the conversation), oldest first. */
   children(id) {
-    const found = [...this.messages.values()].filter((message) => message.parent === id);
-    return found.sort((a, b) => a.created - b.created || (a.id < b.id ? -1 : 1));
+    return this.following.get(id) ?? [];
   }
 
   /** A message and the others in its place, oldest first. */
