@@ -122,10 +122,19 @@ def send():
     async def send_one(page, text):
         await page.fill("#chat-text", text)
         await page.press("#chat-text", "Enter")
-        await page.wait_for_function("document.getElementById('chat-text').value === ''")
+        await taken(page)
         await answered(page)
 
     return send_one
+
+
+async def taken(page):
+    """Wait until the message is sent: the box is empty, and the request runs."""
+    for _ in range(400):
+        if await page.input_value("#chat-text") == "":
+            return
+        await page.wait_for_timeout(50)
+    raise AssertionError(await page.inner_text("#chat .dock"))
 
 
 async def answered(page):

@@ -8,7 +8,7 @@ from server.engine.core.messages import EngineStats
 from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from tests.http.fakes import EOS_ID, event, put, say, silent
-from tests.http.page.conftest import answered
+from tests.http.page.conftest import answered, taken
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -317,7 +317,7 @@ async def test_a_conversation_is_sent_and_shown_in_openais_format(visit):
     for text in ("Hello", "And now?"):
         await page.fill("#chat-text", text)
         await page.press("#chat-text", "Enter")
-        await page.wait_for_function("document.getElementById('chat-text').value === ''")
+        await taken(page)
         await answered(page)
 
     assert [(m["role"], m["content"]) for m in bodies[1]["messages"]] == [
@@ -450,7 +450,7 @@ async def test_axe_finds_no_violation_and_nothing_is_cut_off(visit, engine, sche
     )
     await page.fill("#chat-text", "Hello")
     await page.locator("#chat .primary").click()
-    await page.wait_for_function("document.getElementById('chat-text').value === ''")
+    await taken(page)
     await answered(page)
     await check("chat")
     await page.click("#tab-engine")

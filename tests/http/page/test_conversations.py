@@ -6,7 +6,7 @@ import pytest
 
 from server.engine.core.request import FinishReason
 from tests.http.fakes import EOS_ID, event, put, say
-from tests.http.page.conftest import answered
+from tests.http.page.conftest import answered, taken
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -294,7 +294,7 @@ async def test_a_full_context_is_said_before_sending_and_old_turns_are_left_out(
     assert len(engine.requests) == 1
     assert await page.input_value("#chat-text") == "b" * 70
     await page.click("#full-leave-out")
-    await page.wait_for_function("document.getElementById('chat-text').value === ''")
+    await taken(page)
     await answered(page)
     await page.locator("#chat-messages .divider").wait_for()
     assert "a" * 60 not in sent(engine.requests[1], tokenizer)
