@@ -61,7 +61,7 @@ export class Replies {
     if (end) message.usage = { promptTokens: end.promptTokens, tokens: end.tokens };
     item.streams = false;
     this.live = null;
-    await session.save([message], { updated: Date.now() });
+    session.save([message], { updated: Date.now() });
     return { failure, empty: empty && (failure !== null || stopped) && !continues };
   }
 

@@ -73,16 +73,15 @@ export class Session {
     return this.store.save(this.conversation, changes, messages);
   }
 
-  /** Remove messages to which there was no answer; `head` is shown from now on. */
-  async withdraw(messages, head) {
+  /** Remove messages to which there was no answer; `head` is shown from now on. The promise is that of the store. */
+  withdraw(messages, head) {
     for (const { id } of messages) this.tree.remove(id);
     if (this.isNew) {
       Object.assign(this.conversation, { title: "", head: null });
-      await this.store.remove(this.conversation);
-    } else {
-      await this.store.removeMessages(this.conversation, messages);
-      await this.save([], { head: head?.id ?? null });
+      return this.store.remove(this.conversation);
     }
+    this.store.removeMessages(this.conversation, messages);
+    return this.save([], { head: head?.id ?? null });
   }
 
   /** Show the branch that goes through a message. */

@@ -87,8 +87,10 @@ export class Sidebar {
 
   #rename(row, one) {
     const input = element("input", { type: "text", "aria-label": "Title", value: one.title, maxlength: 200 });
+    let ended = false;
     const end = async (keep) => {
-      if (!input.isConnected) return;
+      if (ended) return; // An input that is removed loses the focus.
+      ended = true;
       const title = input.value.trim();
       input.remove();
       if (keep && title && title !== one.title) await this.on.rename(one, title);

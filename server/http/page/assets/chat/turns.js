@@ -35,16 +35,18 @@ export class Turns {
     const answered = await this.#answer(session, user, settings);
     if (answered) return;
     // Nothing was answered: give the message back, so that it can be changed and sent again.
-    await session.withdraw([user], before.at(-1));
-    if (this.chat.session !== session) return;
-    if (session.isNew) {
-      this.chat.moved(null, false);
-      composer.use("new");
-      this.chat.useSettings();
-      this.chat.sidebar.refresh({ open: null });
+    const removed = session.withdraw([user], before.at(-1));
+    if (this.chat.session === session) {
+      if (session.isNew) {
+        this.chat.moved(null, false);
+        composer.use("new");
+        this.chat.useSettings();
+      }
+      if (composer.isEmpty) composer.fill(draft);
+      this.chat.show();
     }
-    if (composer.isEmpty) composer.fill(draft);
-    this.chat.show();
+    await removed;
+    this.chat.sidebar.refresh(session.isNew && this.chat.session === session ? { open: null } : {});
   }
 
   // Get a reply to a message; returns false if it failed before anything came.
@@ -55,7 +57,7 @@ export class Turns {
     this.chat.thread.toEnd();
     const { failure, empty } = await this.#stream(session, message, settings);
     if (!empty) return true;
-    await session.withdraw([message], session.tree.get(head) ?? parent);
+    session.withdraw([message], session.tree.get(head) ?? parent);
     if (this.chat.session === session) this.chat.show();
     return failure === null;
   }
@@ -78,7 +80,7 @@ export class Turns {
     if (name === "edit") return this.chat.composer.edit(message);
     if (this.chat.run.busy) return undefined;
     if (name === "branch") {
-      await session.choose(message);
+      session.choose(message);
       this.chat.show();
       this.chat.thread.item(message)?.node.querySelector(".branches button:enabled")?.focus();
       return undefined;
