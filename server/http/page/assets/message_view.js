@@ -179,13 +179,12 @@ export class MessageView {
   #paintText({ reasoning, answer, open }) {
     const { prefix, thought, text, calls } = (this.slots ??= this.#makeSlots());
     if (text.parentNode !== this.node) this.node.replaceChildren(prefix, thought, text, calls);
-    if (this.role === "tool") return text.replaceChildren(result(this.content, this.name));
     this.#load();
     if (this.role === "assistant") {
       if (reasoning) this.#paintThought(reasoning, open && !this.final);
       this.#paintAnswer(answer);
     } else {
-      text.replaceChildren(...verbatim(this.content));
+      text.replaceChildren(...(this.role === "tool" ? [result(this.content, this.name)] : verbatim(this.content)));
       colour(text, true);
     }
     if (this.calls.length) (this.callsView ??= new CallsView(calls)).update(this.calls, this.final);
