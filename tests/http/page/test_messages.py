@@ -1,5 +1,7 @@
 """How messages are shown: Markdown, code, JSON, calls of tools, reasoning."""
 
+import json
+
 import pytest
 
 from tests.http.page.messages import Messages, call, pretty
@@ -255,6 +257,49 @@ async def test_reasoning_is_folded_when_the_answer_begins_and_is_no_part_of_it(m
     assert await messages.count(".thought em") == 1
     await messages.show("Yes.", reasoning="Hm.", reasoningSeconds=75)
     assert await messages.text(".thought summary") == "Thought for 1 min 15 s"
+
+
+async def test_the_chunks_of_a_stream_have_reasoning_text_and_calls(messages):
+    def logprobs(*tokens):
+        entries = [{"token": token, "logprob": -0.5, "top_logprobs": []} for token in tokens]
+        return {"content": entries}
+
+    called = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+    choices = [
+        {"delta": {"role": "assistant", "reasoning_content": "Hm"}, "logprobs": logprobs("Hm")},
+        {"delta": {"reasoning": "."}},
+        {"delta": {"content": "I call"}, "logprobs": logprobs("I", " call")},
+        {"delta": {"tool_calls": [called]}, "logprobs": logprobs("<tool>", "f")},
+        {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}},
+        {"delta": {}, "finish_reason": "tool_calls"},
+    ]
+    chunks = [{"choices": [{"index": 0, **choice}]} for choice in choices]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    await messages.page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=200, body=body)
+    )
+    end, tokens = await messages.page.evaluate("""async () => {
+      const { open } = await import("/page/conversation.js");
+      document.view = document.helpers.make();
+      const { parts } = await open("{}", new AbortController().signal);
+      let end = null;
+      for await (const part of parts) {
+        if (part.token) document.view.append(part.token);
+        end = part.end ?? end;
+      }
+      document.view.flush();
+      return [end.reason, document.view.tokens.map((one) => one.name)];
+    }""")
+
+    assert end == "tool_calls"
+    assert tokens == ["Hm", ".", "I", " call", "<tool>", "f", "{}"]
+    assert await messages.run("[view.reasoning, view.text, view.toolCalls]") == [
+        "Hm.",
+        "I call",
+        [{"id": "c", "name": "f", "arguments": "{}"}],
+    ]
+    await messages.run("view.setView('tokens')")
+    assert await messages.text(".output") == "Hm.I call<tool>f{}"
 
 
 async def test_an_answer_may_speak_of_the_tags_of_reasoning(messages):

@@ -6,12 +6,17 @@
  * @param {function(): string} text  The text as it is when the button is pressed.
  */
 export function copyOnClick(button, text) {
-  const label = button.textContent;
+  const [label, name] = [button.textContent, button.ariaLabel];
   let timer = 0;
   button.addEventListener("click", async () => {
     button.textContent = (await copy(text())) ? "Copied" : "Not allowed";
+    // Screen readers then say the outcome, not the name.
+    button.ariaLabel = null;
     clearTimeout(timer);
-    timer = setTimeout(() => (button.textContent = label), 1500);
+    timer = setTimeout(() => {
+      button.textContent = label;
+      button.ariaLabel = name;
+    }, 1500);
   });
 }
 

@@ -12,9 +12,10 @@ import { CallsView, result } from "./message/tools.js";
 import { verbatim } from "./message/verbatim.js";
 import { visible } from "./message/visible.js";
 
-// A frame that takes longer than this many milliseconds is followed by a pause of this many times its length.
-const SHORT_FRAME = 6;
-const PAUSE = 3;
+// A frame that takes longer than this many milliseconds, with its layout, is followed by a pause of this many times its
+// length, so that the page stays usable beside a long block.
+const SHORT_FRAME = 16;
+const PAUSE = 2;
 
 /** The view of a message, which is complete or streams. */
 export class MessageView {
@@ -165,9 +166,12 @@ export class MessageView {
     if (this.#view === "tokens") this.#paintTokens();
     else if (this.#view === "source") this.node.replaceChildren(this.#source());
     else this.#paintText(parts);
-    const end = performance.now();
-    this.#next = end - begin > SHORT_FRAME ? end + PAUSE * (end - begin) : 0;
     this.onflush();
+    // The layout follows, before the next task.
+    setTimeout(() => {
+      const end = performance.now();
+      this.#next = end - begin > SHORT_FRAME ? end + PAUSE * (end - begin) : 0;
+    });
   }
 
   // Reasoning within the text is known only when it is divided.
@@ -179,13 +183,12 @@ export class MessageView {
   #paintText({ reasoning, answer, open }) {
     const { prefix, thought, text, calls } = (this.slots ??= this.#makeSlots());
     if (text.parentNode !== this.node) this.node.replaceChildren(prefix, thought, text, calls);
-    if (this.role === "tool") return text.replaceChildren(result(this.content, this.name));
     this.#load();
     if (this.role === "assistant") {
       if (reasoning) this.#paintThought(reasoning, open && !this.final);
       this.#paintAnswer(answer);
     } else {
-      text.replaceChildren(...verbatim(this.content));
+      text.replaceChildren(...(this.role === "tool" ? [result(this.content, this.name)] : verbatim(this.content)));
       colour(text, true);
     }
     if (this.calls.length) (this.callsView ??= new CallsView(calls)).update(this.calls, this.final);

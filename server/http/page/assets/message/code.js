@@ -17,7 +17,9 @@ const blocks = new WeakMap();
 const near = new IntersectionObserver(
   (entries) => {
     for (const { isIntersecting, target } of entries) {
-      if (isIntersecting && blocks.get(target).colour(true)) near.unobserve(target);
+      if (!isIntersecting) continue;
+      near.unobserve(target);
+      blocks.get(target).colour(true);
     }
   },
   { rootMargin: "600px" },
@@ -47,8 +49,10 @@ export function blockOf(node) {
 export function colour(root, final) {
   const nodes = root.querySelectorAll(".code-block");
   for (const [i, node] of nodes.entries()) {
+    const block = blocks.get(node);
+    if (block.coloured) continue;
     if (final || i < nodes.length - 1) near.observe(node);
-    else blocks.get(node).colour(false);
+    else block.colour(false);
   }
 }
 
@@ -57,6 +61,7 @@ class CodeBlock {
     this.code = code;
     this.name = /^[\w+#.-]{1,30}/.exec(info.trim())?.[0] ?? "";
     this.shown = []; // what the tree of the highlighter had when it was shown
+    this.coloured = false; // or left as it is, because it is too long or of no known language
     this.next = 0; // when colours may be computed again
     this.content = element("code", {}, ...visible(withoutEnd(code), true));
     const label = this.name || "text";
@@ -89,20 +94,13 @@ class CodeBlock {
   /**
    * Colour the code.
    * @param {boolean} complete  If not, colours are computed now and then only, since all of the code is read each time.
-   * @returns {boolean} Whether the block needs no further call.
    */
   colour(complete) {
-    if (libraries.lowlight === null) return false;
     const begin = performance.now();
-    if (!this.coloured && !complete && begin < this.next) return false;
-    if (this.coloured || !this.#colourable()) return true;
-    let tree;
-    try {
-      tree = libraries.lowlight.highlight(this.name.toLowerCase(), withoutEnd(this.code)).children;
-    } catch {
-      this.coloured = true;
-      return true;
-    }
+    if (libraries.lowlight === null || this.coloured || (!complete && begin < this.next)) return;
+    this.coloured = true;
+    if (!this.#colourable()) return;
+    const tree = libraries.lowlight.highlight(this.name.toLowerCase(), withoutEnd(this.code)).children;
     let same = 0;
     while (same < this.shown.length && same < tree.length && equal(this.shown[same], tree[same])) same += 1;
     const before = this.shown.slice(0, same).reduce((sum, one) => sum + one.nodes, 0);
@@ -114,10 +112,8 @@ class CodeBlock {
     }
     for (let i = 0; i < same; i += 1) tree[i].nodes = this.shown[i].nodes;
     this.shown = tree;
-    this.coloured = true;
     const end = performance.now();
     this.next = end + (end - begin) / SHARE;
-    return true;
   }
 
   #colourable() {
