@@ -46,7 +46,7 @@ export class Chat {
       rename: (conversation, title) => this.library.rename(conversation, title),
       remove: (conversation) => this.library.remove(conversation),
       import: (file) => this.library.import(file),
-      exportAll: () => this.library.exportAll(),
+      exportAll: (suffix) => this.library.exportAll(suffix),
     });
     this.command = showCommand(this.view.querySelector(".request"), () => {
       const settings = peek();

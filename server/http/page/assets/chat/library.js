@@ -47,11 +47,12 @@ export class Library {
     }
   }
 
-  /** Save all conversations as a file. */
-  async exportAll() {
+  /** Save all conversations as a file: "json" or "md". */
+  async exportAll(suffix) {
     const all = await this.chat.store.conversations();
-    const bundles = await Promise.all(all.map(async (conversation) => ({ conversation, messages: await this.chat.store.messages(conversation.id) })));
-    download(fileName("conversations", "json"), toJson(bundles));
+    const bundle = async (conversation) => ({ conversation, messages: await this.chat.store.messages(conversation.id) });
+    const bundles = await Promise.all(all.map(bundle));
+    download(fileName("conversations", suffix), suffix === "md" ? toMarkdown(bundles) : toJson(bundles));
   }
 
   #bundle() {

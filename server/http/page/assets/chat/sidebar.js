@@ -10,7 +10,7 @@ export class Sidebar {
   /**
    * @param {HTMLElement} node
    * @param {Store} store
-   * @param {object} on  {open(id), fresh(), rename(conversation, title), remove(conversation), import(file), exportAll()}
+   * @param {object} on  {open(id), fresh(), rename(conversation, title), remove(conversation), import(file), exportAll(suffix)}
    */
   constructor(node, store, on) {
     this.node = node;
@@ -25,7 +25,8 @@ export class Sidebar {
     this.search = new AbortController();
     const picker = node.querySelector("input[type=file]");
     node.querySelector(".new").addEventListener("click", on.fresh);
-    node.querySelector(".export-all").addEventListener("click", on.exportAll);
+    this.exports = [node.querySelector(".export-all"), node.querySelector(".export-text")];
+    for (const [i, suffix] of ["json", "md"].entries()) this.exports[i].addEventListener("click", () => on.exportAll(suffix));
     node.querySelector(".import").addEventListener("click", () => picker.click());
     picker.addEventListener("change", () => {
       const [file] = picker.files;
@@ -54,7 +55,7 @@ export class Sidebar {
     if (found.length > this.shown) rows.push(this.#more(found.length));
     if (!this.list.querySelector("input")) this.#replace(rows);
     this.empty.textContent = found.length ? "" : words.length ? "Nothing found." : "No conversations yet.";
-    this.node.querySelector(".export-all").disabled = all.length === 0;
+    for (const button of this.exports) button.disabled = all.length === 0;
   }
 
   // The focus stays on the same button of the same conversation.
