@@ -2,6 +2,7 @@
 
 import { getJson } from "./api.js";
 import { Chat } from "./chat.js";
+import { keep, recall } from "./kept.js";
 import { Monitor } from "./metrics.js";
 import { showFacts, showPlan } from "./plan.js";
 import { Plot } from "./plots.js";
@@ -146,7 +147,7 @@ async function describe() {
   showFacts(byId("facts"), found);
   chat.describe(found);
   const first = found.model_use === "chat" ? "chat" : "prompt";
-  remember(first);
+  keep(FIRST, first);
   const typing = byId("prompt-form").contains(document.activeElement);
   if (!chosen && !typing && document.body.dataset.view !== first) select(byId(`tab-${first}`));
   try {
@@ -167,22 +168,6 @@ async function loadPlan() {
   }
 }
 
-function remember(view) {
-  try {
-    localStorage.setItem(FIRST, view);
-  } catch {
-    // Storage is blocked: the page finds out again.
-  }
-}
-
-function remembered() {
-  try {
-    return localStorage.getItem(FIRST);
-  } catch {
-    return null;
-  }
-}
-
 const monitor = new Monitor(report);
 setUpPresets();
 setUpScheme();
@@ -194,4 +179,4 @@ setUp(
   },
 );
 
-if (!follow()) select(remembered() === "chat" ? byId("tab-chat") : byId("tab-prompt"));
+if (!follow()) select(recall(FIRST) === "chat" ? byId("tab-chat") : byId("tab-prompt"));

@@ -1,10 +1,11 @@
 // Named settings, kept in this browser: choose, save and delete.
 
 import { element } from "./dom.js";
+import { keep, recall } from "./kept.js";
 import { apply, snapshot } from "./settings.js";
 
 const STORE = "tessera.presets";
-let memory = {};
+let memory = {}; // What the browser does not keep.
 
 /** Prepare the controls of the presets. */
 export function setUpPresets() {
@@ -59,21 +60,12 @@ export function setUpPresets() {
 }
 
 function read() {
-  try {
-    const found = JSON.parse(localStorage.getItem(STORE) ?? "{}");
-    return found !== null && typeof found === "object" ? { ...found, ...memory } : memory;
-  } catch {
-    return memory;
-  }
+  const found = recall(STORE, {});
+  return { ...found, ...memory };
 }
 
 function write(presets) {
-  try {
-    localStorage.setItem(STORE, JSON.stringify(presets));
-    memory = {};
-    return true;
-  } catch {
-    memory = presets;
-    return false;
-  }
+  const kept = keep(STORE, presets);
+  memory = kept ? {} : presets;
+  return kept;
 }

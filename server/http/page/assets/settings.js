@@ -2,6 +2,7 @@
 
 import { apiKey, setApiKey } from "./api.js";
 import { element } from "./dom.js";
+import { keep, recall } from "./kept.js";
 
 const form = document.getElementById("settings");
 const panel = document.getElementById("settings-panel");
@@ -62,21 +63,12 @@ function select(item, value) {
   else item.selectedIndex = 0;
 }
 
-/** What keeps its values in the browser's local storage. */
+/** What keeps its values in the browser. */
 export function keptScope(key, defaults = {}) {
-  const found = { values: {}, defaults, save };
-  try {
-    found.values = JSON.parse(localStorage.getItem(key) ?? "{}") ?? {};
-  } catch {
-    // Blocked or damaged storage: the defaults apply.
-  }
+  const found = { values: recall(key, {}), defaults, save };
   function save(values) {
     found.values = values;
-    try {
-      localStorage.setItem(key, JSON.stringify(values));
-    } catch {
-      // Storage is blocked: the settings last until the page is left.
-    }
+    keep(key, values);
   }
   return found;
 }

@@ -51,7 +51,8 @@ export class Sidebar {
     if (search.signal.aborted) return;
     const titled = ({ title }) => words.every((word) => title.toLowerCase().includes(word));
     const found = all.filter((one) => titled(one) || texts.has(one.id));
-    const rows = found.slice(0, this.shown).map((one) => this.#row(one, words.length && !titled(one) ? texts.get(one.id) : null, words));
+    const excerptOf = (one) => (titled(one) ? null : excerpt(texts.get(one.id), words));
+    const rows = found.slice(0, this.shown).map((one) => this.#row(one, excerptOf(one)));
     if (found.length > this.shown) rows.push(this.#more(found.length));
     if (!this.list.querySelector("input")) this.#replace(rows);
     this.empty.textContent = found.length ? "" : words.length ? "Nothing found." : "No conversations yet.";
@@ -67,12 +68,12 @@ export class Sidebar {
     if (id) this.list.querySelector(`[data-id="${id}"] [class="${kind}"]`)?.focus();
   }
 
-  #row(one, text, words) {
+  #row(one, text) {
     const title = one.title || "Untitled";
-    const open = element("button", { type: "button", class: "open", "aria-current": one.id === this.open && "true" }, element("span", { class: "title" }, title));
+    const open = element("button", { type: "button", class: "open" }, element("span", { class: "title" }, title));
+    if (one.id === this.open) open.setAttribute("aria-current", "true");
     if (one.id === this.running) open.append(element("span", { class: "offscreen" }, " (is being answered)"), element("span", { class: "dot" }));
-    if (text) open.append(element("small", {}, excerpt(text, words)));
-    else open.append(element("small", {}, day(one.updated)));
+    open.append(element("small", {}, text ?? day(one.updated)));
     open.addEventListener("click", () => this.on.open(one.id));
     const rename = element("button", { type: "button", class: "quiet rename", "aria-label": `Rename ${title}`, title: "Rename" }, "✎");
     const remove = element("button", { type: "button", class: "quiet remove", "aria-label": `Delete ${title}`, title: "Delete" }, "×");

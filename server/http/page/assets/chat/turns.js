@@ -98,7 +98,8 @@ export class Turns {
     return done;
   }
 
-  // Whether a request fits into the context and should be sent; if it does not fit, the choices are shown, and `retry` is called after one is taken.
+  // Whether a request fits into the context and should be sent. If it does not fit, the choices are shown, and `retry` is
+  // called after one is taken.
   async #fits(session, before, last, settings, retry, isNew) {
     this.checking = true;
     const asked = this.chat.full.check([...session.sent(before), last], [...before, last], settings, {
