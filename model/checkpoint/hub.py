@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from model.checkpoint.hub_cache import cached_repositories
-from model.checkpoint.names import BUNDLED, read_name, well_known
+from model.checkpoint.names import BUNDLED, BUNDLED_FOLDER, read_name, well_known
 from model.checkpoint.transfer import is_connection_error, is_disk_full, reason
 from model.errors import ModelFolderError
 
-__all__ = ["BUNDLED", "resolve"]
+__all__ = ["BUNDLED", "is_bundled", "resolve"]
 
 _NEEDED: Final = (
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
@@ -23,6 +23,11 @@ _CONFIG: Final = ("config.json", "generation_config.json")
 _UNNEEDED: Final = (
     "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "consolidated*.safetensors",
 )  # fmt: skip
+
+
+def is_bundled(folder: Path) -> bool:
+    """Return whether a folder is that of the checkpoint that is part of Tessera."""
+    return folder.resolve() == BUNDLED_FOLDER.resolve()
 
 
 def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:

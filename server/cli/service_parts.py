@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from model.checkpoint.generation_config import read_sampling_defaults
-from model.checkpoint.hub import BUNDLED, resolve
+from model.checkpoint.hub import BUNDLED, is_bundled, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
 from server.cli.nvidia import count_gpus, may_have_gpu
@@ -57,6 +57,8 @@ def http_config(
         model_id=settings.model,
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=read_sampling_defaults(folder) if from_file else SamplingDefaults(),
+        # Who gives the bundled code model another template wants to chat.
+        continues_text=settings.chat_template is None and is_bundled(folder),
         **settings.values_of(HTTPSettings) | resolved,
     )
 

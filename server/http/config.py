@@ -113,6 +113,7 @@ class HTTPConfig(HTTPSettings):
         model_id: the name the operator gave the model; the only text from outside that becomes a metric label.
         eos_token_ids: the model's own end tokens, from its configuration.
         sampling_defaults: sampling parameters of the checkpoint, in dialects where requests that set none take them.
+        continues_text: whether the model is made to continue text, although it has a chat template.
         max_best_of: sequences that one request may ask for.
         max_stop_sequences: stop strings of one request.
         max_stop_characters: length of one stop string.
@@ -133,6 +134,7 @@ class HTTPConfig(HTTPSettings):
     model_id: str
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    continues_text: bool = False
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_stop_characters: int = 1_000

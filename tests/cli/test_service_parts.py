@@ -5,6 +5,7 @@ import json
 import pytest
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import resolve
 from model.errors import ModelFolderError
 from model.sampling.parameters import SamplingDefaults
 from server.cli.service_parts import http_config
@@ -34,3 +35,10 @@ def test_a_broken_file_stops_the_start_unless_it_is_ignored(folder):
     with pytest.raises(ModelFolderError, match="top_p must be a number <= 1"):
         config(folder)
     assert config(folder, generation_config="none").sampling_defaults == SamplingDefaults()
+
+
+def test_the_bundled_model_continues_text_unless_it_gets_another_chat_template(folder):
+    bundled = resolve("bundled")
+    assert config(bundled).continues_text
+    assert not config(bundled, chat_template="{{ messages[0].content }}").continues_text
+    assert not config(folder).continues_text

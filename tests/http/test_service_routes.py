@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from model.text.chat_template import ChatTemplate
 from server.engine.core.messages import EngineStats
 from server.engine.core.plan_report import PlanReport
 from server.engine.link.protocol import EngineState
@@ -68,6 +69,25 @@ async def test_info_names_the_model_and_every_limit(client):
     assert (info.max_concurrent_requests, info.max_best_of, info.max_stop_sequences) == (128, 2, 4)
     assert info.router == "tessera"
     assert set(response.json()) == set(InfoReply.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("template", "continues_text", "use"),
+    [
+        (None, False, "completion"),
+        ("{{ messages }}", False, "chat"),
+        ("{{ messages }}", True, "completion"),
+    ],
+)
+async def test_info_tells_what_the_model_is_made_for(
+    open_client, tokenizer, template, continues_text, use
+):
+    chat_template = template and ChatTemplate({"default": template}, tokenizer)
+    client = await open_client(chat_template=chat_template, continues_text=continues_text)
+
+    info = (await client.get("/info")).json()
+
+    assert (info["model_use"], info["chat_template"]) == (use, template is not None)
 
 
 async def test_the_plan_route_returns_the_plan_of_the_engine(client):

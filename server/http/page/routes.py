@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -24,7 +25,9 @@ _MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 _HTML = frozenset(("text/html", "application/xhtml+xml"))
 _HEADERS = {
@@ -52,7 +55,7 @@ class Asset:
 def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
     """Add the routes of the page's assets; they are not part of the OpenAPI document."""
 
-    @app.api_route(PREFIX + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(PREFIX + "{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
     async def read_asset(request: Request) -> Response:
         """Return a file of the page."""
         name = request.path_params["name"]
@@ -62,15 +65,19 @@ def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
 
 
 def load_assets() -> dict[str, Asset]:
-    """Read all files of the page, by name."""
-    folder = resources.files("server.http.page") / "assets"
-    assets = {}
+    """Read all files of the page, by path within the folder `assets`."""
+    return dict(_read(resources.files("server.http.page") / "assets", ""))
+
+
+def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
     for file in folder.iterdir():
-        suffix = "." + file.name.rpartition(".")[2]
-        content = file.read_bytes()
-        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        assets[file.name] = Asset(content, _MEDIA_TYPES[suffix], etag)
-    return assets
+        name = prefix + file.name
+        if file.is_dir():
+            yield from _read(file, name + "/")
+        else:
+            content = file.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            yield name, Asset(content, _MEDIA_TYPES["." + name.rpartition(".")[2]], etag)
 
 
 def respond(asset: Asset, request: Request, vary: str | None = None) -> Response:

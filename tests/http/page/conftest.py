@@ -3,11 +3,21 @@
 import contextlib
 import shutil
 
+import msgspec
 import pytest
 
+from model.text.chat_template import ChatTemplate
+from tests.http.fakes import INFO
+from tests.http.page.messages import Messages
 from tests.http.serving import Server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 class Visit:
@@ -75,3 +85,59 @@ async def visit(browser, serve):
             return Visit(await context.new_page(), await serve(wrap))
 
         yield start
+
+
+@pytest.fixture
+async def messages(visit):
+    """A page that shows single messages, in the real page's policy."""
+    return await Messages(await visit()).open()
+
+
+@pytest.fixture
+async def open_chat(browser, make_app, engine, tokenizer):
+    """Opens the page of a service that is made for chat, in a new browser context; returns the `Visit`."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*, context_tokens=2048, init="", options=None, **limits):
+            engine.info = msgspec.structs.replace(INFO, max_total_tokens=context_tokens)
+            app = make_app(chat_template=ChatTemplate({"default": TEMPLATE}, tokenizer), **limits)
+            server = await stack.enter_async_context(Server(app, "httptools"))
+            context = await browser.new_context(accept_downloads=True, **(options or {}))
+            stack.push_async_callback(context.close)
+            context.set_default_timeout(20_000)
+            if init:
+                await context.add_init_script(init)
+            here = Visit(await context.new_page(), f"http://127.0.0.1:{server.port}/")
+            await here.page.goto(here.url)
+            await here.page.locator('[data-view="chat"] #state[data-state="ready"]').wait_for()
+            return here
+
+        yield start
+
+
+@pytest.fixture
+def send():
+    """Sends a message in the chat and waits for the end of the reply."""
+
+    async def send_one(page, text):
+        await page.fill("#chat-text", text)
+        await page.press("#chat-text", "Enter")
+        await taken(page)
+        await answered(page)
+
+    return send_one
+
+
+async def taken(page):
+    """Wait until the message is sent: the box is empty, and the request runs."""
+    for _ in range(400):
+        if await page.input_value("#chat-text") == "":
+            return
+        await page.wait_for_timeout(50)
+    raise AssertionError(await page.inner_text("#chat .dock"))
+
+
+async def answered(page):
+    """Wait until no reply streams, and what there is of it is written."""
+    await page.locator("#chat-form .primary:enabled").wait_for()
+    await page.locator("#chat-messages > li:last-child .tools button:enabled").first.wait_for()

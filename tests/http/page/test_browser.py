@@ -8,6 +8,7 @@ from server.engine.core.messages import EngineStats
 from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from tests.http.fakes import EOS_ID, event, put, say, silent
+from tests.http.page.conftest import answered, taken
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -316,8 +317,8 @@ async def test_a_conversation_is_sent_and_shown_in_openais_format(visit):
     for text in ("Hello", "And now?"):
         await page.fill("#chat-text", text)
         await page.press("#chat-text", "Enter")
-        await page.locator("#chat .primary:enabled").wait_for()
-        await page.locator("#chat-clear:enabled").wait_for()
+        await taken(page)
+        await answered(page)
 
     assert [(m["role"], m["content"]) for m in bodies[1]["messages"]] == [
         ("user", "Hello"), ("assistant", "Good day"), ("user", "And now?"),
@@ -329,9 +330,11 @@ async def test_a_conversation_is_sent_and_shown_in_openais_format(visit):
     assert "`min_p` has no effect" in await page.locator("#chat .warnings").inner_text()
     assert "cached tokens" in await page.locator("#chat .accounting").text_content()
     assert "9" in await page.locator("#chat .measures").inner_text()
+    await page.select_option("#chat-view", "tokens")
     await page.locator("#chat-messages .token").first.hover()
     assert "Bad" in await page.locator("#token-details").inner_text()
-    await page.click("#chat-clear")
+    await page.click("#conversations .new")
+    await page.locator("#chat-empty").wait_for()
     assert await page.locator("#chat-messages li").count() == 0
     assert here.complaints == []
 
@@ -447,7 +450,8 @@ async def test_axe_finds_no_violation_and_nothing_is_cut_off(visit, engine, sche
     )
     await page.fill("#chat-text", "Hello")
     await page.locator("#chat .primary").click()
-    await page.locator("#chat-clear:enabled").wait_for()
+    await taken(page)
+    await answered(page)
     await check("chat")
     await page.click("#tab-engine")
     await page.locator("#plan .phase").first.wait_for()

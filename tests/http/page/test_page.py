@@ -1,7 +1,11 @@
 """The routes of the page for browsers, and what its files refer to."""
 
+import hashlib
+import json
+import posixpath
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +17,8 @@ pytestmark = pytest.mark.anyio
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 ASSETS = load_assets()
 TEXTS = {name: asset.content.decode() for name, asset in ASSETS.items()}
-SCRIPTS = [name for name in ASSETS if name.endswith(".js")]
+SCRIPTS = [name for name in ASSETS if name.endswith(".js") and not name.startswith("vendor/")]
+MANIFEST = json.loads(TEXTS["vendor/manifest.json"])
 
 
 class Markup(HTMLParser):
@@ -123,7 +128,21 @@ async def test_head_has_the_headers_of_get(client, path):
     assert head.headers == get.headers
 
 
-@pytest.mark.parametrize("name", ["routes.py", "..%2froutes.py", "%2e%2e/routes.py", "", "none.js"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "routes.py",
+        "..%2froutes.py",
+        "%2e%2e/routes.py",
+        "",
+        "none.js",
+        "vendor",
+        "vendor/",
+        "vendor%2f..%2f..%2froutes.py",
+        "/page.js",
+        "message/../../routes.py",
+    ],
+)
 async def test_nothing_but_the_files_of_the_page_is_served(client, name):
     response = await client.get(f"/page/{name}")
 
@@ -148,7 +167,9 @@ def test_every_file_is_reached_from_the_page_and_every_reference_exists():
         if name not in reached:
             reached.add(name)
             open_names += references(name)
-    assert reached == set(ASSETS)
+    # People read these, not browsers.
+    assert set(ASSETS) - reached == {"vendor/LICENSES.txt", "vendor/manifest.json"}
+    assert reached <= set(ASSETS)
 
 
 def references(name):
@@ -162,14 +183,17 @@ def references(name):
         assert all(link.startswith("page/") for link in links), links
         return [link.removeprefix("page/") for link in links]
     if name.endswith(".js"):
-        return [
-            path.removeprefix("./")
-            for path in re.findall(r'^(?:import|export) .*?from "(.+?)";', text, re.M)
-        ]
+        if name.startswith("vendor/"):
+            return []
+        paths = re.findall(
+            r'^(?:import|export)\b[^;]*?from "(.+?)";|\bimport\("(.+?)"\)', text, re.M
+        )
+        folder = posixpath.dirname(name)
+        return [posixpath.normpath(f"{folder}/{''.join(path)}").lstrip("/") for path in paths]
     return re.findall(r"url\(|@import", text)
 
 
-@pytest.mark.parametrize("name", ASSETS)
+@pytest.mark.parametrize("name", [INDEX, *SCRIPTS, *(n for n in ASSETS if n.endswith(".css"))])
 def test_no_file_names_another_host(name):
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", TEXTS[name]))
 
@@ -188,6 +212,27 @@ def test_scripts_do_not_make_markup_from_text(name):
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", TEXTS[name]
     )
+
+
+def test_the_libraries_are_those_of_the_manifest():
+    files = {name.removeprefix("vendor/") for name in ASSETS if name.startswith("vendor/")}
+    assert files == {*MANIFEST["files"], "manifest.json"}
+    for name, entry in MANIFEST["files"].items():
+        content = ASSETS[f"vendor/{name}"].content
+        assert len(content) == entry["bytes"], name
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"], name
+
+
+def test_the_libraries_have_the_versions_of_the_lock_file_and_their_licences():
+    folder = Path(__file__).parents[3] / "deploy/page_libraries"
+    lock = json.loads((folder / "package-lock.json").read_text())["packages"]
+    titles = re.findall(r"^(\S+)\n=+$", TEXTS["vendor/LICENSES.txt"], re.M)
+
+    assert titles == list(MANIFEST["packages"])
+    for name, package in MANIFEST["packages"].items():
+        assert package.items() <= lock[f"node_modules/{name}"].items()
+        assert package["integrity"].startswith("sha512-")
+    assert not [entry for entry in lock.values() if "resolved" in entry]
 
 
 def test_every_control_has_a_label():

@@ -5,7 +5,7 @@ Fields are in the order of the JSON. msgspec encodes the records, and the OpenAP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -123,6 +123,8 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str
     model_device_type: str
     model_pipeline_tag: str
+    model_use: Literal["chat", "completion"]
+    chat_template: bool
     max_concurrent_requests: int
     max_best_of: int
     max_stop_sequences: int

@@ -128,6 +128,7 @@ TGI = Dialect(
 
 def _info(context: AppContext) -> InfoReply:
     info, config = context.engine_info(), context.config
+    chat = context.chat_template
     return InfoReply(
         model_id=config.model_id,
         model_sha=None,
@@ -135,6 +136,8 @@ def _info(context: AppContext) -> InfoReply:
         quantization=info.quantization,
         model_device_type=info.device,
         model_pipeline_tag="text-generation",
+        model_use="completion" if chat is None or config.continues_text else "chat",
+        chat_template=chat is not None,
         max_concurrent_requests=context.admission.limit(info),
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,

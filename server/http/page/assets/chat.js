@@ -1,102 +1,202 @@
-// The view that holds a conversation.
+// The view that holds conversations: connects the list, the messages, the message box and the replies.
 
-import { encode, open, path } from "./conversation.js";
+import { Composer } from "./chat/composer.js";
+import { Context } from "./chat/context.js";
+import { FullContext } from "./chat/full_context.js";
+import { Library } from "./chat/library.js";
+import { Notice } from "./chat/notice.js";
+import { closeList, setUpPanels } from "./chat/panels.js";
+import { bodyOf, Replies } from "./chat/replies.js";
+import { DEFAULTS, Session } from "./chat/session.js";
+import { Sidebar } from "./chat/sidebar.js";
+import { Store } from "./chat/store.js";
+import { Thread } from "./chat/thread.js";
+import { newConversation } from "./chat/tree.js";
+import { Turns } from "./chat/turns.js";
+import { path } from "./conversation.js";
 import { showCommand } from "./curl.js";
-import { element } from "./dom.js";
 import { Run } from "./run.js";
-import { peek, read } from "./settings.js";
-import { TokenView } from "./tokens.js";
+import { keptScope, peek, use } from "./settings.js";
 
-/** Prepare the view; returns its run and a function to call when the settings change. */
-export function setUpChat() {
-  const view = document.getElementById("chat");
-  const list = document.getElementById("chat-messages");
-  const system = document.getElementById("chat-system");
-  const text = document.getElementById("chat-text");
-  const form = document.getElementById("chat-form");
-  const again = document.getElementById("chat-again");
-  const clear = document.getElementById("chat-clear");
-  const run = new Run(view);
-  let messages = [];
+const REREAD = 1000; // Milliseconds between readings of what another tab writes.
+const byId = (id) => document.getElementById(id);
 
-  const body = (turns, settings) => {
-    const first = system.value.trim() ? [{ role: "system", content: system.value }] : [];
-    return encode([...first, ...turns], settings);
-  };
+/** The chat. Its conversation is in the address: `#chat/ID`. */
+export class Chat {
+  /** @param {function(?string, boolean)} moved  Called with the id of the conversation shown; true if it was opened. */
+  constructor(moved) {
+    this.view = byId("chat");
+    this.moved = moved;
+    this.active = false;
+    this.run = new Run(this.view);
+    this.notice = new Notice(byId("chat-notice"));
+    this.context = new Context(byId("chat-context"));
+    this.store = new Store((text) => this.notice.say(text), (id) => this.#changedElsewhere(id));
+    this.session = new Session(this.store);
+    this.fresh = keptScope("tessera.settings.chat", DEFAULTS);
+    this.thread = new Thread(byId("chat-scroller"), byId("chat-messages"), byId("chat-end"), (...it) => this.turns.act(...it));
+    this.replies = new Replies(this.run, () => this.show());
+    this.composer = new Composer(byId("chat-form"), () => this.update(), (text) => this.notice.say(text));
+    this.full = new FullContext(byId("chat-full"), this.context);
+    this.turns = new Turns(this);
+    this.library = new Library(this);
+    this.sidebar = new Sidebar(byId("conversations"), this.store, {
+      open: (id) => this.open(id, true),
+      fresh: () => this.open(null, true),
+      rename: (conversation, title) => this.library.rename(conversation, title),
+      remove: (conversation) => this.library.remove(conversation),
+      import: (file) => this.library.import(file),
+      exportAll: (suffix) => this.library.exportAll(suffix),
+    });
+    this.command = showCommand(this.view.querySelector(".request"), () => {
+      const settings = peek();
+      return { path, body: settings && bodyOf(this.#next(), settings) };
+    });
+    byId("chat-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.turns.submit();
+    });
+    setUpPanels(this.view, this.composer, () => this.#search());
+    byId("chat-view").addEventListener("change", (event) => this.#setForm(event.target.value));
+    this.composer.use("new");
+    this.sidebar.refresh();
+  }
 
-  const buttons = () => {
-    again.disabled = run.busy || !messages.some((message) => message.role === "user");
-    clear.disabled = run.busy || messages.length === 0;
-  };
+  /** Apply what /info says. */
+  describe(info) {
+    byId("chat-none").hidden = info.chat_template !== false;
+    this.context.describe(info);
+    this.update();
+  }
 
-  const answer = async (settings) => {
-    const item = append(list, "assistant");
-    const output = new TokenView(item.querySelector(".output"));
-    output.onflush = () => item.scrollIntoView({ block: "nearest" });
-    const done = run.run(open, body(messages, settings), output);
-    buttons();
-    const error = await done;
-    if (output.text) messages.push({ role: "assistant", content: output.text });
-    else item.remove();
-    if (error?.status === 404) {
-      error.message += "\nThis server does not serve chat; the Prompt view works without it.";
-      run.show(error);
+  /** The view is shown: its settings apply. */
+  enter() {
+    this.active = true;
+    this.useSettings();
+    this.show();
+    this.thread.toEnd();
+  }
+
+  /** Another view is shown. */
+  leave() {
+    this.active = false;
+  }
+
+  /** Show a conversation, or a new one (null); `chosen` if the reader asked for it here. */
+  async open(id, chosen = false) {
+    this.full.hide();
+    const { live } = this.replies;
+    let session = live?.session.conversation.id === id ? live.session : null;
+    if (id === null) session = new Session(this.store, newConversation());
+    const asked = (this.asked = Symbol("conversation"));
+    session ??= await Session.open(this.store, id);
+    if (asked !== this.asked) return; // Another one was chosen meanwhile.
+    if (session === null) {
+      this.notice.say("There is no such conversation in this browser.");
+      session = new Session(this.store, newConversation());
     }
-    buttons();
-    return error;
-  };
+    this.session = session;
+    this.moved(session.isNew ? null : id, chosen);
+    this.composer.use(session.isNew ? "new" : id);
+    delete byId("conversations").dataset.open;
+    this.useSettings();
+    this.show();
+    this.thread.toEnd();
+    if (chosen) this.composer.text.focus();
+    this.sidebar.refresh({ open: session.isNew ? null : id });
+  }
 
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const content = text.value;
-    if (run.busy || !content.trim()) return;
-    const settings = read();
-    if (settings === null) return;
-    messages.push({ role: "user", content });
-    const item = append(list, "user", content);
-    text.value = "";
-    const error = await answer(settings);
-    if (error !== null && messages.at(-1).role === "user") {
-      // Nothing was answered: give the message back, so that it can be changed and sent again.
-      messages.pop();
-      item.remove();
-      text.value ||= content;
-      buttons();
-    }
-  });
-  text.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    form.requestSubmit();
-  });
-  again.addEventListener("click", () => {
-    const settings = read();
-    if (settings === null) return;
-    if (messages.at(-1).role === "assistant") {
-      messages.pop();
-      list.lastElementChild.remove();
-    }
-    answer(settings);
-  });
-  clear.addEventListener("click", () => {
-    messages = [];
-    list.replaceChildren();
-    buttons();
-    text.focus();
-  });
-  const update = showCommand(view.querySelector(".request"), () => {
+  /** The settings or the draft have changed. */
+  update() {
+    this.command();
     const settings = peek();
-    const turns = text.value.trim() ? [...messages, { role: "user", content: text.value }] : messages;
-    return { path, body: settings && body(turns, settings) };
-  });
-  for (const input of [text, system]) input.addEventListener("input", update);
-  return { run, update };
-}
+    if (settings === null || this.run.busy) return;
+    this.context.show(this.#next(), settings, { drafted: !this.composer.isEmpty });
+  }
 
-function append(list, role, content = "") {
-  const output = element("div", { class: "output" }, content);
-  const item = element("li", { class: role }, element("h3", {}, role === "user" ? "You" : "Model"), output);
-  list.append(item);
-  item.scrollIntoView({ block: "nearest" });
-  return item;
+  /** Act on a key that no control has taken; returns whether it means something here. */
+  press(event) {
+    const typing = event.target.closest("input, textarea, select, dialog");
+    if (event.key === "Escape") {
+      if (this.run.busy) this.run.stop();
+      else return closeList() || this.full.hide() || this.composer.cancel();
+    } else if (event.altKey && event.code === "KeyN") this.open(null, true);
+    else if ((event.ctrlKey || event.metaKey) && event.key === "k") this.#search();
+    else if (event.key === "/" && !typing) this.composer.text.focus();
+    else if (event.key === "ArrowUp" && event.target === this.composer.text && this.composer.isEmpty) return this.#editLast();
+    else return false;
+    return true;
+  }
+
+  #search() {
+    byId("conversations").dataset.open = "";
+    this.sidebar.query.focus();
+  }
+
+  #editLast() {
+    const last = this.session.path.findLast((message) => message.role === "user");
+    if (last === undefined || this.run.busy || this.composer.editing) return false;
+    this.composer.edit(last);
+    return true;
+  }
+
+  /** Let the settings be those of the conversation. */
+  useSettings() {
+    if (!this.active) return;
+    const { session } = this;
+    if (session.isNew) return use(this.fresh);
+    const save = (settings) => session.save([], { settings });
+    use({ values: session.conversation.settings, defaults: DEFAULTS, save });
+  }
+
+  // The messages of a request that sends the draft now.
+  #next() {
+    const { composer, session } = this;
+    const edited = composer.editing;
+    const path = edited ? this.before(edited) : session.path;
+    return composer.isEmpty ? session.sent(path) : [...session.sent(path), { role: "user", ...composer.draft }];
+  }
+
+  /** The messages before a message. */
+  before(message) {
+    return this.session.tree.path(message.id).slice(0, -1);
+  }
+
+  /** Show the conversation as it is now. */
+  show() {
+    const { session } = this;
+    const { live } = this.replies;
+    const kept = live?.session === session ? [live.item] : [];
+    byId("chat-title").textContent = session.conversation.title || "New conversation";
+    byId("chat-empty").hidden = !session.isNew;
+    this.view.querySelector(".menu").hidden = session.isNew;
+    this.thread.show(session, { busy: this.run.busy, kept });
+    this.view.classList.toggle("busy", this.run.busy);
+    this.sidebar.refresh({ running: live?.session.conversation.id ?? null });
+    clearTimeout(this.waiting);
+    // A reply that another tab writes may have been cut off.
+    if (!live && session.path.some((message) => session.isWriting(message))) this.waiting = setTimeout(() => this.show(), 5100);
+    this.update();
+  }
+
+  #setForm(form) {
+    document.body.dataset.form = form;
+    this.thread.setForm(form);
+  }
+
+  async #changedElsewhere(id) {
+    this.sidebar.refresh();
+    if (id !== this.session.conversation.id || this.session.isNew || this.replies.live?.session === this.session) return;
+    clearTimeout(this.rereading);
+    this.rereading = setTimeout(async () => {
+      const { session } = this;
+      if (this.replies.live?.session === session) return;
+      if (await session.reread()) return this.show();
+      if (this.session !== session) return undefined;
+      const { draft } = this.composer;
+      await this.open(null);
+      if (this.composer.isEmpty) this.composer.fill(draft);
+      return this.notice.say("This conversation was deleted in another tab.");
+    }, this.session.path.some((message) => this.session.isWriting(message)) ? REREAD : 0);
+  }
 }

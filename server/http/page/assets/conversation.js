@@ -9,7 +9,10 @@ export const path = "v1/chat/completions";
 export function encode(messages, settings) {
   const { grammar } = settings;
   return JSON.stringify({
+    model: settings.model,
     messages,
+    continue_final_message: settings.continues || undefined,
+    add_generation_prompt: settings.continues ? false : undefined,
     stream: true,
     stream_options: { include_usage: true },
     max_completion_tokens: settings.maxTokens,
@@ -56,17 +59,38 @@ async function* read(response) {
     warnings = chunk.warnings ?? warnings;
     for (const choice of chunk.choices ?? []) {
       reason = choice.finish_reason ?? reason;
-      const delta = choice.delta ?? {};
-      yield* tokens((delta.reasoning_content ?? "") + (delta.content ?? ""), choice.logprobs?.content ?? []);
+      yield* parts(choice.delta ?? {}, choice.logprobs?.content ?? []);
     }
   }
 }
 
+// A chunk may have reasoning, text and pieces of calls; its tokens are those of all together.
+function* parts(delta, entries) {
+  const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+  const content = delta.content ?? "";
+  const calls = (delta.tool_calls ?? []).map(({ index = 0, id, function: called }) => ({
+    index,
+    id,
+    name: called?.name,
+    arguments: called?.arguments,
+  }));
+  if (reasoning) yield* tokens(reasoning, content || calls.length ? [] : entries, { reasoning: true });
+  if (reasoning && !content && !calls.length) return;
+  // The tokens of a call have no text in the message: the call has it.
+  const made = [...tokens(content, entries, calls.length ? { call: true } : {})];
+  for (const [i, toolCall] of calls.entries()) {
+    const name = (toolCall.name ?? "") + (toolCall.arguments ?? "");
+    made[i] ??= { token: { text: "", name, logprob: null, special: false, alternatives: [], call: true } };
+    made[i].token.toolCall = toolCall;
+  }
+  yield* made;
+}
+
 // The text of a chunk counts: its tokens may have none yet (a part of a character) or name a special token.
-function* tokens(text, entries) {
+function* tokens(text, entries, kind) {
   const split = entries.length > 1 && entries.map((entry) => entry.token).join("") === text;
   if (!entries.length && text) {
-    yield { token: { text, name: text, logprob: null, special: false, alternatives: [] } };
+    yield { token: { text, name: text, logprob: null, special: false, alternatives: [], ...kind } };
   }
   for (const [i, entry] of entries.entries()) {
     const others = entry.top_logprobs ?? [];
@@ -77,6 +101,7 @@ function* tokens(text, entries) {
         logprob: entry.logprob,
         special: false,
         alternatives: others.map((other) => ({ name: other.token, logprob: other.logprob })),
+        ...kind,
       },
     };
   }

@@ -1,6 +1,7 @@
 // Shows a request as a curl command.
 
 import { apiKey } from "./api.js";
+import { copyOnClick } from "./copy.js";
 
 /**
  * Keep the command of a view's <details class="request"> up to date while it is open.
@@ -15,19 +16,7 @@ export function showCommand(details, request) {
     const { path, body } = request();
     code.textContent = body === null ? "A setting is not valid." : command(path, body);
   };
-  const copy = details.querySelector(".copy");
-  copy.addEventListener("click", async () => {
-    let done = "Copied";
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch {
-      // Browsers allow copying only on HTTPS and on the same machine.
-      getSelection().selectAllChildren(code);
-      done = "Selected";
-    }
-    copy.textContent = done;
-    setTimeout(() => (copy.textContent = "Copy"), 1500);
-  });
+  copyOnClick(details.querySelector(".copy"), () => code.textContent);
   details.addEventListener("toggle", update);
   return update;
 }

@@ -1,49 +1,114 @@
-// The page: tabs, colour scheme, live state and keys. The views are in prompt.js, chat.js and plan.js.
+// The page: tabs, address, keys and live state. The views are in prompt.js, chat.js and plan.js.
 
-import { setUpChat } from "./chat.js";
 import { getJson } from "./api.js";
+import { Chat } from "./chat.js";
+import { keep, recall } from "./kept.js";
 import { Monitor } from "./metrics.js";
 import { showFacts, showPlan } from "./plan.js";
 import { Plot } from "./plots.js";
+import { setUpPresets } from "./presets.js";
 import { setUpPrompt } from "./prompt.js";
-import { setLimits, setUp } from "./settings.js";
+import { keptScope, open as openSettings, setLimits, setModels, setUp, use } from "./settings.js";
 import { hide } from "./tokens.js";
 import { element } from "./dom.js";
+import { setUpScheme } from "./scheme.js";
 
 const byId = (id) => document.getElementById(id);
 
 // Views and tabs
 
-const views = [setUpPrompt(), setUpChat()];
+const FIRST = "tessera.view"; // What the page opened on last, so that it does so before the server has answered.
 const tabs = [...document.querySelectorAll('[role="tab"]')];
 const panelOf = (tab) => byId(tab.getAttribute("aria-controls"));
+const narrow = matchMedia("(max-width: 62rem)");
+const prompt = setUpPrompt();
+const promptScope = keptScope("tessera.settings");
+let conversation = null; // The id of the one that is shown.
+let chosen = false; // Whether the reader has chosen a view.
+const chat = new Chat((id, chosen) => {
+  conversation = id;
+  if (document.body.dataset.view === "chat") address(chosen);
+});
+const shown = { prompt: !narrow.matches, chat: false }; // Whether the settings are, by view.
 
-function select(tab, focus = false) {
+function select(tab, { focus = false } = {}) {
+  const view = panelOf(tab).id;
+  const before = document.body.dataset.view;
+  if (before in shown) shown[before] = document.body.dataset.settings === "open";
   for (const other of tabs) {
     other.setAttribute("aria-selected", String(other === tab));
     other.tabIndex = other === tab ? 0 : -1;
     panelOf(other).hidden = other !== tab;
   }
-  byId("settings-panel").hidden = tab.id === "tab-engine";
-  document.body.dataset.view = panelOf(tab).id;
-  history.replaceState(null, "", tab === tabs[0] ? location.pathname + location.search : `#${panelOf(tab).id}`);
+  document.body.dataset.view = view;
+  byId("settings-toggle").hidden = !(view in shown);
+  openSettings(shown[view] ?? false);
   if (focus) tab.focus();
-  if (tab.id === "tab-engine") loadPlan();
+  if (view === "engine") loadPlan();
+  if (view === "chat") chat.enter();
+  else chat.leave();
+  if (view === "prompt") use(promptScope);
+}
+
+function choose(tab, options) {
+  chosen = true;
+  select(tab, options);
+  address();
+}
+
+function address(opened = false) {
+  const view = document.body.dataset.view;
+  const next = `#${view}${view === "chat" && conversation ? `/${conversation}` : ""}`;
+  if (location.hash === next) return;
+  if (opened) history.pushState(null, "", next);
+  else history.replaceState(null, "", next);
+}
+
+/** Show what the address names; returns whether it names anything. */
+function follow() {
+  const [view, id = null] = location.hash.slice(1).split("/");
+  const tab = tabs.find((one) => panelOf(one).id === view);
+  if (tab === undefined) return false;
+  chosen = true;
+  if (document.body.dataset.view !== view) select(tab);
+  if (view === "chat" && id !== conversation) chat.open(id);
+  return true;
 }
 
 for (const [i, tab] of tabs.entries()) {
-  tab.addEventListener("click", () => select(tab));
+  tab.addEventListener("click", () => choose(tab));
   tab.addEventListener("keydown", (event) => {
     const to = { ArrowRight: i + 1, ArrowLeft: i - 1 + tabs.length, Home: 0, End: tabs.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    select(tabs[to % tabs.length], true);
+    choose(tabs[to % tabs.length], { focus: true });
   });
 }
+addEventListener("popstate", () => {
+  if (!follow() && document.body.dataset.view === "chat") chat.open(null);
+});
 
+// Keys
+
+const keys = byId("keys");
+byId("keys-open").addEventListener("click", () => keys.showModal());
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.addEventListener("click", (event) => {
+    if (event.target === dialog || event.target.closest("button")) dialog.close();
+  });
+}
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || hide()) return;
-  for (const { run } of views) run.stop();
+  if (event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]")) return;
+  const typing = event.target.closest("input, textarea, select");
+  if (event.key === "Escape" && hide()) return;
+  if (event.key === "?" && !typing) keys.showModal();
+  else if (document.body.dataset.view === "chat" && chat.press(event)) event.preventDefault();
+  else if (event.key === "Escape") for (const { run } of [prompt, chat]) run.stop();
+});
+
+// The keyboard of a phone covers a part of the page where the browser does not make the page smaller.
+visualViewport?.addEventListener("resize", () => {
+  if (visualViewport.scale === 1) document.documentElement.style.setProperty("--height", `${visualViewport.height}px`);
 });
 
 // Live state
@@ -80,6 +145,16 @@ async function describe() {
   document.title = `${model} · Tessera`;
   setLimits(found);
   showFacts(byId("facts"), found);
+  chat.describe(found);
+  const first = found.model_use === "chat" ? "chat" : "prompt";
+  keep(FIRST, first);
+  const typing = byId("prompt-form").contains(document.activeElement);
+  if (!chosen && !typing && document.body.dataset.view !== first) select(byId(`tab-${first}`));
+  try {
+    setModels((await getJson("v1/models")).data.map((one) => one.id));
+  } catch {
+    // The names are a choice only where there are several.
+  }
   if (document.body.dataset.view === "engine") loadPlan();
 }
 
@@ -94,36 +169,14 @@ async function loadPlan() {
 }
 
 const monitor = new Monitor(report);
+setUpPresets();
+setUpScheme();
 setUp(
-  () => views.forEach((view) => view.update()),
+  () => [prompt, chat].forEach((view) => view.update()),
   () => {
     described = false;
     monitor.restart();
   },
 );
 
-// Colour scheme
-
-const root = document.documentElement;
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const scheme = () => root.dataset.scheme ?? (dark.matches ? "dark" : "light");
-const label = () => (byId("scheme").textContent = scheme() === "dark" ? "Light" : "Dark");
-
-byId("scheme").addEventListener("click", () => {
-  const next = scheme() === "dark" ? "light" : "dark";
-  // The system's own scheme needs no choice to be stored, and is then followed again.
-  const chosen = next !== (dark.matches ? "dark" : "light");
-  if (chosen) root.dataset.scheme = next;
-  else delete root.dataset.scheme;
-  try {
-    if (chosen) localStorage.setItem("tessera.scheme", next);
-    else localStorage.removeItem("tessera.scheme");
-  } catch {
-    // Storage is blocked: the choice lasts until the page is left.
-  }
-  label();
-});
-dark.addEventListener("change", label);
-label();
-
-select(tabs.find((tab) => location.hash === `#${panelOf(tab).id}`) ?? tabs[0]);
+if (!follow()) select(recall(FIRST) === "chat" ? byId("tab-chat") : byId("tab-prompt"));

@@ -15,8 +15,24 @@ export async function showPlan(node) {
 
 /** Show what /info reports. */
 export function showFacts(list, info) {
-  const known = Object.entries(info).filter(([, value]) => value !== null);
-  define(list, known.map(([name, value]) => [readable(name), format(value)]));
+  // `version` is that of the API, by which clients of Text Generation Inference choose what they send.
+  const { tessera_version: own, version, ...others } = info;
+  const versions = [["Tessera version", own], ["version of TGI's API", version]];
+  define(list, [...versions.filter(([, value]) => value != null), ...flatten(others)]);
+}
+
+/** Pairs of name and text of a document's values, those of nested objects and lists too. */
+function flatten(value, name = "") {
+  if (value === null || value === undefined) return [];
+  if (typeof value !== "object") return [[name, format(value)]];
+  const entries = Object.entries(value);
+  if (entries.length === 0) return [[name, "none"]];
+  if (Array.isArray(value) && value.every((one) => one === null || typeof one !== "object")) {
+    return [[name, value.map(format).join(", ")]];
+  }
+  // Lists are numbered from 1.
+  const key = (part) => readable(Array.isArray(value) ? String(Number(part) + 1) : part);
+  return entries.flatMap(([part, one]) => flatten(one, name ? `${name}: ${key(part)}` : key(part)));
 }
 
 function facts(plan) {
@@ -103,5 +119,6 @@ function readable(name) {
 }
 
 function format(value) {
-  return typeof value === "number" ? value.toLocaleString("en") : String(value);
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 16 }) : String(value);
 }

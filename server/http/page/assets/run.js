@@ -18,6 +18,9 @@ export class Run {
     this.stopButton.addEventListener("click", () => this.stop());
     this.status = view.querySelector(".status");
     this.abort = null;
+    // How the last request ended: what the stream said, null if it broke off; whether the user ended it.
+    this.end = null;
+    this.stopped = false;
   }
 
   get busy() {
@@ -47,7 +50,7 @@ export class Run {
       const { response, parts } = await open(body, this.abort.signal);
       watch.respond(response);
       this.#warn(warningsOf(response));
-      let end;
+      let end = null;
       for await (const part of parts) {
         if (part.token) {
           watch.token();
@@ -56,13 +59,15 @@ export class Run {
         if (part.warnings?.length) this.#warn(part.warnings);
         end = part.end ?? end;
       }
-      if (end === undefined) throw new ApiError("The connection ended before the text was complete.");
+      if (end === null) throw new ApiError("The connection ended before the text was complete.");
       watch.end(end);
       outcome = end.reason ?? "finished";
+      this.end = end;
       this.#account(accountingOf(response, end));
     } catch (error) {
       if (this.abort.signal.aborted) {
         outcome = "stopped";
+        this.stopped = true;
       } else {
         failure = error instanceof ApiError ? error : new ApiError(`The connection broke off: ${error.message}`);
         this.show(failure);
@@ -86,6 +91,8 @@ export class Run {
   }
 
   #begin() {
+    this.end = null;
+    this.stopped = false;
     this.start.disabled = true;
     this.stopButton.disabled = false;
     this.status.textContent = "generating";

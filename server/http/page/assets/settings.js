@@ -1,48 +1,124 @@
-// The controls of a request: reads and checks them, and keeps them in this browser.
+// The controls of a request: reads and checks them, and keeps them for the view or the conversation that they belong to.
 
 import { apiKey, setApiKey } from "./api.js";
+import { element } from "./dom.js";
+import { keep, recall } from "./kept.js";
 
-const STORE = "tessera.settings";
 const form = document.getElementById("settings");
 const panel = document.getElementById("settings-panel");
+const toggle = document.getElementById("settings-toggle");
 const control = (id) => document.getElementById(id);
 const kept = [...form.elements].filter((item) => item.id && item.id !== "api-key");
 
-/** Prepare the controls; `changed` is called after each change, `newKey` after a change of the API key. */
-export function setUp(changed, newKey) {
-  restore();
+// What the controls belong to now; see `use`.
+let scope = { values: {}, defaults: {}, save: () => {} };
+let changed = () => {};
+
+/** Prepare the controls; `onchange` is called after each change, `newKey` after a change of the API key. */
+export function setUp(onchange, newKey) {
+  changed = onchange;
   control("api-key").value = apiKey();
   control("api-key").addEventListener("change", (event) => {
     setApiKey(event.target.value.trim());
     newKey();
   });
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", () => {
-    check();
-    store();
-    changed();
+  form.addEventListener("input", (event) => {
+    if (kept.includes(event.target)) edited();
   });
   form.addEventListener("reset", (event) => {
     // The API key is no setting with a default.
     event.preventDefault();
-    for (const item of kept) {
-      if (item.tagName === "SELECT") item.selectedIndex = 0;
-      else if (item.type === "checkbox") item.checked = item.defaultChecked;
-      else item.value = item.defaultValue;
-    }
-    check();
-    store();
-    changed();
+    apply({});
   });
-  // On a narrow screen the settings would come between the prompt and its output.
-  panel.open = !matchMedia("(max-width: 62rem)").matches;
+  toggle.addEventListener("click", () => open(toggle.getAttribute("aria-expanded") !== "true"));
+  document.getElementById("settings-close").addEventListener("click", () => {
+    open(false);
+    toggle.focus();
+  });
+}
+
+/** Show or hide the settings. */
+export function open(shown) {
+  toggle.setAttribute("aria-expanded", String(shown));
+  document.body.dataset.settings = shown ? "open" : "closed";
+  panel.hidden = !shown;
+}
+
+/**
+ * Let the controls belong to something else.
+ * @param {object} next  Its `values` by the id of a control, its `defaults` where they are not the document's, and a
+ *   function `save` to which all values are passed after a change.
+ */
+export function use(next) {
+  scope = next;
+  set(next.values);
   check();
+  changed();
+}
+
+function select(item, value) {
+  const known = [...item.options].some((option) => option.value === value);
+  if (known) item.value = value;
+  else item.selectedIndex = 0;
+}
+
+/** What keeps its values in the browser. */
+export function keptScope(key, defaults = {}) {
+  const found = { values: recall(key, {}), defaults, save };
+  function save(values) {
+    found.values = values;
+    keep(key, values);
+  }
+  return found;
+}
+
+/** The values of all controls, by id. */
+export function snapshot() {
+  const value = (item) => {
+    if (item.type === "checkbox") return item.checked;
+    // The names of the models are not known yet.
+    if (item.tagName === "SELECT" && !item.options.length) return scope.values[item.id] ?? "";
+    return item.value;
+  };
+  return Object.fromEntries(kept.map((item) => [item.id, value(item)]));
+}
+
+/** Set the controls; those without a value get their default. */
+export function apply(values) {
+  set(values);
+  edited();
+}
+
+function edited() {
+  check();
+  scope.values = snapshot();
+  scope.save(scope.values);
+  changed();
+}
+
+function set(values) {
+  const all = { ...scope.defaults, ...values };
+  for (const item of kept) {
+    const value = all[item.id];
+    if (item.type === "checkbox") item.checked = typeof value === "boolean" ? value : item.defaultChecked;
+    else if (item.tagName === "SELECT") select(item, value);
+    else item.value = typeof value === "string" ? value : item.defaultValue;
+  }
 }
 
 /** Set the limits that the server reported in /info. */
 export function setLimits(info) {
   if (info.max_total_tokens) control("max-tokens").max = info.max_total_tokens;
   if (info.max_top_n_tokens !== undefined) control("alternatives").max = info.max_top_n_tokens;
+}
+
+/** Offer the models that the server lists, where there are several. */
+export function setModels(names) {
+  control("model-field").hidden = names.length < 2;
+  control("chat-model").replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+  select(control("chat-model"), scope.values["chat-model"]);
+  changed();
 }
 
 /** The settings of a request; null if one is invalid. */
@@ -55,7 +131,7 @@ export function peek() {
 export function read() {
   const found = peek();
   if (found === null) {
-    panel.open = true;
+    open(true);
     form.reportValidity();
   }
   return found;
@@ -63,7 +139,7 @@ export function read() {
 
 /** Open the settings at the API key. */
 export function askForKey() {
-  panel.open = true;
+  open(true);
   control("api-key").focus();
 }
 
@@ -72,6 +148,8 @@ function values() {
   const kind = control("grammar-kind").value;
   const grammar = control("grammar").value;
   return {
+    system: control("chat-system").value,
+    model: control("model-field").hidden ? undefined : control("chat-model").value,
     maxTokens: number("max-tokens"),
     temperature: number("temperature"),
     topP: number("top-p"),
@@ -123,27 +201,5 @@ function problem(kind, text) {
     return "";
   } catch (error) {
     return `Not JSON: ${error.message}`;
-  }
-}
-
-function store() {
-  const values = Object.fromEntries(kept.map((item) => [item.id, item.type === "checkbox" ? item.checked : item.value]));
-  try {
-    localStorage.setItem(STORE, JSON.stringify(values));
-  } catch {
-    // Storage is blocked: the settings last until the page is left.
-  }
-}
-
-function restore() {
-  try {
-    const values = JSON.parse(localStorage.getItem(STORE) ?? "{}");
-    for (const item of kept) {
-      const value = values[item.id];
-      if (item.type === "checkbox") item.checked = value ?? item.defaultChecked;
-      else if (typeof value === "string") item.value = value;
-    }
-  } catch {
-    // Blocked or damaged storage: the defaults apply.
   }
 }

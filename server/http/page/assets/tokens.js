@@ -52,7 +52,7 @@ export class TokenView {
       if (token.special) attributes.class += " special";
       if (token.text.endsWith("\n")) attributes.class += " newline";
       if (token.logprob !== null) attributes["data-level"] = level(token.logprob);
-      return element("span", attributes, token.special ? token.name : token.text);
+      return element("span", attributes, token.special || token.call ? token.name : token.text);
     });
     this.pending = [];
     this.node.append(...nodes);
