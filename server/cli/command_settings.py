@@ -22,7 +22,7 @@ from server.cli.parsing.setting_flags import (
     given_settings,
     takes_several,
 )
-from server.cli.peers.values import ADVICE, own_value
+from server.cli.peers.values import ADVICE, own_value, truth
 from server.cli.peers.variables import read_variables
 from server.cli.settings import (
     CONFIG,
@@ -125,15 +125,15 @@ def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]
     """
     flags = _flag_source(options)
     own, unknown = read_environment()
-    path = getattr(options, CONFIG, None) or own.pop(CONFIG, None)
-    own.pop(CONFIG, None)
+    own_path = own.pop(CONFIG, None)
+    path = own_path if (given_path := getattr(options, CONFIG)) is None else given_path
     sources = [flags, _Source("variables", own)]
     if path is not None:
         from server.cli.parsing.config_file import settings_of_file  # noqa: PLC0415 - imports YAML
 
         sources.append(_peer_source(f"names of other servers in {path}", settings_of_file(path)))
     given = {name: source.values[name] for source in reversed(sources) for name in source.values}
-    if str(given.get("peer_env", "true")).lower() not in ("false", "0", "no", "off", "f", "n"):
+    if truth(given.get("peer_env")) is not False:
         try:
             reading = read_variables(environment(), MODEL in given)
         except ValueError as error:

@@ -13,9 +13,9 @@ import yaml
 
 from server.cli.parsing.parser import did_you_mean
 from server.cli.parsing.setting_flags import takes_several
-from server.cli.peers.forms import truth
 from server.cli.peers.reading import Given, PeerNameError, Reading
 from server.cli.peers.table import Found, find_flag
+from server.cli.peers.values import truth
 from server.cli.settings import Settings, flag
 
 _MOST_BYTES: Final = 1 << 20

@@ -11,12 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from server.cli.peers.values import scaled_number
+from server.cli.peers.values import scaled_number, truth
 
 Form: TypeAlias = Callable[[str | None], str | None]
 
-_TRUE: Final = frozenset({"true", "1", "on", "yes", "t", "y", "enabled"})
-_FALSE: Final = frozenset({"false", "0", "off", "no", "f", "n", "disabled"})
 _ALL_LAYERS: Final = 99
 _NUMBER: Final = re.compile(r"[0-9]+")
 
@@ -24,12 +22,6 @@ _NUMBER: Final = re.compile(r"[0-9]+")
 def same(text: str | None) -> str | None:
     """Take the text as it is."""
     return text
-
-
-def truth(text: str | None) -> bool | None:
-    """Return what a text of true or false says; None if it is neither."""
-    lower = "true" if text is None else text.strip().lower()
-    return True if lower in _TRUE else False if lower in _FALSE else None
 
 
 def on(text: str | None) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from server.cli.peers.forms import gpu_layers, sharded, truth, zero_is_default
+from server.cli.peers.forms import gpu_layers, sharded, zero_is_default
+from server.cli.peers.llama_cpp import LLAMA_CPP
+from server.cli.peers.values import truth
 
 if TYPE_CHECKING:
     from server.cli.peers.forms import Form
@@ -44,11 +46,15 @@ class Reading:
         given: the texts of settings, by name.
         notes: one text for each name that was understood or has no effect.
         peers: those that have all the names read so far; None if none was read.
+        of_slots: the settings that a name of llama.cpp has set.
+        slots_share: whether its slots share the context, instead of having a part each.
     """
 
     given: dict[str, Given] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     peers: set[str] | None = None
+    of_slots: set[str] = field(default_factory=set)
+    slots_share: bool = False
 
     def narrow(self, found: Iterable[Found]) -> None:
         """Note that a name was given, before any is read: other names tell which peer an ambiguous one is of."""
@@ -84,6 +90,7 @@ class Reading:
                     f"{', '.join(row.only.split())}"
                 )
             self.notes.append(f"{name} has no effect: {row.always}")
+            self.slots_share |= "--kv-unified" in row.flags.split()
         elif asks_for_nothing or (row.takes == "optional" and text and truth(text) is False):
             self.notes.append(f"{name} has no effect: it switches off what Tessera does not have")
         elif row.near:
@@ -108,30 +115,24 @@ class Reading:
 
     def divide_context(self) -> None:
         """Give each sequence its part of a context that llama.cpp divides among a fixed number of slots."""
-        context, slots = self.given.get("max_model_len"), self.given.get("max_num_seqs")
-        if context is None or slots is None or not (context.text + slots.text).isdigit():
+        if self.slots_share or not {"max_model_len", "max_num_seqs"} <= self.of_slots:
             return
-        if not _is_context(context.origin) or not _is_slots(slots.origin) or slots.text == "0":
-            return
-        if any("share the KV cache" in note for note in self.notes):
-            return
-        part = str(int(context.text) // int(slots.text))
-        self.given["max_model_len"] = context._replace(text=part)
-        self.notes.append(f"{context.origin} divided by {slots.origin} is --max-model-len {part}")
+        context, slots = self.given["max_model_len"], self.given["max_num_seqs"]
+        if (context.text + slots.text).isdigit() and int(slots.text):
+            part = str(int(context.text) // int(slots.text))
+            self.given["max_model_len"] = context._replace(text=part)
+            self.notes.append(
+                f"{context.origin} divided by {slots.origin} is --max-model-len {part}"
+            )
 
     def _choose(self, name: str, found: Sequence[Found]) -> Found:
-        first = found[0]
         fitting = [it for it in found if self.peers is None or it.peer.name in self.peers] or found
         if all(it.row.means(fitting[0].row) for it in fitting):
             return fitting[0]
         if not any(it.row.setting or it.row.always for it in fitting):
             return fitting[0]
         meanings = ", ".join(f"{_meaning(it)} in {it.peer.name}" for it in fitting)
-        raise (
-            PeerNameError(f"{name} has several meanings, {meanings}: give the one that is meant")
-            if first
-            else PeerNameError(name)
-        )
+        raise PeerNameError(f"{name} has several meanings, {meanings}: give the one that is meant")
 
     def _understand(self, name: str, one: Found, text: str | None) -> None:
         setting = one.row.setting
@@ -145,6 +146,8 @@ class Reading:
             self.notes.append(f"{name} {text or ''}".rstrip() + f" has no effect: {reason}")
             return
         shown = "" if setting in _SECRET else f" {value if value.isprintable() else repr(value)}"
+        if one.peer is LLAMA_CPP:
+            self.of_slots.add(setting)
         self.add(setting, Given(value, name), f"{name} is {_flag(setting)}{shown}")
 
 
@@ -169,11 +172,3 @@ def _opposite(text: str | None) -> str:
 
 def _flag(setting: str) -> str:
     return "--" + setting.replace("_", "-")
-
-
-def _is_context(name: str) -> bool:
-    return name.endswith(("-c", "--ctx-size", "LLAMA_ARG_CTX_SIZE", "ctx-size", "ctx_size"))
-
-
-def _is_slots(name: str) -> bool:
-    return name.endswith(("-np", "--parallel", "LLAMA_ARG_N_PARALLEL", "parallel"))

@@ -30,6 +30,8 @@ ADVICE: Final = {
 }
 """What to say beside the allowed values of a setting."""
 
+_TRUE: Final = frozenset({"true", "1", "on", "yes", "t", "y", "enabled"})
+_FALSE: Final = frozenset({"false", "0", "off", "no", "f", "n", "disabled"})
 _SCALED: Final = ("_tokens", "_bytes", "_len", "_seqs", "_requests", "_connections")
 
 
@@ -55,3 +57,9 @@ def scaled_number(text: str) -> str:
         return text if fraction else str(int(whole) << 10 * power)
     number = int(whole + fraction) * 1000**power
     return text if number % 10 ** len(fraction) else str(number // 10 ** len(fraction))
+
+
+def truth(text: str | None) -> bool | None:
+    """Return what a text of true or false says; None if it is neither."""
+    lower = "true" if text is None else text.strip().lower()
+    return True if lower in _TRUE else False if lower in _FALSE else None

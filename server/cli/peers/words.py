@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from server.cli.peers.forms import truth
 from server.cli.peers.reading import Reading
 from server.cli.peers.table import find_flag
+from server.cli.peers.values import truth
 
 if TYPE_CHECKING:
     from server.cli.peers.table import Found

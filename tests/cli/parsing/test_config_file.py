@@ -48,6 +48,7 @@ def refusal(read, tmp_path):
         ("enforce-eager: true\n", {"cuda_graphs": "false"}),
         ("enforce-eager: false\n", {"cuda_graphs": "true"}),
         ("enable-lora: false\n", {}),
+        ("c: 8192\nnp: 4\n", {"max_model_len": "2048", "max_num_seqs": "4"}),
     ],
 )
 def test_keys_are_names_of_flags_and_values_their_texts(read, text, settings):
