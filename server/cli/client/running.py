@@ -9,10 +9,11 @@ import json
 import sys
 from typing import Any, NoReturn
 
-from server.cli.client.options import DEFAULT_URL, read_url, target
+from server.cli.client.options import target
 from server.cli.client.session import Session
 from server.cli.client.streams import ServerError
 from server.cli.output import write_result
+from server.client.address import DEFAULT_URL, read_url
 
 _COLUMNS = ("model", "url", "state", "running", "waiting", "KV cache")
 
