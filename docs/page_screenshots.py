@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Route
 
 FOLDER = Path(__file__).parent
-SIZE = {"width": 1200, "height": 800}
+SIZE = {"width": 1200, "height": 900}
 QUESTIONS = ("How do I write a file so that a crash never leaves half of it?",)
 OLDER = ("Plan of the release notes", "Regular expression for ISO dates")
 REPLY = """\
@@ -60,6 +60,8 @@ def main(url: str) -> None:
                 page.press("#chat-text", "Enter")
                 page.locator("#chat-messages .code-block").wait_for()
                 page.locator("#chat-form .primary:enabled").wait_for()
+            page.reload()  # the times of this reply say nothing
+            page.locator("#chat-messages .code-block").wait_for()
             page.wait_for_timeout(1500)  # the code is coloured, the tokens are counted
             page.screenshot(path=FOLDER / f"page-{scheme}.png")
         browser.close()

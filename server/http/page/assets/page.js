@@ -2,16 +2,16 @@
 
 import { getJson } from "./api.js";
 import { Chat } from "./chat.js";
+import { element } from "./dom.js";
 import { keep, recall } from "./kept.js";
 import { Monitor } from "./metrics.js";
 import { showFacts, showPlan } from "./plan.js";
 import { Plot } from "./plots.js";
 import { setUpPresets } from "./presets.js";
 import { setUpPrompt } from "./prompt.js";
+import { setUpScheme } from "./scheme.js";
 import { keptScope, open as openSettings, setLimits, setModels, setUp, use } from "./settings.js";
 import { hide } from "./tokens.js";
-import { element } from "./dom.js";
-import { setUpScheme } from "./scheme.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -25,9 +25,9 @@ const prompt = setUpPrompt();
 const promptScope = keptScope("tessera.settings");
 let conversation = null; // The id of the one that is shown.
 let chosen = false; // Whether the reader has chosen a view.
-const chat = new Chat((id, chosen) => {
+const chat = new Chat((id, opened) => {
   conversation = id;
-  if (document.body.dataset.view === "chat") address(chosen);
+  if (document.body.dataset.view === "chat") address(opened);
 });
 const shown = { prompt: !narrow.matches, chat: false }; // Whether the settings are, by view.
 

@@ -19,6 +19,7 @@ export class Thread {
     this.list = list;
     this.act = act;
     this.items = new Map();
+    this.divider = element("li", { class: "divider" }, "Messages above are no longer sent to the model");
     this.form = "text";
     this.follows = true;
     this.jump = jump;
@@ -53,8 +54,7 @@ export class Thread {
     for (const [id, item] of this.items) if (items.get(id) !== item) this.near.unobserve(item.node);
     this.items = items;
     const nodes = [...items.values()].map((item) => item.node);
-    const divider = element("li", { class: "divider" }, "Messages above are no longer sent to the model");
-    if (first > 0) nodes.splice(first, 0, divider);
+    if (first > 0) nodes.splice(first, 0, this.divider);
     if (nodes.some((node, i) => this.list.children[i] !== node) || nodes.length !== this.list.children.length) {
       this.list.replaceChildren(...nodes);
     }
