@@ -189,10 +189,13 @@ def _run_flags(parser: Parser) -> None:
 
 def _run(call: Invocation) -> None:
     from server.cli.command_settings import settings_of
+    from server.cli.parsing.parser import PEERS
     from server.cli.parsing.setting_flags import MODEL, given_settings
 
     options = call.options
-    if options.prompt is None and MODEL in given_settings(options):
+    of_peers = getattr(options, PEERS, None)  # such as -m
+    by_flag = given_settings(options).keys() | (of_peers.given if of_peers is not None else {})
+    if options.prompt is None and MODEL in by_flag:
         # `tessera run --model MODEL PROMPT`
         options.prompt, options.model = options.model, None
     settings = settings_of(options, "run")

@@ -18,7 +18,6 @@ from server.client.errors import read_error
 from server.client.events import EventReader
 
 _OK, _UNAUTHORIZED, _NOT_FOUND, _METHOD_NOT_ALLOWED, _UNAVAILABLE = 200, 401, 404, 405, 503
-_UNPROCESSABLE = 422
 _SAFE_CONTROLS = {ord("\n"), ord("\t")}
 _CONTROLS = {
     code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in _SAFE_CONTROLS
@@ -69,18 +68,13 @@ class Session:
         except msgspec.DecodeError:
             return {}
 
-    async def has_chat(self) -> bool:
-        """Return whether the served model has a chat template; also true for servers that cannot be asked.
+    async def is_for_chat(self) -> bool:
+        """Return whether the served model is made for conversations; also true for servers that do not say.
 
         Raises:
-            ServerError: there is no server.
+            ServerError: there is no server, or it wants another key.
         """
-        body = msgspec.json.encode({"messages": [{"role": "user", "content": "x"}]})
-        try:
-            response = await self._client.request("POST", "/chat_tokenize", body)
-        except RequestError as error:
-            raise self._lost(error) from error
-        return response.status != _UNPROCESSABLE
+        return (await self.get("/info")).get("model_use") != "completion"
 
     async def stream(self, route: Route, body: bytes) -> AsyncGenerator[Piece, None]:
         """Send a request and yield the parts of its answer. Closing the generator aborts the request.

@@ -42,6 +42,7 @@ _NOT_OF_THE_ENGINE = frozenset(
         "log_level",
         "log_format",
         "ignore_unknown_env",
+        "peer_env",
     }
 )
 """Settings with which a running service can be used: what they say of it is visible, or has no effect on answers."""
@@ -156,10 +157,10 @@ def _show(phase: str) -> None:
 
 
 def _talk(options: argparse.Namespace, most_tokens: int) -> None:
-    """Hold a conversation, or continue texts if the model has no chat template."""
+    """Hold a conversation, or continue texts if that is what the model is made for."""
     with asyncio.Runner() as runner:
         with contextlib.closing(Session(target(options), options.url)) as session:
-            chats = runner.run(session.has_chat())
+            chats = runner.run(session.is_for_chat())
         prompt = options.prompt
         if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
             prompt = sys.stdin.read()
@@ -190,14 +191,14 @@ def _chat(options: argparse.Namespace, runner: asyncio.Runner, prompt: str | Non
 
 def _complete(options: argparse.Namespace, runner: asyncio.Runner, prompt: str) -> None:
     if options.system is not None:
-        raise ServerError("--system: the model has no chat template, so it continues texts only")
+        raise ServerError("--system: this model continues texts, without instructions")
     runner.run(complete.continue_text(prompt, options))
 
 
 def _continue_texts(options: argparse.Namespace, runner: asyncio.Runner) -> None:
     """Continue each line that is typed."""
     print(
-        "The model has no chat template: it continues each line. Ctrl-C stops it, Ctrl-D ends.",
+        "This model continues texts: type the beginning of one. Ctrl-C stops it, Ctrl-D ends.",
         file=sys.stderr,
     )
     for line in chat.typed_lines():

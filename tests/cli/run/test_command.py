@@ -9,8 +9,8 @@ from server.cli.run import command
 from tests.cli import fake_server as fake
 
 MODELS = fake.plain({"data": [{"id": "Qwen/Qwen3-0.6B"}, {"id": "bundled"}]})
-HAS_CHAT = fake.plain({"tokenize_response": [], "templated_text": "x"})
-NO_CHAT = fake.plain({"error": "no chat template"}, "422 Unprocessable Entity")
+CHAT = fake.plain({"model_use": "chat"})
+COMPLETION = fake.plain({"model_use": "completion"})
 ANSWER = fake.chunked(
     b'data: {"choices":[{"index":0,"delta":{"content":"Hello"},"finish_reason":"stop"}]}\n\n',
     fake.DONE,
@@ -20,14 +20,14 @@ TEXT = fake.chunked(fake.openai_token("lo\n", "stop"), fake.DONE)
 
 @pytest.fixture
 def serve(start):
-    """Return a function that starts a server whose model has a chat template or not."""
+    """Return a function that starts a server whose model is made for chat or for completion."""
 
-    def begin(template=HAS_CHAT):
+    def begin(info=CHAT):
         return start(
             {
                 "/v1/models": MODELS,
                 "/health": fake.plain({"state": "ready", "phase": "ready"}),
-                "/chat_tokenize": template,
+                "/info": info,
                 "/v1/chat/completions": ANSWER,
                 "/v1/completions": TEXT,
             }
@@ -45,7 +45,7 @@ def started(monkeypatch, serve):
         status = None
 
         def __init__(self, settings):
-            self._server = serve(NO_CHAT)
+            self._server = serve(COMPLETION)
             services.append(settings)
 
         def __enter__(self):
@@ -96,6 +96,8 @@ def test_a_running_service_with_the_model_answers(tessera, serve, started):
         ["--model=qwen3-0.6b", "Hi"],
         ["Hi", "--model", "qwen3-0.6b"],
         ["qwen3-0.6b", "Hi", "--model=qwen3-0.6b"],
+        ["-m", "qwen3-0.6b", "Hi"],
+        ["--model-id=qwen3-0.6b", "Hi"],
     ],
 )
 def test_the_only_word_beside_a_model_that_is_given_as_a_flag_is_the_prompt(tessera, serve, words):
@@ -129,8 +131,8 @@ def test_standard_input_is_one_message(tessera, serve, typed, words):
     assert sent(server)[1]["messages"] == [{"role": "user", "content": "Hi"}]
 
 
-def test_a_model_without_a_chat_template_continues_the_text(tessera, serve, typed):
-    server = serve(NO_CHAT)
+def test_a_model_that_is_made_for_completion_continues_the_text(tessera, serve, typed):
+    server = serve(COMPLETION)
     typed("def f(x):\n")
 
     assert tessera("run", "bundled", f"--port={port(server)}")[:2] == (0, "lo\n")
@@ -139,13 +141,13 @@ def test_a_model_without_a_chat_template_continues_the_text(tessera, serve, type
     assert (body["prompt"], body["max_tokens"]) == ("def f(x):\n", 256)
 
 
-def test_instructions_for_a_model_without_a_chat_template_are_an_error(tessera, serve):
-    server = serve(NO_CHAT)
+def test_instructions_for_a_model_that_continues_texts_are_an_error(tessera, serve):
+    server = serve(COMPLETION)
 
     status, _, err = tessera("run", "bundled", "x", f"--port={port(server)}", "--system=y")
 
     assert status == 1
-    assert "--system: the model has no chat template" in err
+    assert "--system: this model continues texts" in err
 
 
 def test_without_a_running_service_one_is_started_and_ended(tessera, started, free_port):
@@ -218,7 +220,7 @@ def test_an_empty_prompt_is_an_error(tessera, serve):
 
 
 def test_lines_on_a_terminal_are_continued_one_by_one(tessera, serve, monkeypatch):
-    server = serve(NO_CHAT)
+    server = serve(COMPLETION)
     lines = iter(["def f(x):", "  ", "x = ", "/bye"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
@@ -226,7 +228,7 @@ def test_lines_on_a_terminal_are_continued_one_by_one(tessera, serve, monkeypatc
     status, out, err = tessera("run", "bundled", f"--port={port(server)}")
 
     assert (status, out) == (0, "lo\nlo\n")
-    assert "it continues each line" in err
+    assert "This model continues texts" in err
     texts = [body for path, _, body in server.requests if path == "/v1/completions"]
     prompts = [json.loads(body)["prompt"] for body in texts]
     assert prompts == ["def f(x):", "x = "]
