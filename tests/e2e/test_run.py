@@ -33,11 +33,11 @@ def test_a_running_service_gives_the_same_answer(bundled_service):
     )  # fmt: skip
 
     assert "[using the service at" in done.stderr
-    chat = subprocess.run(
-        [sys.executable, "-m", "server.cli.main", "chat", bundled_service.url, *flags],
-        input=message, capture_output=True, text=True, timeout=60, check=True,
+    other = subprocess.run(
+        [sys.executable, "-m", "server.cli.main", "complete", bundled_service.url, message, *flags],
+        capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert done.stdout == chat.stdout
+    assert done.stdout == other.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
