@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 from packaging.tags import platform_tags
 
 if TYPE_CHECKING:
@@ -234,3 +236,22 @@ class PackageBuildHook(BuildHookInterface[Any]):
         """Remove the renamed modules and the libraries of a wheel."""
         if self._folder is not None:
             self._folder.cleanup()
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Makes the README the description of the package."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add the README to the metadata."""
+        text = described((Path(self.root) / "README.md").read_text(), metadata["urls"]["Source"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def described(readme: str, source: str) -> str:
+    """Return the README with links to files as links to the repository: an index of packages has no other files.
+
+    Args:
+        readme: its text.
+        source: address of the repository.
+    """
+    return re.sub(r"\]\((?!https://|#)", f"]({source}/blob/main/", readme)

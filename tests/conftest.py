@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 
+import pytest
 import torch
 
 from tests.kernels import triton_interpreter
@@ -24,3 +26,13 @@ def pytest_collection_finish():
     """Exclude modules and tests from garbage collection, which would take 5 % of the time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def logging_restored():
+    """Undo what a command does to logging: its handler writes to the standard error of the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -1,7 +1,6 @@
 """Runs commands in this process, with scripted servers."""
 
 import io
-import logging
 
 import pytest
 
@@ -10,17 +9,7 @@ from tests.cli import fake_server as fake
 
 
 @pytest.fixture
-def logging_restored():
-    """Undo what a command does to logging: its handler writes to the standard error of the test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.fixture
-def tessera(capsys, logging_restored):
+def tessera(capsys):
     """Return a function: run a command; return its exit status, output and errors."""
 
     def run(*arguments):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from deploy.build_hook import _TARGETS, ANY
+from deploy.build_hook import _TARGETS, ANY, described
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,8 +42,10 @@ def test_files_that_links_name_exist():
 
 
 def test_the_readme_has_no_links_that_lead_nowhere_on_an_index_of_packages():
-    targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"(?:src|href)=\"([^\"]+)", README)
+    text = described(README, PROJECT["urls"]["Source"])
+    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)", text)
 
+    assert targets
     assert [it for it in targets if not re.match(r"https://|#", it)] == []
 
 
