@@ -299,8 +299,8 @@ def test_a_step_out_of_memory_fails_its_requests_and_later_requests_succeed(
     engine = make_engine()
     (asked,) = requests(tokenizer, HEADERS[:1], 8)
     (expected,) = engine.generate([asked])
-    model = engine.engine._runner.model
-    monkeypatch.setattr(model, "logits", lambda *_: torch.empty(1 << 50, device="cuda"))
+    runner = engine.engine._runner
+    monkeypatch.setattr(runner, "launch", lambda _: torch.empty(1 << 50, device="cuda"))
 
     (failed,) = engine.generate([asked])
 
