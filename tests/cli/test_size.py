@@ -48,6 +48,16 @@ def test_everything_fits_into_the_memory_and_the_cache_takes_four_fifths_of_the_
     assert cache == pytest.approx(0.8 * (memory["total_bytes"] - fixed), rel=0.001)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_the_cache_has_the_rest_of_the_engines_share_of_the_memory(size, share):
+    memory = size(f"--gpu-memory-utilization={share}")["memory"]
+
+    fixed = memory["weight_bytes"] + memory["activation_bytes"] + memory["cuda_bytes"]
+    cache = memory["kv_tokens"] * memory["kv_bytes_per_token"]
+    assert cache == pytest.approx(share * memory["total_bytes"] - fixed, rel=0.001)
+    assert f"{share} of 79.65 GiB (--gpu-memory-utilization)" in memory["kv_why"]
+
+
 def test_the_capacity_counts_whole_blocks(size):
     report = size("--kv-cache-tokens=10000", "--input-len=90", "--output-len=11")
 
