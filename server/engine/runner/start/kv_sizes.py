@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # the rest lets a second service start on the same device.
 SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
 
-# Memory needed in addition to a step's tensors: for recorded steps and kernels that the driver loads at their first use,
-# 0.43 GiB on an H200, and for gaps between tensors of steps of different sizes.
+# Memory needed in addition to a step's tensors: for recorded steps and for kernels that the driver loads at their first
+# use, 0.43 GiB on an H200, and for gaps between tensors of steps of different sizes.
 GPU_HEADROOM_BYTES: Final = 512 * MIB
 
 # Memory that NCCL takes on each GPU of a model that several share: 1.27 GiB on two H200.
@@ -50,7 +50,9 @@ def kv_cache_demand(
         allowance: what the engine may use of a GPU; None if that is not set, and on a CPU.
     """
     if allowance is not None and config.tensor_parallel > 1:
-        kept_bytes += NCCL_BYTES  # otherwise the memory that the default share leaves has room for it
+        kept_bytes += (
+            NCCL_BYTES  # otherwise the memory that the default share leaves has room for it
+        )
     blocks_per_sequence = -(-limits.max_model_len // config.block_size)
     return KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
