@@ -50,9 +50,8 @@ def kv_cache_demand(
         allowance: what the engine may use of a GPU; None if that is not set, and on a CPU.
     """
     if allowance is not None and config.tensor_parallel > 1:
-        kept_bytes += (
-            NCCL_BYTES  # otherwise the memory that the default share leaves has room for it
-        )
+        # Otherwise the memory that the default share leaves has room for it.
+        kept_bytes += NCCL_BYTES
     blocks_per_sequence = -(-limits.max_model_len // config.block_size)
     return KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
