@@ -89,7 +89,13 @@ SETTINGS: Final = (
     Setting(
         "memory of the KV cache",
         ("kv_cache_gib", "kv_cache_tokens"),
-        "`--kv-cache-memory-bytes`; `--gpu-memory-utilization` is a share of the whole GPU",
+        "`--kv-cache-memory-bytes`",
+        "`--max-batch-total-tokens`",
+    ),
+    Setting(
+        "share of a GPU's memory for all",
+        ("gpu_memory_utilization",),
+        "`--gpu-memory-utilization`",
         "`--cuda-memory-fraction`",
     ),
     Setting(

@@ -25,6 +25,11 @@ def free_bytes(device: torch.device, cgroup: Path = CGROUP) -> int:
     return free_host_bytes(cgroup)
 
 
+def gpu_use(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU, and those that PyTorch holds of them in this process."""
+    return int(torch.cuda.mem_get_info(device)[1]), int(torch.cuda.memory_reserved(device))
+
+
 def release_cached(device: torch.device) -> None:
     """Release the GPU memory that PyTorch keeps for reuse; does nothing on a CPU."""
     if device.type == "cuda":

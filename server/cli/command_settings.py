@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
+from model.checkpoint.names import BUNDLED, well_known
 from server.cli.nvidia import may_have_gpu
-from server.cli.parsing.parser import PEERS, Parser, did_you_mean
+from server.cli.parsing.parser import PEERS, SEVERAL, Parser, did_you_mean
 from server.cli.parsing.setting_flags import (
     MODEL,
     add_settings,
@@ -41,6 +42,7 @@ from server.engine.settings import EngineSettings
 from server.log import configure_logging
 
 if TYPE_CHECKING:
+    from server.cli.parsing.parser import SeveralWords
     from server.cli.peers.reading import Reading
 
 log = logging.getLogger("tessera")
@@ -106,12 +108,14 @@ class _Source(NamedTuple):
         values: the texts of settings, by name; a list of texts for a flag that takes several.
         origins: the names under which they were given, where these are not Tessera's own flags and variables.
         notes: what to log.
+        reading: of the names of peers in it.
     """
 
     title: str
-    values: Mapping[str, Any]
+    values: dict[str, Any]
     origins: Mapping[str, str] = {}
     notes: Sequence[str] = ()
+    reading: Reading | None = None
 
 
 def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]]:
@@ -140,7 +144,27 @@ def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]
             raise ValueError(f"{error}{_IGNORE_PEERS}") from None
         if reading is not None:
             sources.append(_peer_source("variables of other servers", reading, given))
-    return sources, unknown
+    return _with_divided_context(sources), unknown
+
+
+def _with_divided_context(sources: list[_Source]) -> list[_Source]:
+    """Give each sequence its part of a context that llama.cpp divides among a fixed number of slots."""
+    owners = []
+    for name in ("max_model_len", "max_num_seqs"):
+        owner = next((it for it in sources if name in it.values), None)
+        if owner is None or owner.reading is None or name not in owner.reading.of_slots:
+            return sources
+        owners.append((owner, owner.values[name], owner.origins[name]))
+    (owner, context, origin), (_, slots, slots_origin) = owners
+    shared = any(it.reading is not None and it.reading.slots_share for it in sources)
+    if shared or not (context + slots).isdigit() or not int(slots):
+        return sources
+    part = str(int(context) // int(slots))
+    note = f"{origin} divided by {slots_origin} is --max-model-len {part}"
+    divided = owner._replace(
+        values=owner.values | {"max_model_len": part}, notes=[*owner.notes, note]
+    )
+    return [divided if it is owner else it for it in sources]
 
 
 def _flag_source(options: argparse.Namespace) -> _Source:
@@ -161,8 +185,34 @@ def _flag_source(options: argparse.Namespace) -> _Source:
     if model is not None and given.setdefault(MODEL, model) != model:
         other = origins.get(MODEL, flag(MODEL))
         raise ValueError(f"two models are given: {model!r} and {other} {given[MODEL]!r}")
-    notes = () if peers is None else peers.notes
-    return _Source("flags of other servers", given, origins, notes)
+    notes = [] if peers is None else peers.notes
+    if MODEL not in given:
+        notes += map(_without_a_model, getattr(options, SEVERAL, ()))
+    return _Source("flags of other servers", given, origins, notes, peers)
+
+
+def _without_a_model(several: SeveralWords) -> str:
+    """Return a note about words that follow a flag of a list, where nothing else on the command line is the model.
+
+    Raises:
+        ValueError: the last of them may be the model.
+    """
+    own, words = several.own, several.words
+    field = Settings.model_fields[own[2:].replace("-", "_")]
+    if _may_be_model(words[-1], in_a_form=setting(field).form is not None):
+        last = "the last word after it" if setting(field).secret else repr(words[-1])
+        raise ValueError(
+            f"{several.flag}: {last} may be one of its {len(words)} values or the model: put the model in front of "
+            "the flags, or commas between the values"
+        )
+    return f"{several.flag} has {len(words)} values, all words after it, as in vLLM; no model is among them"
+
+
+def _may_be_model(word: str, *, in_a_form: bool) -> bool:
+    """Whether people type a word for a model; values with a form, such as origins, may have a slash."""
+    if "/" in word and not in_a_form:
+        return True
+    return word.casefold() == BUNDLED or well_known(word) is not None or Path(word).is_dir()
 
 
 def _peer_source(title: str, reading: Reading, above: Collection[str] = ()) -> _Source:
@@ -176,7 +226,7 @@ def _peer_source(title: str, reading: Reading, above: Collection[str] = ()) -> _
         else note
         for note in reading.notes
     ]
-    return _Source(title, values, origins, notes)
+    return _Source(title, values, origins, notes, reading)
 
 
 def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
@@ -227,7 +277,10 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """Describe a wrong value: the names of the setting, the value unless it is secret, and what is allowed."""
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not problem["loc"]:
-        return message
+        shown = {name: it for name, it in origins.items() if it and f"{flag(name)} " in message}
+        given = [f"{flag(name)} is given as {it}" for name, it in shown.items() if it != flag(name)]
+        hint = _IGNORE_PEERS if any(map(str.isupper, shown.values())) else ""
+        return f"{'; '.join([message, *given])}{hint}"
     name, value = str(problem["loc"][0]), problem["input"]
     field = Settings.model_fields[name]
     where = f"{flag(name)} (or {environment_variable(name)})"

@@ -144,10 +144,14 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
                 f"--data-parallel {self.data_parallel or 'auto'} and --tensor-parallel {self.tensor_parallel} cannot "
                 "be combined: start a service for each group of GPUs"
             )
-        if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
+        sizes = [
+            f"{flag(name)} {value}"
+            for name in ("kv_cache_tokens", "kv_cache_gib", "gpu_memory_utilization")
+            if (value := getattr(self, name)) is not None
+        ]
+        if len(sizes) > 1:
             raise _refusal(
-                f"--kv-cache-tokens {self.kv_cache_tokens} and --kv-cache-gib {self.kv_cache_gib} both give the size "
-                "of the KV cache: leave one out"
+                f"{sizes[0]} and {sizes[1]} both give the size of the KV cache: leave one out"
             )
         return self
 

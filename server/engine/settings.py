@@ -39,6 +39,10 @@ class EngineSettings:
         kv_cache_tokens: capacity of the KV cache in tokens; default: as much as --max-num-seqs requests can fill, and
             at most 80 % of a GPU's free memory or 25 % of a CPU's.
         kv_cache_gib: capacity of the KV cache in GiB, instead of --kv-cache-tokens.
+        gpu_memory_utilization: share of a GPU's total memory that an engine uses in all, each rank on its own GPU:
+            weights, activations and recorded steps, and the KV cache with what they leave, instead of
+            --kv-cache-tokens and --kv-cache-gib; what other programs use does not count, but the cache is not larger
+            than the memory that is free; without effect on a CPU.
         cuda_graphs: on a GPU, record steps and replay each with one launch instead of hundreds.
         overlap: on a GPU, schedule and launch a step while the previous one is computed.
         enable_prefix_caching: keep computed blocks for later prompts with the same prefix.
@@ -70,6 +74,7 @@ class EngineSettings:
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], Setting("memory")] = "auto"
     kv_cache_tokens: Annotated[int | None, Setting("memory", ge=1)] = None
     kv_cache_gib: Annotated[float | None, Setting("memory", gt=0, le=1 << 20)] = None
+    gpu_memory_utilization: Annotated[float | None, Setting("memory", gt=0, le=1)] = None
     cuda_graphs: bool = True
     overlap: bool = True
     enable_prefix_caching: Annotated[bool, Setting("memory")] = True

@@ -245,6 +245,128 @@ def test_a_setting_that_is_a_list_takes_commas_or_repetition(
     assert read_settings(arguments).names == names
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--served-model-name", "a", "b", "--port", "1"],
+        ["--port=1", "--served_model_name", "a", "b"],
+        ["--port=1", "--served-model-name", "a", "--served-model-name", "b"],
+        ["org/name", "--served-model-name", "a", "b", "--port=1"],
+        ["--served-model-name", "a", "b", "--port=1", "org/name"],
+        ["--served-model-name", "a", "b", "--port=1", "--", "org/name"],
+        ["--served-model-name", "a", "b", "--port=1", "--model", "org/name"],
+        ["--served-model-name", "a", "b", "--port=1", "-m", "org/name"],
+    ],
+)
+def test_all_words_after_the_flag_of_a_list_are_its_values_as_in_vllm(arguments):
+    settings = read_settings(arguments)
+
+    assert settings.served_model_name == ("a", "b")
+    assert settings.port == 1
+    assert settings.model == ("org/name" if "org/name" in arguments else "bundled")
+
+
+def test_with_a_model_elsewhere_a_value_of_a_list_may_look_like_one():
+    settings = read_settings(["org/name", "--served-model-name", "a", "org/name"])
+
+    assert settings.served_model_name == ("a", "org/name")
+
+
+@pytest.mark.parametrize("word", ["org/name", "./folder", "gpt2", "Qwen3-0.6B", "bundled"])
+def test_a_last_value_that_may_be_the_model_is_refused(refusal, word):
+    message = refusal("--served-model-name", "a", word, "--port=1")
+
+    assert f"--served-model-name: '{word}' may be one of its 2 values or the model" in message
+    assert message.count("\n") == 1
+
+
+def test_a_folder_may_be_the_model(refusal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+
+    assert "'mine' may be one of its 2 values or the model" in refusal(
+        "--served-model-name", "a", "mine"
+    )
+
+
+def test_a_key_that_may_be_the_model_is_not_shown(refusal):
+    message = refusal("--api-key", "k", "hunter/2")
+
+    assert "--api-key: the last word after it may be one of its 2 values or the model" in message
+    assert "hunter" not in message
+
+
+@pytest.mark.parametrize("flag", ["--cors-allow-origin", "--allowed-origins"])
+def test_words_without_the_form_of_a_lists_values_are_none_of_them(flag):
+    both = read_settings([flag, "https://a.b", "https://c.d", "--port=1"])
+    one = read_settings([flag, "https://a.b", "org/name"])
+
+    assert both.cors_allow_origin == ("https://a.b", "https://c.d")
+    assert (one.cors_allow_origin, one.model) == (("https://a.b",), "org/name")
+
+
+def test_the_log_says_that_words_after_a_list_are_no_model(capsys):
+    read_settings(["--api-key", "k1", "k2"])
+
+    logged = capsys.readouterr().err
+    assert "--api-key has 2 values, all words after it, as in vLLM; no model is among" in logged
+    assert "k2" not in logged
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "limit"),
+    [
+        (["-c", "8192", "-np", "4"], {}, 2048),
+        (["-c", "8192"], {"LLAMA_ARG_N_PARALLEL": "4"}, 2048),
+        (["-np", "4"], {"LLAMA_ARG_CTX_SIZE": "8192"}, 2048),
+        ([], {"LLAMA_ARG_CTX_SIZE": "8192", "LLAMA_ARG_N_PARALLEL": "4"}, 2048),
+        (["-c", "8192", "-kvu"], {"LLAMA_ARG_N_PARALLEL": "4"}, 8192),
+        (["-c", "8192", "-np", "4"], {"LLAMA_ARG_KV_UNIFIED": "1"}, 8192),
+        (["-c", "8192", "--max-num-seqs", "2"], {"LLAMA_ARG_N_PARALLEL": "4"}, 8192),
+        (["--max-model-len", "8192", "-np", "4"], {"LLAMA_ARG_CTX_SIZE": "4096"}, 8192),
+    ],
+)
+def test_the_slots_of_llama_cpp_divide_its_context_wherever_both_are_given(
+    monkeypatch, arguments, variables, limit
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert read_settings(arguments).max_model_len == limit
+
+
+def test_the_slots_of_llama_cpp_in_the_file_divide_its_context_too(config):
+    assert read_settings(["--config", config("c: 8192\nnp: 4")]).max_model_len == 2048
+    assert read_settings(["--config", config("np: 4"), "-c", "4096"]).max_model_len == 1024
+
+
+@pytest.mark.parametrize("share", ["0", "-0.1", "1.01", "90", "90%", "nan", "inf"])
+def test_a_share_of_a_gpus_memory_that_is_none_is_refused(refusal, share):
+    message = refusal(f"--gpu-memory-utilization={share}")
+
+    assert "--gpu-memory-utilization (or TESSERA_GPU_MEMORY_UTILIZATION)" in message
+    assert "greater than 0 and of at most 1" in message
+
+
+@pytest.mark.parametrize("size", ["--kv-cache-tokens=64", "--kv-cache-gib=1.5"])
+def test_a_share_of_a_gpus_memory_and_a_size_of_the_cache_contradict_each_other(refusal, size):
+    message = refusal(size, "--gpu-memory-utilization=0.9")
+
+    assert f"{size.replace('=', ' ')} and --gpu-memory-utilization 0.9 both give" in message
+    assert "leave one out" in message
+
+
+def test_settings_that_contradict_each_other_have_the_names_they_were_given_under(
+    refusal, monkeypatch
+):
+    monkeypatch.setenv("CUDA_MEMORY_FRACTION", "0.5")
+
+    message = refusal("--kv-cache-gib=1")
+
+    assert "--gpu-memory-utilization is given as CUDA_MEMORY_FRACTION" in message
+    assert "TESSERA_PEER_ENV=0" in message
+
+
 def test_settings_are_checked_before_the_weights_are_downloaded(monkeypatch):
     fetched = []
 

@@ -11,6 +11,7 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from server.cli.bench.engine.options import SHAPES
 from server.cli.size.estimate import BATCHES, EXPECTED_SHARE, LAYER_SECONDS
+from server.engine.runner.start.kv_sizes import NCCL_BYTES
 
 GIB = 2**30
 LLAMA = ("--model", str(SHAPES / "llama-3.1-8b"))
@@ -46,6 +47,25 @@ def test_everything_fits_into_the_memory_and_the_cache_takes_four_fifths_of_the_
     fixed = memory["weight_bytes"] + memory["activation_bytes"] + memory["cuda_bytes"]
     cache = memory["kv_tokens"] * memory["kv_bytes_per_token"]
     assert cache == pytest.approx(0.8 * (memory["total_bytes"] - fixed), rel=0.001)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_the_cache_has_the_rest_of_the_engines_share_of_the_memory(size, share):
+    memory = size(f"--gpu-memory-utilization={share}")["memory"]
+
+    fixed = memory["weight_bytes"] + memory["activation_bytes"] + memory["cuda_bytes"]
+    cache = memory["kv_tokens"] * memory["kv_bytes_per_token"]
+    assert cache == pytest.approx(share * memory["total_bytes"] - fixed, rel=0.001)
+    assert f"{share} of 79.65 GiB (--gpu-memory-utilization)" in memory["kv_why"]
+
+
+def test_the_share_of_a_rank_has_room_for_nccl(size):
+    flags = ("--gpu-memory-utilization=0.5", "--tensor-parallel=2")
+    memory = size(*flags)["memory"]
+
+    fixed = memory["weight_bytes"] + memory["activation_bytes"] + memory["cuda_bytes"] + NCCL_BYTES
+    cache = memory["kv_tokens"] * memory["kv_bytes_per_token"]
+    assert cache == pytest.approx(0.5 * memory["total_bytes"] - fixed, rel=0.001)
 
 
 def test_the_capacity_counts_whole_blocks(size):

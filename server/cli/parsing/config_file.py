@@ -67,7 +67,6 @@ def settings_of_file(path: str) -> Reading:
             raise ConfigError(
                 message if message.startswith(path) else f"{entry.where}: {message}"
             ) from None
-    reading.divide_context()
     reading.notes = [note.removeprefix(f"{path}, ") for note in reading.notes]
     return reading
 

@@ -11,8 +11,10 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from server.cli.peers.values import is_flag
 
 if TYPE_CHECKING:
     from server.cli.peers.reading import Reading
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 _WIDEST = 100
 PEERS = "names of peers"
 """Where parsed arguments keep what flags of other servers said; absent if there were none."""
+SEVERAL = "several words"
+"""Where parsed arguments keep the flags that several words follow; absent if there are none."""
 BOOLEAN = ("true", "false")
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
@@ -46,11 +50,26 @@ class HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+class SeveralWords(NamedTuple):
+    """A flag of a list, and the words that follow it.
+
+    Attributes:
+        flag: as it was given.
+        own: the flag of the same setting.
+        words: two or more.
+    """
+
+    flag: str
+    own: str
+    words: list[str]
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and suggest the most similar name.
 
     A flag of `BOOLEAN` values may be given without one, for true; `--no-` before its name means false.
-    Positional arguments that are optional may stand before, between and after the flags.
+    Positional arguments that are optional may stand before, between and after the flags. All words that follow a flag
+    of a list are its values, as in vLLM, where the command has no positional argument but the model.
 
     Attributes:
         takes_settings: whether flags of other servers are understood, since this command has their settings.
@@ -61,6 +80,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**defaults | options)
         self._booleans: set[str] = set()
         self._checked_later: set[str] = set()
+        self._lists: dict[str, Callable[[str], bool]] = {}
         self.takes_settings = False
 
     def add_listed(
@@ -83,6 +103,24 @@ class Parser(argparse.ArgumentParser):
         if values is BOOLEAN:
             self._booleans.add(flag)
 
+    def add_list(
+        self,
+        flag: str,
+        may_be_value: Callable[[str], bool],
+        group: argparse._ArgumentGroup,
+        **options: Any,  # noqa: ANN401 - those of argparse
+    ) -> None:
+        """Add a flag that takes several values, with commas or spaces between them, and may be repeated.
+
+        Args:
+            flag: with two hyphens.
+            may_be_value: whether a word has the form of a value.
+            group: that the help shows it in.
+            options: of `add_argument`.
+        """
+        group.add_argument(flag, action="append", **options)
+        self._lists[flag] = may_be_value
+
     def walk(self) -> Iterator[argparse.Action]:
         """Yield all arguments of this command and of the commands below it."""
         for action in self._actions:
@@ -98,10 +136,13 @@ class Parser(argparse.ArgumentParser):
 
         argparse calls this for the parser of a command too, which therefore reports its own errors.
         """
-        words, peers = self._without_peers(sys.argv[1:] if args is None else list(args))
+        words, several = self._with_commas(sys.argv[1:] if args is None else list(args))
+        words, peers = self._without_peers(words)
         parsed, rest = super().parse_known_args(self._with_values(words), namespace)
         if peers is not None:
             setattr(parsed, PEERS, peers)
+        if several:
+            setattr(parsed, SEVERAL, several)
         if unknown := next((word for word in rest if word.startswith("-") and word != "-"), None):
             flag = unknown.partition("=")[0]
             self.error(f"unknown flag {flag}{self._flag_hint(flag)}")
@@ -121,6 +162,42 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}")
         hint = did_you_mean(str(value), choices) or f"; the {action.dest}s are {', '.join(choices)}"
         self.error(f"unknown {action.dest} {value!r}{hint}")
+
+    def _with_commas(self, words: list[str]) -> tuple[list[str], list[SeveralWords]]:
+        """Join the words that follow a flag of a list."""
+        several: list[SeveralWords] = []
+        if not self._lists or len(self._get_positional_actions()) > 1:
+            return words, several
+        result: list[str] = []
+        index = 0
+        while index < len(words) and words[index] != "--":
+            word = words[index]
+            result.append(word)
+            index += 1
+            if not is_flag(word) or (own := self._list_of(word)) is None:
+                continue
+            values = words[index : index + 1]
+            while (end := index + len(values)) < len(words):
+                if is_flag(words[end]) or not self._lists[own](words[end]):
+                    break
+                values.append(words[end])
+            if len(values) > 1 and not is_flag(values[0]):
+                several.append(SeveralWords(word, own, values))
+                result.append(",".join(values))
+                index += len(values)
+        return result + words[index:], several
+
+    def _list_of(self, word: str) -> str | None:
+        """Return the flag of the list that a flag sets, which may be of another server; None if it sets none."""
+        name = word.replace("_", "-") if word.startswith("--") else word
+        if name in self._lists:
+            return name
+        if name.partition("=")[0] in self._own_flags():
+            return None
+        from server.cli.peers.table import find_flag  # noqa: PLC0415 - only where a name is unknown
+
+        settings = (f"--{it.row.setting.replace('_', '-')}" for it in find_flag(word))
+        return next((it for it in settings if it in self._lists), None)
 
     def _without_peers(self, words: list[str]) -> tuple[list[str], Reading | None]:
         """Take flags of other servers out of the words, if there are unknown flags; exits if one is refused."""

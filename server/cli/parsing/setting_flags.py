@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 import types
 import typing
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -46,6 +48,12 @@ def takes_several(field: FieldInfo) -> bool:
     return typing.get_origin(_plain_type(field)) in (list, tuple, set, frozenset)
 
 
+def has_form(field: FieldInfo, text: str) -> bool:
+    """Whether a text has the form of a value of a setting, or of one value of a list."""
+    form = setting(field).form
+    return form is None or re.fullmatch(form.pattern, text) is not None
+
+
 def allowed_values(field: FieldInfo) -> str:
     """Describe the values that a setting takes; empty if any text is one."""
     kind = _plain_type(field)
@@ -78,7 +86,8 @@ def _add(parser: Parser, group: argparse._ArgumentGroup, name: str, field: Field
         return
     options["metavar"] = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
     if takes_several(field):
-        options["action"] = "append"
+        parser.add_list(flag(name), functools.partial(has_form, field), group, **options)
+        return
     group.add_argument(flag(name), **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 GPU_MEMORY: Final = (
-    "--kv-cache-gib or --kv-cache-tokens sets the size of the KV cache, not a share of the memory"
+    "--gpu-memory-utilization is a share of the memory of a GPU, --kv-cache-gib is for the KV cache"
 )
 SEED: Final = "a seed belongs to a request: its field seed; --deterministic is for equal bits"
 HUB_FOLDER: Final = "the environment variable HF_HUB_CACHE names the folder of downloads"

@@ -113,18 +113,6 @@ class Reading:
         if row_text is not None:
             self.notes.append(row_text)
 
-    def divide_context(self) -> None:
-        """Give each sequence its part of a context that llama.cpp divides among a fixed number of slots."""
-        if self.slots_share or not {"max_model_len", "max_num_seqs"} <= self.of_slots:
-            return
-        context, slots = self.given["max_model_len"], self.given["max_num_seqs"]
-        if (context.text + slots.text).isdigit() and int(slots.text):
-            part = str(int(context.text) // int(slots.text))
-            self.given["max_model_len"] = context._replace(text=part)
-            self.notes.append(
-                f"{context.origin} divided by {slots.origin} is --max-model-len {part}"
-            )
-
     def _choose(self, name: str, found: Sequence[Found]) -> Found:
         fitting = [it for it in found if self.peers is None or it.peer.name in self.peers] or found
         if all(it.row.means(fitting[0].row) for it in fitting):

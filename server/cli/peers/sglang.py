@@ -59,7 +59,8 @@ SGLANG: Final = Peer(
                only="model", takes="value"),
         always("computed prefixes that were not used for the longest time go first", "--radix-eviction-policy",
                only="lru", takes="value"),
-        near(common.GPU_MEMORY, "--mem-fraction-static"),
+        near("--gpu-memory-utilization is the share of a GPU's memory for all; SGLang's leaves out activations and "
+             "recorded steps", "--mem-fraction-static"),
         near("--max-num-batched-tokens limits the tokens of a step, and so of a chunk", "--chunked-prefill-size"),
         near("--max-concurrent-requests limits the requests in progress, running and queued", "--max-queued-requests"),
         near("--frontends sets the number of processes for HTTP and tokenizing",

@@ -63,3 +63,8 @@ def truth(text: str | None) -> bool | None:
     """Return what a text of true or false says; None if it is neither."""
     lower = "true" if text is None else text.strip().lower()
     return True if lower in _TRUE else False if lower in _FALSE else None
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word looks like a flag, and not like a value, as for argparse."""
+    return len(word) > 1 and word[0] == "-" and " " not in word and not word[1].isdigit()

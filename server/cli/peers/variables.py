@@ -51,7 +51,6 @@ def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Readin
     reading = Reading()
     for name, value in sorted(present.items()):
         _read(reading, name, value, present, model_is_given)
-    reading.divide_context()
     return reading
 
 

@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING
 
 from server.cli.peers.reading import Reading
 from server.cli.peers.table import find_flag
-from server.cli.peers.values import truth
+from server.cli.peers.values import is_flag, truth
 
 if TYPE_CHECKING:
     from server.cli.peers.table import Found
-
-
-def is_flag(word: str) -> bool:
-    """Whether a word looks like a flag, and not like a value, as for argparse."""
-    return len(word) > 1 and word[0] == "-" and " " not in word and not word[1].isdigit()
 
 
 def own_name(name: str, own: Collection[str]) -> str:
@@ -54,7 +49,6 @@ def take_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], Rea
         reading.narrow(found)
     for name, found, text in taken:
         reading.read(name, found, text)
-    reading.divide_context()
     return left, reading
 
 

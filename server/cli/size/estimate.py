@@ -13,11 +13,17 @@ from model.errors import UnsupportedModelError
 from model.network.sizes import ModelSizes, dtype_bytes
 from model.network.spec import Attention
 from model.network.state import SCALED_DTYPE
-from server.engine.core.memory.kv_demand import GIB, MIB, NotEnoughMemoryError
+from server.engine.core.memory.kv_demand import (
+    CUDA_BYTES,
+    GIB,
+    MIB,
+    Allowance,
+    NotEnoughMemoryError,
+)
 from server.engine.runner.explain.model_work import ModelWork, Rows
 from server.engine.runner.start.kv_sizes import (
     GPU_HEADROOM_BYTES,
-    SHARE,
+    default_share,
     kv_cache_demand,
     size_within,
 )
@@ -37,8 +43,6 @@ benchmarks/results/. One sequence of a model of 8 billion parameters reaches 0.8
 LAYER_SECONDS: Final = 15e-6
 """Typical time of a layer, however small it is, because its parts wait for each other. An H100 needs 11 us a layer
 for one sequence of SmolLM2-135M and 20 us for eight (benchmarks/results/h100-shapes-9ba5ba4.json)."""
-_CONTEXT_BYTES: Final = 512 * MIB
-"""Memory that CUDA and PyTorch take in a process, about."""
 _ON_DEVICE: Final = "cuda"
 
 
@@ -168,20 +172,26 @@ def _memory(
         row_bytes = model.network.vocab * element
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
     state = model.network.state(_kv_dtype(config) or model.dtype_name)
-    demand = kv_cache_demand(config, limits, state, activation_bytes + GPU_HEADROOM_BYTES)
-    total = arch.memory_mib * MIB
-    free = total - _CONTEXT_BYTES - weight_bytes
+    total, share = arch.memory_mib * MIB, config.gpu_memory_utilization
+    demand = kv_cache_demand(
+        config,
+        limits,
+        state,
+        activation_bytes + GPU_HEADROOM_BYTES,
+        None if share is None else Allowance(share, total, weight_bytes),
+    )
+    free = total - CUDA_BYTES - weight_bytes
     if free < demand.kept_bytes + demand.slots_bytes + demand.block_bytes:
         raise NotEnoughMemoryError(
             f"the model does not fit: {arch.name} has {total / GIB:.1f} GiB, "
             f"weights take {weight_bytes / GIB:.2f} GiB, "
-            f"activations and CUDA about {(_CONTEXT_BYTES + demand.kept_bytes) / GIB:.2f} GiB"
+            f"activations and CUDA about {(CUDA_BYTES + demand.kept_bytes) / GIB:.2f} GiB"
             f"{states_text(demand.slots_bytes)}"
         )
-    size = size_within(demand, free, SHARE[_ON_DEVICE], arch.name)
+    size = size_within(demand, free, default_share(demand, _ON_DEVICE), arch.name)
     return Memory(
         total_bytes=total,
-        cuda_bytes=_CONTEXT_BYTES + GPU_HEADROOM_BYTES,
+        cuda_bytes=CUDA_BYTES + GPU_HEADROOM_BYTES,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
         kv_bytes_per_token=state.token_bytes,

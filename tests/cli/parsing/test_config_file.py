@@ -48,7 +48,7 @@ def refusal(read, tmp_path):
         ("enforce-eager: true\n", {"cuda_graphs": "false"}),
         ("enforce-eager: false\n", {"cuda_graphs": "true"}),
         ("enable-lora: false\n", {}),
-        ("c: 8192\nnp: 4\n", {"max_model_len": "2048", "max_num_seqs": "4"}),
+        ("c: 8192\nnp: 4\n", {"max_model_len": "8192", "max_num_seqs": "4"}),
     ],
 )
 def test_keys_are_names_of_flags_and_values_their_texts(read, text, settings):
@@ -88,7 +88,7 @@ def test_notes_name_the_line(read):
         ("#" * 1_100_000, "more than 1048576 bytes"),
         ("lora-modules: [a=b]", "line 1: lora-modules (vLLM): Tessera has no LoRA adapters"),
         ("speculative-config: {method: ngram}", "Tessera has no speculative decoding"),
-        ("gpu-memory-utilization: 0.9", "--kv-cache-gib or --kv-cache-tokens"),
+        ("mem-fraction-static: 0.9", "--gpu-memory-utilization is "),
         ("ngl: 20", "line 1: ngl 20: Tessera computes all layers on one device"),
         ("max-model-len: 1\ncontext-length: 2", "both set --max-model-len, to '1' and '2'"),
     ],

@@ -7,10 +7,39 @@ from typing import Final, NamedTuple
 
 MIB: Final = 2**20
 GIB: Final = 2**30
+CUDA_BYTES: Final = 768 * MIB
+"""Memory that CUDA and PyTorch take in a process beside tensors until the cache is allocated, about: 0.68 GiB on an
+H200. It cannot be measured while other processes use the GPU."""
 
 
 class NotEnoughMemoryError(Exception):
     """The KV cache does not fit; the text states the required and the available size."""
+
+
+class Allowance(NamedTuple):
+    """The part of a GPU's memory that an engine may use in all, set by --gpu-memory-utilization.
+
+    Attributes:
+        share: of the total memory, more than 0 and at most 1.
+        total_bytes: of the GPU.
+        held_bytes: that the engine has already, such as weights, without those of CUDA.
+    """
+
+    share: float
+    total_bytes: int
+    held_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that the engine may still allocate; negative if it has more than it may."""
+        return int(self.share * self.total_bytes) - self.held_bytes - CUDA_BYTES
+
+    def __str__(self) -> str:
+        """State the bytes that are left, for messages."""
+        return (
+            f"{self.share:.4g} of {self.total_bytes / GIB:.2f} GiB (--gpu-memory-utilization) less "
+            f"{self.held_bytes / GIB:.2f} GiB for the weights less {CUDA_BYTES / GIB:.2f} GiB for CUDA"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +49,7 @@ class KVCacheDemand:
     Attributes:
         requested_tokens: tokens set by the operator; never reduced.
         requested_gib: GiB set by the operator; excludes `requested_tokens`.
+        allowance: what the engine may use in all; excludes the other two. The cache has the rest of it.
         useful_tokens: tokens that the engine can use at most; the default size never exceeds them.
         block_size: tokens in a block.
         bytes_per_token: bytes of the keys and values of all layers.
@@ -34,6 +64,7 @@ class KVCacheDemand:
     bytes_per_token: int
     kept_bytes: int = 0
     slots_bytes: int = 0
+    allowance: Allowance | None = None
 
     @property
     def block_bytes(self) -> int:

@@ -23,7 +23,7 @@ from server.engine.core.memory.kv_demand import (
     KVCacheSize,
     NotEnoughMemoryError,
 )
-from server.engine.runner.start.kv_sizes import SHARE, size_within
+from server.engine.runner.start.kv_sizes import default_share, size_within
 
 log = logging.getLogger("tessera.engine")
 
@@ -42,12 +42,12 @@ def kv_cache_size(
     Args:
         demand: requirements for the size.
         device: the cache's device.
-        share: share of the usable memory, 0 to 1, that a default size may use; None takes the device's default.
+        share: share of the usable memory, 0 to 1, that a size may use that is not explicit; None takes the default.
 
     Raises:
         NotEnoughMemoryError: the size set by the operator, or a single block, does not fit in the usable memory.
     """
-    share = SHARE[device.type] if share is None else share
+    share = default_share(demand, device.type) if share is None else share
     return size_within(demand, free_bytes(device), share, str(device))
 
 
@@ -68,7 +68,7 @@ def allocate_kv_cache(
     Raises:
         NotEnoughMemoryError: the size set by the operator, or the last and smallest size, does not fit.
     """
-    share = SHARE[device.type] / (num_processes if device.type == "cpu" else 1)
+    share = default_share(demand, device.type) / (num_processes if device.type == "cpu" else 1)
     for attempt in itertools.count():
         size = kv_cache_size(demand, device, share / 2**attempt)
         num_bytes = size.num_blocks * demand.block_bytes + demand.slots_bytes

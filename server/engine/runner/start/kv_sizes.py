@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from server.engine.core.memory.kv_demand import (
     GIB,
     MIB,
+    Allowance,
     KVCacheDemand,
     KVCacheSize,
     NotEnoughMemoryError,
@@ -24,13 +25,20 @@ if TYPE_CHECKING:
 # the rest lets a second service start on the same device.
 SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
 
-# Memory needed in addition to a step's tensors: for kernels that the driver loads at their first use, and for gaps
-# between tensors of steps of different sizes.
-GPU_HEADROOM_BYTES: Final = 256 * 2**20
+# Memory needed in addition to a step's tensors: for recorded steps and for kernels that the driver loads at their first
+# use, 0.43 GiB on an H200, and for gaps between tensors of steps of different sizes.
+GPU_HEADROOM_BYTES: Final = 512 * MIB
+
+# Memory that NCCL takes on each GPU of a model that several share: 1.27 GiB on two H200.
+NCCL_BYTES: Final = 1536 * MIB
 
 
 def kv_cache_demand(
-    config: EngineConfig, limits: SchedulerConfig, state: StateSpec, kept_bytes: int
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    state: StateSpec,
+    kept_bytes: int,
+    allowance: Allowance | None = None,
 ) -> KVCacheDemand:
     """Return the requirements for the cache of an engine.
 
@@ -39,7 +47,11 @@ def kv_cache_demand(
         limits: of a step.
         state: what a sequence keeps.
         kept_bytes: bytes that stay free for a step's activations.
+        allowance: what the engine may use of a GPU; None if that is not set, and on a CPU.
     """
+    if allowance is not None and config.tensor_parallel > 1:
+        # Otherwise the memory that the default share leaves has room for it.
+        kept_bytes += NCCL_BYTES
     blocks_per_sequence = -(-limits.max_model_len // config.block_size)
     return KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
@@ -49,7 +61,13 @@ def kv_cache_demand(
         bytes_per_token=state.token_bytes,
         kept_bytes=kept_bytes,
         slots_bytes=num_slots(config, limits) * state.slot_bytes,
+        allowance=allowance,
     )
+
+
+def default_share(demand: KVCacheDemand, device_type: str) -> float:
+    """Return the share of the usable memory that the cache may use where the operator does not set its size."""
+    return SHARE[device_type] if demand.allowance is None else 1.0
 
 
 def num_slots(config: EngineConfig, limits: SchedulerConfig) -> int:
@@ -63,30 +81,37 @@ def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> K
     Args:
         demand: requirements for the size.
         free: bytes that are free, including those that stay free for activations.
-        share: share of the usable memory, 0 to 1, that a default size may use.
+        share: share of the usable memory, 0 to 1, that a size may use that is not explicit.
         where: name of the device, for messages.
 
     Raises:
         NotEnoughMemoryError: the size set by the operator, or a single block, does not fit.
     """
-    left = max(0, free - demand.kept_bytes - demand.slots_bytes)
+    usable, stated = free, f"{free / GIB:.2f} GiB free on {where}"
+    if demand.allowance is not None:
+        if demand.allowance.left_bytes > free:
+            stated += f", which is less than {demand.allowance}"
+        else:
+            usable, stated = demand.allowance.left_bytes, f"{demand.allowance}"
+    left = max(0, usable - demand.kept_bytes - demand.slots_bytes)
+    stated += _less(demand)
     if demand.is_explicit:
-        return requested_size(demand, left, _stated(free, demand, where))
+        return requested_size(demand, left, stated)
     useful = -(-demand.useful_tokens // demand.block_size)
     affordable = int(left * share) // demand.block_bytes
     if affordable < 1:
         raise NotEnoughMemoryError(
             f"one block of the KV cache needs {demand.block_bytes / MIB:.2f} MiB, but "
-            f"{share:.0%} of the usable memory is {left * share / MIB:.2f} MiB: "
-            f"{_stated(free, demand, where)}"
+            f"{share:.0%} of the usable memory is {left * share / MIB:.2f} MiB: {stated}"
         )
-    if useful <= affordable:
+    if useful <= affordable and demand.allowance is None:
         return KVCacheSize(useful, "enough for all sequences of a step at full length")
-    return KVCacheSize(affordable, f"{share:.0%} of {_stated(free, demand, where)}")
+    part = "" if share == 1 else f"{share:.0%} of "
+    return KVCacheSize(affordable, f"{part}{stated}")
 
 
-def _stated(free: int, demand: KVCacheDemand, where: str) -> str:
-    text = f"{free / GIB:.2f} GiB free on {where}"
+def _less(demand: KVCacheDemand) -> str:
+    text = ""
     if demand.kept_bytes:
         text += f" less {demand.kept_bytes / GIB:.2f} GiB for the activations of a step"
     if demand.slots_bytes:

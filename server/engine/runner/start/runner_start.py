@@ -19,9 +19,9 @@ import torch
 from kernels import detect, select
 from model.checkpoint.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache
-from model.device.memory import peak_memory, release_cached
+from model.device.memory import gpu_use, peak_memory, release_cached
 from model.device.replay import CudaGraphs
-from server.engine.core.memory.kv_demand import NotEnoughMemoryError
+from server.engine.core.memory.kv_demand import Allowance, NotEnoughMemoryError
 from server.engine.runner.start.kv_memory import allocate_kv_cache
 from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand, num_slots
 from server.engine.runner.start.warm_up import compute_largest_step, warm_up
@@ -201,9 +201,22 @@ def _allocate(
             hold_step(runner)
         return runner
 
-    demand = kv_cache_demand(config, limits, _state(model, config), kept_bytes)
+    device = model.embed_tokens.device
+    state, allowance = _state(model, config), _allowance(config, device)
+    demand = kv_cache_demand(config, limits, state, kept_bytes, allowance)
     num_processes = config.num_engines * config.tensor_parallel
-    return allocate_kv_cache(demand, model.embed_tokens.device, allocate, num_processes)
+    return allocate_kv_cache(demand, device, allocate, num_processes)
+
+
+def _allowance(config: EngineConfig, device: torch.device) -> Allowance | None:
+    """Return what the engine may use of the GPU, of which it has the weights; None if that is not set."""
+    share = config.gpu_memory_utilization
+    if share is None:
+        return None
+    if device.type == "cpu":
+        log.info("--gpu-memory-utilization %g has no effect: the model runs on the CPU", share)
+        return None
+    return Allowance(share, *gpu_use(device))
 
 
 def make_runner(
@@ -253,7 +266,7 @@ def _log_capacity(runner: ModelRunner, limits: SchedulerConfig, tokens: int) -> 
     if tokens < limits.max_model_len:
         log.warning(
             "the KV cache limits a request to %d tokens, prompt and output together; the model allows %d; "
-            "--kv-cache-tokens and --kv-cache-gib set the size of the cache",
+            "--kv-cache-tokens, --kv-cache-gib and --gpu-memory-utilization set the size of the cache",
             tokens,
             limits.max_model_len,
         )

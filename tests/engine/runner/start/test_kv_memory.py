@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from model.device.memory import free_bytes, is_out_of_memory
-from server.engine.core.memory.kv_demand import KVCacheDemand, NotEnoughMemoryError
+from server.engine.core.memory.kv_demand import (
+    CUDA_BYTES,
+    Allowance,
+    KVCacheDemand,
+    NotEnoughMemoryError,
+)
 from server.engine.runner.start.kv_memory import allocate_kv_cache, kv_cache_size
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -38,7 +43,7 @@ def device(monkeypatch):
     return device
 
 
-def demand(tokens=None, gib=None, useful=1000, kept=0):
+def demand(tokens=None, gib=None, useful=1000, kept=0, allowance=None, slots=0):
     return KVCacheDemand(
         requested_tokens=tokens,
         requested_gib=gib,
@@ -46,7 +51,14 @@ def demand(tokens=None, gib=None, useful=1000, kept=0):
         block_size=16,
         bytes_per_token=10,
         kept_bytes=kept,
+        allowance=allowance,
+        slots_bytes=slots,
     )
+
+
+def allowance(blocks, share=0.5, held=2**30):
+    """Return an allowance that leaves a number of blocks beside what is held and what CUDA takes."""
+    return Allowance(share, round((held + CUDA_BYTES + blocks * BLOCK_BYTES) / share), held)
 
 
 def test_a_requested_number_of_tokens_is_rounded_up_to_blocks(device):
@@ -100,6 +112,59 @@ def test_the_memory_of_a_step_stays_free(device):
     assert kv_cache_size(demand(useful=10**9, kept=10 * BLOCK_BYTES), CUDA).num_blocks == 80
     with pytest.raises(NotEnoughMemoryError, match="activations of a step"):
         kv_cache_size(demand(tokens=101 * 16, kept=10 * BLOCK_BYTES), CUDA)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_the_cache_has_all_that_the_engine_leaves_of_its_share_of_the_total_memory(device, share):
+    device.free = 2**40
+    kept = {"kept": 20 * BLOCK_BYTES, "slots": 10 * BLOCK_BYTES}
+
+    size = kv_cache_size(demand(useful=16, allowance=allowance(100, share), **kept), CUDA)
+
+    assert size.num_blocks == 70
+    for words in (f"{share:g} of ", "--gpu-memory-utilization", "1.00 GiB for the weights"):
+        assert words in size.why
+
+
+def test_a_share_does_not_count_what_other_programs_use(device):
+    device.free = 100 * BLOCK_BYTES
+
+    for free in (100, 1000):
+        device.free = free * BLOCK_BYTES
+        assert kv_cache_size(demand(allowance=allowance(100)), CUDA).num_blocks == 100
+
+
+def test_a_share_of_more_than_is_free_is_bounded_by_what_is_free_and_the_log_says_so(
+    device, caplog
+):
+    caplog.set_level(logging.INFO, "tessera.engine")
+    device.free = 99 * BLOCK_BYTES
+    wanted = demand(kept=9 * BLOCK_BYTES, allowance=allowance(100))
+
+    assert allocate_kv_cache(wanted, CUDA, device.allocate) == 90
+    assert "GiB free on cuda, which is less than 0.5 of" in caplog.text
+
+
+def test_a_share_that_the_weights_exceed_is_refused_with_the_numbers(device):
+    device.free = 2**40
+    granted = Allowance(0.05, 80 * 2**30, 15 * 2**30)
+
+    with pytest.raises(NotEnoughMemoryError) as refusal:
+        kv_cache_size(demand(allowance=granted), CUDA)
+    for words in ("0.05 of 80.00 GiB (--gpu-memory-utilization)", "15.00 GiB for the weights"):
+        assert words in str(refusal.value)
+
+
+def test_a_share_is_reduced_if_another_process_took_the_memory(device, caplog):
+    device.free = 200 * BLOCK_BYTES
+
+    def allocate(num_blocks):
+        if not device.held:
+            device.allocate(140)  # the other process
+        return device.allocate(num_blocks)
+
+    assert allocate_kv_cache(demand(allowance=allowance(100)), CUDA, allocate) == 30
+    assert "trying a smaller size" in caplog.text
 
 
 def test_too_little_memory_for_one_block_is_refused(device):

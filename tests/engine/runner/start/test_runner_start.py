@@ -10,11 +10,11 @@ from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.memory.kv_demand import NotEnoughMemoryError
+from server.engine.core.memory.kv_demand import CUDA_BYTES, Allowance, NotEnoughMemoryError
 from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.start import kv_memory as memory
-from server.engine.runner.start import runner_start
+from server.engine.runner.start import kv_sizes, runner_start
 from server.engine.runner.start.startup_progress import Phases
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -66,7 +66,7 @@ class FakeGPU:
         monkeypatch.setattr(memory, "release_cached", lambda _device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
         monkeypatch.setattr(runner_start, "warm_up", lambda *_: self.seen.append("warm up"))
-        monkeypatch.setitem(memory.SHARE, "cpu", memory.SHARE["cuda"])
+        monkeypatch.setitem(kv_sizes.SHARE, "cpu", kv_sizes.SHARE["cuda"])
         self.failures = 0
 
         def compute_largest_step(runner, limits):
@@ -177,6 +177,40 @@ def test_a_cache_sized_in_gib_holds_as_many_whole_blocks(checkpoint):
 def test_the_error_for_too_small_a_cache_names_the_minimum(model):
     with pytest.raises(NotEnoughMemoryError, match="at least 2"):
         runner_start._max_total_tokens(type("Runner", (), {"num_cache_tokens": 1})(), LIMITS)
+
+
+def test_the_share_of_a_rank_is_of_its_own_gpu(monkeypatch, checkpoint):
+    uses = {"cuda:0": (80, 30), "cuda:1": (80, 32)}
+    monkeypatch.setattr(runner_start, "gpu_use", lambda device: uses[str(device)])
+    config = config_for(checkpoint, gpu_memory_utilization=0.5, tensor_parallel=2)
+
+    shares = [runner_start._allowance(config, torch.device("cuda", rank)) for rank in range(2)]
+
+    assert shares == [(0.5, 80, 30), (0.5, 80, 32)]
+    assert runner_start._allowance(config_for(checkpoint), torch.device("cuda")) is None
+
+
+def test_on_a_gpu_the_cache_has_what_weights_and_steps_leave_of_the_share(
+    monkeypatch, model, checkpoint
+):
+    FakeGPU(monkeypatch, free=2**40)
+    held = CUDA_BYTES + KEPT_BYTES
+    granted = Allowance(0.5, 2 * (held + 50 * BLOCK_BYTES), 0)
+    monkeypatch.setattr(runner_start, "_allowance", lambda *_: granted)
+
+    runner = runner_start._start_on_gpu(model, config_for(checkpoint), LIMITS, Phases(Log()))
+
+    assert runner.num_cache_tokens == 50 * 8
+
+
+def test_the_log_says_that_a_share_of_a_gpus_memory_has_no_effect_on_a_cpu(checkpoint, caplog):
+    caplog.set_level(logging.INFO, "tessera.engine")
+    usual = LocalEngine(config_for(checkpoint)).engine.info.num_blocks
+
+    engine = LocalEngine(config_for(checkpoint, gpu_memory_utilization=0.9))
+
+    assert engine.engine.info.num_blocks == usual
+    assert "--gpu-memory-utilization 0.9 has no effect: the model runs on the CPU" in caplog.text
 
 
 def test_the_log_says_that_compiled_kernels_have_no_effect_on_a_cpu(checkpoint, tmp_path, caplog):
