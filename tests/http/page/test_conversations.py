@@ -44,6 +44,9 @@ async def test_the_page_opens_on_what_the_model_is_made_for_unless_the_address_n
     await plain.open()
     assert await plain.page.locator("#tab-prompt").get_attribute("aria-selected") == "true"
     assert "load_config" in await plain.page.input_value("#prompt-text")
+    # Of code without a fence, Markdown would lose the indentation.
+    await plain.page.locator("body[data-form=source]").wait_for()
+    assert await plain.page.input_value("#chat-view") == "source"
     assert here.complaints == plain.complaints == []
 
 
@@ -98,6 +101,14 @@ async def test_a_reply_that_was_cut_off_keeps_what_it_had_and_is_continued(
     assert sent(engine.requests[-1], tokenizer).endswith("assistant\nOnce upon")
     await page.reload()
     await page.locator(REPLIES, has_text="Once upon a time").wait_for()
+
+    engine.script = begin
+    await page.fill("#chat-text", "Another")
+    await page.press("#chat-text", "Enter")
+    await page.locator(REPLIES, has_text="Once upon").nth(1).wait_for()
+    await page.reload()  # before the text is due to be saved
+    await page.locator("#chat-messages .note", has_text="The page was left").wait_for()
+    assert (await texts(page, REPLIES))[1] == "Once upon"
 
 
 async def test_a_reply_has_no_maximum_and_goes_on_after_one_was_reached(
@@ -181,6 +192,30 @@ async def test_conversations_are_searched_renamed_and_deleted_with_undo(
     assert here.complaints == []
 
 
+OPENAI = [
+    {"role": "developer", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "The weather"},
+            {"type": "text", "text": "in <b>Bonn</b>"},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"place": "Bonn", "__proto__": 1}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "18 degrees"},
+]
+
+
 async def test_exported_conversations_are_imported_as_they_were(
     open_chat, engine, tokenizer, send, tmp_path
 ):
@@ -219,6 +254,18 @@ async def test_exported_conversations_are_imported_as_they_were(
     assert "conversations[0].messages[1].role must be" in await notice.inner_text()
     assert '"robot"' in await notice.inner_text()
     assert await page.locator("#conversations .title").count() == 2
+    await page.click("#chat-notice [aria-label=Dismiss]")
+    assert await page.evaluate("document.activeElement.id") == "chat-text"
+
+    circle = exported | {"conversations": [{"messages": [{"id": "a", "parent": "a"}]}]}
+    file.write_text(json.dumps(circle))
+    await page.set_input_files("#conversations-file", file)
+    await page.locator("#chat-notice", has_text="messages[0].parent must be").wait_for()
+    file.write_text(json.dumps({"messages": OPENAI}))
+    await page.set_input_files("#conversations-file", file)
+    await page.locator("#chat-messages > .tool", has_text="18 degrees").wait_for()
+    assert await texts(page, USERS) == ["The weather\nin <b>Bonn</b>"]
+    assert "place" in await page.inner_text("#chat-messages .assistant .calls")
     assert here.complaints == []
 
 
@@ -247,7 +294,9 @@ async def test_two_tabs_show_each_others_messages_and_lose_none(open_chat, engin
     assert here.complaints == []
 
 
-BLOCKED = "Object.defineProperty(window, 'indexedDB', { get: () => { throw new DOMException('no', 'SecurityError') } })"
+# As Firefox does where cookies are blocked.
+BLOCKED = """for (const name of ['indexedDB', 'localStorage', 'sessionStorage', 'BroadcastChannel'])
+  Object.defineProperty(window, name, { get: () => { throw new DOMException('no', 'SecurityError') } })"""
 FULL = (
     "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') }"
 )
@@ -324,7 +373,7 @@ async def test_text_files_are_sent_with_the_message_and_others_are_refused_by_na
     await page.set_input_files(
         "#chat-file",
         [
-            {"name": "a.py", "mimeType": "text/x-python", "buffer": b"print('```')\n"},
+            {"name": "\u202ea.py", "mimeType": "text/x-python", "buffer": b"print('```')\n"},
             {"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x00\xff"},
             {"name": "big.txt", "mimeType": "text/plain", "buffer": b"x" * 600_000},
             {"name": "b.txt", "mimeType": "text/plain", "buffer": "Grüße".encode()},
@@ -428,6 +477,44 @@ async def test_a_long_conversation_opens_at_its_end_and_renders_what_is_near(ope
     await page.locator("#chat-end").wait_for()
     await page.click("#chat-end")
     await page.locator("#chat-end").wait_for(state="hidden")
+    assert here.complaints == []
+
+
+DAMAGE = """async (records) => {
+  const { Store } = await import('./page/chat/store.js');
+  const store = new Store(() => {}, () => {});
+  await store.opening;
+  const transaction = store.database.transaction(['conversations', 'messages'], 'readwrite');
+  for (const [name, record] of records) transaction.objectStore(name).put(record);
+  await new Promise((resolve) => (transaction.oncomplete = resolve));
+}"""
+
+
+async def test_damaged_records_do_not_stop_the_chat(open_chat, engine, tokenizer, send):
+    engine.script = speak(tokenizer, "Good day")
+    here = await open_chat()
+    page = here.page
+    circle = [{"id": str(i), "parent": str((i + 1) % 3), "content": "round"} for i in range(3)]
+    odd = {"content": {"a": 1}, "role": "robot", "files": "none", "toolCalls": 5, "usage": "x"}
+    records = [
+        ["conversations", {"id": "circle", "title": "Circle", "head": "0"}],
+        *[["messages", {"conversation": "circle", "role": "user", **one}] for one in circle],
+        ["conversations", {"id": "odd", "title": 7, "settings": [], "head": {}, "updated": "x"}],
+        ["messages", {"id": "odd", "conversation": "odd", **odd}],
+        ["conversations", {"id": "bare"}],
+        ["messages", {"id": "bare", "conversation": "bare"}],
+    ]
+    await page.evaluate(DAMAGE, records)
+
+    for name, number in (("circle", 3), ("odd", 1), ("bare", 1)):
+        await page.goto(f"{here.url}#chat/{name}")
+        await page.locator("#chat-messages > li").nth(number - 1).wait_for()
+        await send(page, "Hello")
+        assert await page.locator("#chat-messages > li").count() == number + 2, name
+    await page.fill("#conversations-search", "round")
+    await page.locator("#conversations .title", has_text="Circle").wait_for()
+    await page.wait_for_timeout(300)
+    assert await page.locator("#conversations .title").all_inner_texts() == ["Circle"]
     assert here.complaints == []
 
 

@@ -394,6 +394,28 @@ async def test_axe_finds_no_violation_in_any_kind_of_message(visit, scheme):
     assert found.violations_count == 0, found.generate_report()
 
 
+async def test_the_memory_of_a_message_is_bounded(messages):
+    here = messages
+    await here.show("z" * 2_000_000)
+    shown = await here.run("view.node.textContent.length")
+    assert 500_000 < shown < 501_000
+    assert "1,500,000 more characters" in await here.page.inner_text("#list .hidden-character")
+    assert await here.run("view.text.length") == 2_000_000
+
+    script = """(() => {
+      view.clear();
+      for (let i = 0; i < 120000; i += 1) view.append({ text: "a ", name: "a ", logprob: -1, alternatives: [] });
+      view.flush();
+      return [view.tokens.length, view.text.length];
+    })()"""
+    kept, length = await here.run(script)
+    assert kept <= 50_000
+    assert length == 240_000
+    await here.run("view.setView('tokens')")
+    assert await here.run("view.node.querySelector('.output').textContent.length") == length
+    assert "of the first tokens" in await here.page.inner_text("#list .note")
+
+
 SAMPLES = {
     "python": '@dec\nclass A(B):\n    """Doc."""\n    x: int = 3  # note\n    def f(self): return f"{x}", print(None)',
     "javascript": "const a = async (b) => { /* c */ return `t${b.c}` + /r/g.test(1) && new Map(); };",

@@ -29,7 +29,7 @@ export class Chat {
     this.moved = moved;
     this.active = false;
     this.run = new Run(this.view);
-    this.notice = new Notice(byId("chat-notice"));
+    this.notice = new Notice(byId("chat-notice"), () => this.composer.text.focus());
     this.context = new Context(byId("chat-context"));
     this.store = new Store((text) => this.notice.say(text), (id) => this.#changedElsewhere(id));
     this.session = new Session(this.store);
@@ -65,6 +65,9 @@ export class Chat {
   /** Apply what /info says. */
   describe(info) {
     byId("chat-none").hidden = info.chat_template !== false;
+    byId("chat-completion").hidden = info.model_use !== "completion" || info.chat_template === false;
+    // Code without a fence would lose its indentation.
+    if (info.model_use === "completion" && !("form" in document.body.dataset)) this.#setForm("source");
     this.context.describe(info);
     this.update();
   }
@@ -180,6 +183,7 @@ export class Chat {
   }
 
   #setForm(form) {
+    byId("chat-view").value = form;
     document.body.dataset.form = form;
     this.thread.setForm(form);
   }

@@ -10,12 +10,14 @@ import { ThoughtView } from "./message/thought.js";
 import { TokenView } from "./tokens.js";
 import { CallsView, result } from "./message/tools.js";
 import { verbatim } from "./message/verbatim.js";
-import { visible } from "./message/visible.js";
+import { LONGEST, visible } from "./message/visible.js";
 
 // A frame that takes longer than this many milliseconds, with its layout, is followed by a pause of this many times its
 // length, so that the page stays usable beside a long block.
 const SHORT_FRAME = 16;
 const PAUSE = 2;
+// Of more tokens, each of which takes about a kilobyte, the oldest lose their probabilities.
+const MOST_TOKENS = 50_000;
 
 /** The view of a message, which is complete or streams. */
 export class MessageView {
@@ -89,6 +91,7 @@ export class MessageView {
       if (part.toolCall) this.#call(part.toolCall);
     }
     this.tokens.push(part);
+    if (this.tokens.length > MOST_TOKENS) this.#forget();
     this.#schedule();
   }
 
@@ -137,6 +140,12 @@ export class MessageView {
     call.id = id ?? call.id;
     call.name += name ?? "";
     call.arguments += added ?? "";
+  }
+
+  #forget() {
+    const oldest = this.tokens.splice(0, MOST_TOKENS / 2);
+    this.before += oldest.map((token) => (token.call ? token.name : token.text)).join("");
+    this.tokenView = null;
   }
 
   #parts(final) {
@@ -242,9 +251,10 @@ export class MessageView {
     if (this.tokenView === null) {
       const output = element("div", { class: "output" });
       this.tokenView = new TokenView(output);
-      this.tokenView.clear(this.prefix + this.before);
+      this.tokenView.clear((this.prefix + this.before).slice(-LONGEST));
       this.told = 0;
-      const note = "The probabilities of these tokens were not kept.";
+      const which = this.tokens.length ? "the first" : "these";
+      const note = `The probabilities of ${which} tokens were not kept.`;
       const missing = this.before ? [element("p", { class: "note" }, note)] : [];
       this.node.replaceChildren(output, ...missing);
     }

@@ -105,6 +105,7 @@ export class Composer {
 
   #update() {
     if (this.editing === null) write(DRAFT + this.key, this.text.value);
+    grow(this.text);
     this.list.hidden = this.files.length === 0;
     this.list.replaceChildren(...this.files.map((file) => this.#chip(file)));
     this.changed();
@@ -121,6 +122,13 @@ export class Composer {
     });
     return element("li", {}, open, remove);
   }
+}
+
+// Firefox does not know `field-sizing`.
+function grow(area) {
+  if (CSS.supports("field-sizing", "content")) return;
+  area.style.height = "";
+  if (area.value) area.style.height = `${area.scrollHeight}px`;
 }
 
 /** Show a file's text in a dialog. */

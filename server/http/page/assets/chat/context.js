@@ -31,6 +31,7 @@ export class Context {
     if (!this.counts) return null;
     try {
       const body = JSON.stringify({ messages: toRequest(messages, settings.system) });
+      if (body.length > this.mostBytes) return null;
       return (await (await post("tokenize", body)).json()).count;
     } catch {
       return null; // The reply to the request itself will say what is wrong.

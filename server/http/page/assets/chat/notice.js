@@ -4,9 +4,13 @@ import { element } from "../dom.js";
 
 /** The notices of the chat. Screen readers read them as they appear. */
 export class Notice {
-  /** @param {HTMLElement} node  An element of the role status. */
-  constructor(node) {
+  /**
+   * @param {HTMLElement} node  An element of the role status.
+   * @param {function()} back  Called when a notice is dismissed, to place the focus.
+   */
+  constructor(node, back) {
     this.node = node;
+    this.back = back;
     this.clear();
   }
 
@@ -24,7 +28,10 @@ export class Notice {
       parts.push(button);
     }
     const dismiss = element("button", { type: "button", class: "quiet", "aria-label": "Dismiss" }, "×");
-    dismiss.addEventListener("click", () => this.clear());
+    dismiss.addEventListener("click", () => {
+      this.clear();
+      this.back();
+    });
     this.node.replaceChildren(...parts, dismiss);
   }
 

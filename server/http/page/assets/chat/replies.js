@@ -36,15 +36,15 @@ export class Replies {
     const continues = message.content !== "";
     const path = session.sent(session.tree.path(message.id));
     const body = bodyOf(continues ? path : path.slice(0, -1), settings, continues);
-    this.live = { session, message, item, saved: 0 };
+    this.live = { session, message, item, saved: 0, grown: false };
     message.writing = Date.now();
     item.streams = true;
     this.#save();
-    const beat = setInterval(() => Date.now() - this.live.saved >= BEAT && this.#save(), SAVE_INTERVAL);
+    const beat = setInterval(() => this.#saveIfDue(), SAVE_INTERVAL);
     const output = {
       append: (part) => {
         item.view.append(part);
-        if (Date.now() - this.live.saved >= SAVE_INTERVAL) this.#save();
+        this.live.grown = true;
       },
       flush: () => item.view.flush(),
     };
@@ -73,10 +73,20 @@ export class Replies {
     if (toolCalls.length) message.toolCalls = toolCalls;
   }
 
-  #save() {
+  #saveIfDue() {
+    if (this.live.grown || Date.now() - this.live.saved >= BEAT) this.#save();
+  }
+
+  // A store that is slower than the stream gets the newest state, not a queue of all states.
+  async #save() {
+    const { live } = this;
+    if (live.saves) return;
+    live.saves = true;
+    live.grown = false;
     this.#collect();
-    this.live.message.writing = this.live.saved = Date.now();
-    this.live.session.save([this.live.message]);
+    live.message.writing = live.saved = Date.now();
+    await live.session.save([live.message]);
+    live.saves = false;
   }
 
   // What there is of a reply stays when the page is left.
@@ -84,6 +94,6 @@ export class Replies {
     if (this.live === null) return;
     this.#collect();
     const { writing, ...message } = this.live.message;
-    this.live.session.save([{ ...message, reason: "cut" }]);
+    this.live.session.store.leave([{ ...message, reason: "cut" }]);
   }
 }

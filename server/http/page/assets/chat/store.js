@@ -1,9 +1,20 @@
 // Keeps conversations in this browser's IndexedDB, each message as a record of its own; in memory where that fails.
 
+import { conversationOf, messageOf } from "./records.js";
+
 const NAME = "tessera";
 const CONVERSATIONS = "conversations";
 const MESSAGES = "messages";
 const BATCH = 500;
+const PATIENCE = 5000; // Milliseconds after which a database that does not open is given up.
+// What a person can do about an error of the database, by its name.
+const REASONS = {
+  QuotaExceededError:
+    "The browser's storage is full: what is new is lost when the page is left. Export it, or delete conversations.",
+  VersionError:
+    "A newer version of this page has stored the conversations of this browser: this version cannot read them, and what is " +
+    "new is lost when the page is left.",
+};
 
 /** Conversations and messages. Every change is one transaction, so tabs of one browser do not lose each other's. */
 export class Store {
@@ -16,14 +27,14 @@ export class Store {
     this.database = null;
     // What could not be written; it hides what the database has.
     this.unwritten = { [CONVERSATIONS]: new Map(), [MESSAGES]: new Map() };
-    this.channel = "BroadcastChannel" in window ? new BroadcastChannel(NAME) : null;
+    this.channel = channel();
     if (this.channel) this.channel.onmessage = (event) => changed(String(event.data));
     this.opening = this.#open();
   }
 
   /** All conversations, the last changed first. */
   async conversations() {
-    const found = await this.#read(CONVERSATIONS, (store) => store.getAll());
+    const found = (await this.#read(CONVERSATIONS, (store) => store.getAll())).map(conversationOf);
     return found.sort((a, b) => b.updated - a.updated);
   }
 
@@ -35,7 +46,7 @@ export class Store {
   /** The messages of a conversation, in no order. */
   async messages(id) {
     const found = await this.#read(MESSAGES, (store) => store.index("conversation").getAll(id));
-    return found.filter((message) => message.conversation === id);
+    return found.filter((message) => message.conversation === id).map(messageOf);
   }
 
   /**
@@ -52,6 +63,17 @@ export class Store {
       for (const message of messages) stored.put(message);
     }, [conversation], messages);
     this.channel?.postMessage(conversation.id);
+  }
+
+  /** Write messages as the page is left, when nothing can be waited for. */
+  leave(messages) {
+    try {
+      const transaction = this.database.transaction(MESSAGES, "readwrite");
+      for (const message of messages) transaction.objectStore(MESSAGES).put(message);
+      transaction.commit();
+    } catch {
+      // There is no database, and nobody to tell.
+    }
   }
 
   /** Delete messages of a conversation. */
@@ -88,7 +110,8 @@ export class Store {
    */
   async search(words, signal) {
     const found = new Map();
-    const look = ({ conversation, content }) => {
+    const look = (record) => {
+      const { conversation, content } = messageOf(record);
       const text = content.toLowerCase();
       if (!found.has(conversation) && words.every((word) => text.includes(word))) found.set(conversation, content);
     };
@@ -113,7 +136,10 @@ export class Store {
         const messages = opening.result.createObjectStore(MESSAGES, { keyPath: "id" });
         messages.createIndex("conversation", "conversation");
       };
-      this.database = await settled(opening);
+      const late = new Promise((_, reject) => {
+        setTimeout(() => reject(new DOMException("The database does not open.", "TimeoutError")), PATIENCE);
+      });
+      this.database = await Promise.race([settled(opening), late]);
       this.database.onversionchange = () => this.database.close();
     } catch (error) {
       this.#fail(error);
@@ -164,14 +190,19 @@ export class Store {
   }
 
   #fail(error) {
-    const full = error?.name === "QuotaExceededError";
-    this.report(
-      full
-        ? "The browser's storage is full: what is new is lost when the page is left. Export it, or delete conversations."
-        : `The browser does not let this page store anything (${error?.name ?? "unknown error"}): ` +
-            "conversations are lost when the page is left.",
-    );
+    const name = error?.name ?? "unknown error";
+    const rest = "conversations are lost when the page is left.";
+    this.report(REASONS[name] ?? `The browser does not let this page store anything (${name}): ${rest}`);
     this.report = () => {};
+  }
+}
+
+// Browsers that block storage refuse this too.
+function channel() {
+  try {
+    return new BroadcastChannel(NAME);
+  } catch {
+    return null;
   }
 }
 

@@ -52,12 +52,28 @@ export function fromJson(text) {
     expect(Array.isArray(file.conversations), "`conversations`", "a list", file.conversations);
     return file.conversations.map((one, i) => bundle(one, `conversations[${i}]`));
   }
-  if (Array.isArray(file?.messages)) return [bundle({ messages: chained(file.messages) }, "the file")];
+  if (Array.isArray(file?.messages)) return [bundle({ messages: file.messages.map(fromOpenAI) }, "")];
   throw new Error(`The file has neither \`format\` "${FORMAT}" nor a list \`messages\`.`);
 }
 
-function chained(messages) {
-  return messages.map((message, i) => ({ ...message, id: String(i), parent: i ? String(i - 1) : null }));
+// A message of a request of OpenAI's API, as one of a file.
+function fromOpenAI(message, i) {
+  const at = `messages[${i}]`;
+  expect(message !== null && typeof message === "object", at, "an object", message);
+  const { role, content, reasoning_content: reasoning, tool_calls: calls, tool_call_id: toolCallId } = message;
+  expect(!calls || Array.isArray(calls), `${at}.tool_calls`, "a list", calls);
+  const toolCalls = calls?.map((call) => ({
+    id: call?.id, name: call?.function?.name, arguments: call?.function?.arguments,
+  }));
+  const text = (part, j) => {
+    expect(part?.type === "text", `${at}.content[${j}].type`, "text", part?.type);
+    return part.text;
+  };
+  return {
+    reasoning, ...message, role: role === "developer" ? "system" : role, toolCalls, toolCallId,
+    content: Array.isArray(content) ? content.map(text).join("\n") : content,
+    id: String(i), parent: i ? String(i - 1) : null,
+  };
 }
 
 function bundle(one, place) {
@@ -67,7 +83,7 @@ function bundle(one, place) {
   const time = now();
   const id = newId();
   const messages = one.messages.map((message, i) => {
-    const at = `${place}.messages[${i}]`;
+    const at = `${place && `${place}.`}messages[${i}]`;
     expect(message !== null && typeof message === "object", at, "an object", message);
     expect(typeof message.id === "string" && !ids.has(message.id), `${at}.id`, "a text of its own", message.id);
     // A parent stands before its children, so that there is no circle.

@@ -39,7 +39,7 @@ export class Tree {
   constructor(messages = []) {
     this.messages = new Map();
     this.following = new Map(); // The messages that follow one, by its id.
-    for (const message of messages) this.add(message);
+    for (const message of withoutCycles(messages)) this.add(message);
   }
 
   add(message) {
@@ -90,4 +90,19 @@ export class Tree {
       at = next;
     }
   }
+}
+
+// A damaged store may have messages that follow themselves; one of each such circle begins the conversation then.
+function withoutCycles(messages) {
+  const byId = new Map(messages.map((message) => [message.id, message]));
+  const seen = new Map(); // By id, the message from which the walk came that saw it first.
+  for (const start of messages) {
+    for (let at = start; at !== undefined && !seen.has(at.id); ) {
+      seen.set(at.id, start);
+      const next = byId.get(at.parent);
+      if (next !== undefined && seen.get(next.id) === start) byId.set(at.id, { ...at, parent: null });
+      at = next;
+    }
+  }
+  return byId.values();
 }

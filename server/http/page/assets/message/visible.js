@@ -10,6 +10,8 @@ const EXACT =
 // Characters of one run that are named, and elements of one text: many would take seconds to lay out.
 const NAMED = 8;
 const MOST = 1000;
+/** Characters of one text that are shown: browsers take 50 to 100 bytes for the layout of each. */
+export const LONGEST = 500_000;
 
 /**
  * Divide a text into strings and elements that show the characters which would be invisible.
@@ -18,6 +20,11 @@ const MOST = 1000;
  * @returns {(string|Node)[]}
  */
 export function visible(text, exact = false) {
+  if (text.length > LONGEST) {
+    const rest = (text.length - LONGEST).toLocaleString("en");
+    const note = element("span", { class: "hidden-character" }, `${rest} more characters, which a copy has`);
+    return [...visible(text.slice(0, LONGEST), exact), note];
+  }
   const pattern = exact ? EXACT : PROSE;
   if (text.search(pattern) < 0) return [text];
   const parts = [];
