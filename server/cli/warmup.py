@@ -2,7 +2,7 @@
 
 On the GPU, it starts an engine like the service and ends it. For an absent GPU, it only compiles.
 
-Imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch, so `server.cli.command_groups` imports it only for this command.
 """
 
 from __future__ import annotations
