@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from server.cli.command_groups.shared import local_engine, settings_flags
+from server.cli.output import fail
 
 if TYPE_CHECKING:
     from server.cli.command_groups.command import Invocation
@@ -38,7 +39,7 @@ def bench_engine(call: Invocation) -> None:
     """Run `tessera bench engine`."""
     from model.errors import ModelError
     from server.cli.bench.engine.options import shape_folder
-    from server.cli.command_settings import fail, settings_of
+    from server.cli.command_settings import settings_of
 
     settings = settings_of(call.options, "bench engine")
     given = settings.model_fields_set

@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from server.cli.command_groups.shared import local_engine, settings_flags
+from server.cli.output import fail
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +79,7 @@ def warm_up_flags(parser: Parser) -> None:
 def warm_up(call: Invocation) -> None:
     """Run `tessera warmup`."""
     from model.checkpoint.config import ModelConfig
-    from server.cli.command_settings import engine_config, fail, settings_of
+    from server.cli.command_settings import engine_config, settings_of
     from server.engine.core.start_checks import StartupError, check_start
 
     settings, arch = settings_of(call.options, "warmup"), call.options.arch
@@ -142,7 +143,6 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
     from model.checkpoint.hub import resolve
     from model.errors import ModelError
     from server.cli.bench.engine.options import shape_folder
-    from server.cli.command_settings import fail
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU
     from server.log import quiet_libraries

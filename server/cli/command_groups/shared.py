@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from server.cli.output import fail
+
 if TYPE_CHECKING:
     from server.cli.parsing.parser import Parser
     from server.cli.settings import Settings
@@ -26,7 +28,7 @@ def settings_flags(parser: Parser) -> None:
 def local_engine(settings: Settings, command: str) -> EngineConfig:
     """Prepare this process for an engine and return its configuration; exits with status 1 if it cannot start."""
     from model.errors import ModelError
-    from server.cli.command_settings import engine_config, fail, find_model
+    from server.cli.command_settings import engine_config, find_model
     from server.cli.model_name import with_model_name
     from server.engine.core.start_checks import StartupError
     from server.engine.link.engine_process.process_setup import set_passive_openmp_wait

@@ -77,16 +77,6 @@ def newest(repo: CachedRepoInfo) -> CachedRevisionInfo:
     return max(repo.revisions, key=lambda it: ("main" in it.refs, it.last_modified))
 
 
-def size_text(size: int) -> str:
-    """Return a size in bytes for people, such as `1.2 GiB`."""
-    amount, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-
-
 def _describe(repo: CachedRepoInfo) -> LocalModel:
     revision = newest(repo)
     refs = sorted({ref for it in repo.revisions for ref in it.refs})

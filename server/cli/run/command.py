@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import TYPE_CHECKING
 
 from model.checkpoint.hub import BUNDLED
 from model.errors import ModelError
+from model.progress import Status
 from server.cli.client import chat, complete
 from server.cli.client.options import target
 from server.cli.client.session import Session, listed_name
 from server.cli.client.streams import ServerError
-from server.cli.command_settings import fail, find_model
+from server.cli.command_settings import find_model
 from server.cli.model_name import with_model_name
+from server.cli.output import INTERRUPTED, discard_output, fail
 from server.cli.run.service import OwnService
 from server.cli.service_parts import api_keys
 from server.engine.core.start_checks import StartupError
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace, settings: Settings, most_tokens: int) -> No
     except OSError as error:
         fail(f"the service cannot be started: {error}", COMMAND)
     except KeyboardInterrupt:
-        raise SystemExit(complete.INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _use_running(options: argparse.Namespace, settings: Settings) -> bool:
@@ -126,7 +127,7 @@ def _wait_until_ready(options: argparse.Namespace, service: OwnService) -> None:
     Raises:
         ServerError: the service ended or stopped.
     """
-    shown = ""
+    status = Status(_say)
 
     async def health() -> dict[str, object]:
         with contextlib.closing(Session(target(options), options.url)) as session:
@@ -134,26 +135,20 @@ def _wait_until_ready(options: argparse.Namespace, service: OwnService) -> None:
 
     while True:
         if service.status is not None:
+            status.clear()
             raise ServerError(f"the service ended with status {service.status}")
         state = {}
         with contextlib.suppress(ServerError):
             state = asyncio.run(health())
-        phase = str(state.get("phase", ""))
         if state.get("state") == "ready":
-            _show("")
+            status.clear()
             return
-        if phase != shown:
-            shown = phase
-            _show(phase)
+        status.show(str(state.get("phase", "starting")))
         time.sleep(_POLL_SECONDS)
 
 
-def _show(phase: str) -> None:
-    """Show what the service does: on a terminal on one line, which an empty text clears."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{phase}", end="", file=sys.stderr, flush=True)
-    elif phase:
-        print(f"[{phase}]", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)
 
 
 def _talk(options: argparse.Namespace, most_tokens: int) -> None:
@@ -176,8 +171,8 @@ def _talk(options: argparse.Namespace, most_tokens: int) -> None:
                 _complete(options, runner, prompt)
             else:
                 _continue_texts(options, runner)
-        except BrokenPipeError:  # `tessera run ... | head`; at exit, Python flushes once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # `tessera run ... | head`
+            discard_output()
 
 
 def _chat(options: argparse.Namespace, runner: asyncio.Runner, prompt: str | None) -> None:
