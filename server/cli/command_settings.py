@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from pydantic import ValidationError
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from server.cli.nvidia import may_have_gpu
 from server.cli.output import fail
 from server.cli.parsing.parser import PEERS, Parser, did_you_mean

@@ -140,8 +140,8 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
         command: its name, for messages.
     """
     from model.checkpoint.config import ModelConfig
-    from model.checkpoint.hub import resolve
     from model.errors import ModelError
+    from model.hub.resolve import resolve
     from server.cli.bench.engine.options import shape_folder
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU

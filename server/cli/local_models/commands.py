@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
-from model.checkpoint.hub_cache import cached_repositories, cached_spelling
-from model.checkpoint.names import read_name
 from model.errors import ModelError
+from model.hub.cache import cached_repositories, cached_spelling
+from model.hub.names import read_name
+from model.hub.resolve import BUNDLED, resolve
 from model.progress import bytes_text
 from server.cli.local_models.found import (
     LocalModel,

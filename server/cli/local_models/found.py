@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
+from model.hub.resolve import BUNDLED, resolve
 from model.json_input import read_json_object
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.checkpoint.hub import BUNDLED
 from model.errors import ModelError
+from model.hub.resolve import BUNDLED
 from model.progress import Status
 from server.cli.client import chat, complete
 from server.cli.client.options import target

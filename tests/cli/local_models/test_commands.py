@@ -6,8 +6,8 @@ import os
 import pytest
 from huggingface_hub import constants
 
-from model.checkpoint.hub import BUNDLED, resolve
-from model.checkpoint.names import read_name
+from model.hub.names import read_name
+from model.hub.resolve import BUNDLED, resolve
 
 MAIN = "0123456789abcdef0123456789abcdef01234567"
 OLD = "fedcba9876543210fedcba9876543210fedcba98"
