@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from tqdm import tqdm
 
 from model.errors import ModelFolderError
+from model.hub.cache import folder_name
 from model.hub.file_download import RemoteFile, Stopped, fetch
 from model.progress import Progress, bytes_text, duration_text
 
@@ -101,7 +102,7 @@ class _Library:
         self._hub, self._constants = huggingface_hub, constants
         self._repository, self._revision = repository, revision
         self._wanted, self._unwanted = [*wanted], [*unwanted]
-        self._storage = self.cache / f"models--{repository.replace('/', '--')}"
+        self._storage = self.cache / folder_name(repository)
         self._commit = ""
 
     def missing(self) -> tuple[str, list[RepoFile]]:

@@ -46,7 +46,7 @@ def main(
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
-    _answer_other_words(parser, arguments[0])
+    _answer_unknown_command(parser, arguments[0])
     options = parser.parse_args(arguments)
     options.run(Invocation(options, arguments, began, engine))
 
@@ -68,12 +68,12 @@ def command_parser(arguments: Sequence[str] | None) -> Parser:
     return parser
 
 
-def _answer_other_words(parser: Parser, word: str) -> None:
+def _answer_unknown_command(parser: Parser, word: str) -> None:
     """Exit with a message if a word is no command, but what it should be is known."""
     known = {name for it, command in COMMANDS.items() for name in (it, *command.aliases)}
     if word in known or word in VERSION_FLAGS:
         return
-    from server.cli.other_words import answer
+    from server.cli.unknown_commands import answer
 
     if message := answer(word, known):
         parser.error(message)
@@ -212,8 +212,8 @@ COMMANDS = {
     ),
     "ps": Command(
         "show the model, state and load of a running server",
-        client.running_flags,
-        client.running,
+        client.ps_flags,
+        client.ps,
         "Show which model a running service has, its state, and how many requests run and wait.",
         "[URL] [flags]",
     ),

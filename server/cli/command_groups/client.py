@@ -48,7 +48,7 @@ def run(call: Invocation) -> None:
     command.run(options, settings, DEFAULT_TOKENS)
 
 
-def running_flags(parser: Parser) -> None:
+def ps_flags(parser: Parser) -> None:
     """Add the flags of `tessera ps`."""
     from server.cli.client import options
 
@@ -57,11 +57,11 @@ def running_flags(parser: Parser) -> None:
     options.add_server_flags(parser)
 
 
-def running(call: Invocation) -> None:
+def ps(call: Invocation) -> None:
     """Run `tessera ps`."""
-    from server.cli.client import running
+    from server.cli.client import ps
 
-    running.main(call.options)
+    ps.main(call.options)
 
 
 def chat_flags(parser: Parser) -> None:

@@ -15,7 +15,7 @@ from model.hub.cache import cached_repositories, cached_spelling
 from model.hub.names import read_name
 from model.hub.resolve import BUNDLED, resolve
 from model.progress import bytes_text
-from server.cli.local_models.found import (
+from server.cli.local_models.scan import (
     LocalModel,
     cached_models,
     local_models,

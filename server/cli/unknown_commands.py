@@ -1,4 +1,4 @@
-"""What people type as a command that is none: the commands of other programs, and the names of models."""
+"""Answers a first word that is no command: the commands of other programs, and the names of models."""
 
 from __future__ import annotations
 
