@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from model.errors import ModelError
 from model.hub.resolve import BUNDLED
-from model.progress import Status
 from server.cli.client import chat, complete
 from server.cli.client.options import target
 from server.cli.client.session import Session, listed_name
@@ -127,7 +126,7 @@ def _wait_until_ready(options: argparse.Namespace, service: OwnService) -> None:
     Raises:
         ServerError: the service ended or stopped.
     """
-    status = Status(_say)
+    shown = ""
 
     async def health() -> dict[str, object]:
         with contextlib.closing(Session(target(options), options.url)) as session:
@@ -135,20 +134,26 @@ def _wait_until_ready(options: argparse.Namespace, service: OwnService) -> None:
 
     while True:
         if service.status is not None:
-            status.clear()
             raise ServerError(f"the service ended with status {service.status}")
         state = {}
         with contextlib.suppress(ServerError):
             state = asyncio.run(health())
+        phase = str(state.get("phase", ""))
         if state.get("state") == "ready":
-            status.clear()
+            _show("")
             return
-        status.show(str(state.get("phase", "starting")))
+        if phase != shown:
+            shown = phase
+            _show(phase)
         time.sleep(_POLL_SECONDS)
 
 
-def _say(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr, flush=True)
+def _show(phase: str) -> None:
+    """Show what the service does: on a terminal on one line, which an empty text clears."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{phase}", end="", file=sys.stderr, flush=True)
+    elif phase:
+        print(f"[{phase}]", file=sys.stderr, flush=True)
 
 
 def _talk(options: argparse.Namespace, most_tokens: int) -> None:
