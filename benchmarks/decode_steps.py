@@ -24,12 +24,12 @@ from benchmarks.report import add_bookkeeping, write_report
 from kernels import PagedBatch, Phase
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_kv_dtype
-from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
 from model.device.replay import CudaGraphs, Replay
 from model.executors.attention_plans import AttentionMetadata, PhasePlans
 from model.executors.layers import PagedStep
+from model.hub.resolve import resolve
 from server.cli.bench.engine.options import shape_folder
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.report import add_bookkeeping, write_report
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig, StepMessage
 from server.engine.core.request import GenerateRequest

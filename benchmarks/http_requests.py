@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from benchmarks.paced_engine import NO_PLAN
 from benchmarks.report import add_bookkeeping, write_report
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import (
     EngineInfo,

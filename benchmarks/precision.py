@@ -29,13 +29,13 @@ from benchmarks.report import add_bookkeeping, write_report
 from kernels.cpu.library import instructions
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import stored_dtype
-from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
 from model.device.quantizations import QUANTIZATIONS
 from model.executors import cpu_library
 from model.executors.columns import Bucket
 from model.executors.step import StepInput
+from model.hub.resolve import resolve
 from model.training.corpus import SourceFile, read_source
 from model.training.evaluate import scoring_windows
 from model.training.prepare import CONTEXT_LENGTH

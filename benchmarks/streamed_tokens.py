@@ -32,7 +32,7 @@ from uvicorn.server import ServerState
 
 from benchmarks.http_requests import DroppingTransport, ScriptedEngine, post
 from benchmarks.report import add_bookkeeping, write_report
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineStats, StepMessage
 from server.engine.core.request import GenerateRequest

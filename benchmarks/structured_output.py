@@ -22,8 +22,8 @@ from benchmarks.json_schemas import SchemaMaker, mutate
 from benchmarks.local_engine import LocalEngine
 from benchmarks.report import add_bookkeeping, write_report
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.errors import GrammarError
+from model.hub.resolve import resolve
 from model.sampling.grammar import (
     WORD_BITS,
     GrammarMatcher,

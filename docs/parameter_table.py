@@ -15,7 +15,7 @@ import msgspec
 from fastapi import FastAPI
 
 from docs.request_parameters import CHAT, COMPLETIONS, GENERATE, RESPONSES, Parameter
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import NUMBERS
 from model.text.tokenizer import Tokenizer
 from server.http.app import create_app

@@ -1,21 +1,29 @@
 """The tables of docs/coming-from.md: settings, routes and metrics of Tessera beside those of other servers.
 
-What others have is data, from their documents of November 2026: vLLM 0.32, TGI 3.3.6, llama.cpp
-(tools/server/README.md) and Ollama (docs/api.md, docs/faq.md). What Tessera has comes from the code: a route that both
-have is marked, a setting must exist, and every metric that is exported under vLLM's or TGI's name must be in the table.
+Flags of others come from `server.cli.peers`. Their routes are data, from their documents of November 2026: vLLM 0.32,
+TGI 3.3.6, llama.cpp (tools/server/README.md) and Ollama (docs/api.md). What Tessera has comes from the code: a route
+that both have is marked, the service must answer any other with a route of the same row, and every metric that is
+exported under vLLM's or TGI's name must be in the table.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final, NamedTuple
 
 from docs.parameter_table import application
+from server.cli.peers.answers import Peer
+from server.cli.peers.llama_cpp import LLAMA_CPP
+from server.cli.peers.ollama import OLLAMA
+from server.cli.peers.tgi import TGI
+from server.cli.peers.vllm import VLLM
 from server.cli.settings import flag, listed_settings
 from server.http.metrics import own, tgi, vllm
+from server.http.unknown_routes.answer import UnknownRoutes
 
 
 class Setting(NamedTuple):
-    """A setting, and the names of the same in other servers; empty where there is none."""
+    """Settings for one purpose, and what comes near in other servers beside the flags that are understood as these."""
 
     purpose: str
     names: tuple[str, ...]
@@ -46,116 +54,41 @@ class Metric(NamedTuple):
 
 
 SETTINGS: Final = (
-    Setting(
-        "the model",
-        ("model",),
-        "`MODEL`, `--model`",
-        "`--model-id`, `MODEL_ID`",
-        "`-m`, `-hf`",
-        "`ollama run NAME`",
-    ),
-    Setting(
-        "address",
-        ("host", "port"),
-        "`--host`, `--port`",
-        "`--hostname`, `--port`",
-        "`--host`, `--port`",
-        "`OLLAMA_HOST`",
-    ),
+    Setting("the model", ("model",), ollama="`ollama run NAME`"),
+    Setting("address", ("host", "port"), ollama="`OLLAMA_HOST`"),
     Setting(
         "longest sequence, prompt and output",
         ("max_model_len",),
-        "`--max-model-len`",
-        "`--max-total-tokens`",
-        "`--ctx-size`",
-        "`OLLAMA_CONTEXT_LENGTH`, `num_ctx`",
+        ollama="`OLLAMA_CONTEXT_LENGTH`, `num_ctx`",
     ),
-    Setting(
-        "sequences in a step",
-        ("max_num_seqs",),
-        "`--max-num-seqs`",
-        "`--max-batch-size`",
-        "`--parallel`",
-        "`OLLAMA_NUM_PARALLEL`",
-    ),
-    Setting(
-        "sequences before 429",
-        ("max_concurrent_requests",),
-        "",
-        "`--max-concurrent-requests`",
-        "",
-        "`OLLAMA_MAX_QUEUE`",
-    ),
-    Setting(
-        "memory of the KV cache",
-        ("kv_cache_gib", "kv_cache_tokens"),
-        "`--kv-cache-memory-bytes`",
-        "`--max-batch-total-tokens`",
-    ),
-    Setting(
-        "share of a GPU's memory for all",
-        ("gpu_memory_utilization",),
-        "`--gpu-memory-utilization`",
-        "`--cuda-memory-fraction`",
-    ),
+    Setting("sequences in a step", ("max_num_seqs",), ollama="`OLLAMA_NUM_PARALLEL`"),
+    Setting("sequences before 429", ("max_concurrent_requests",), ollama="`OLLAMA_MAX_QUEUE`"),
+    Setting("memory of the KV cache", ("kv_cache_gib", "kv_cache_tokens")),
+    Setting("share of a GPU's memory for all", ("gpu_memory_utilization",)),
     Setting(
         "its dtype",
         ("kv_cache_dtype",),
-        "`--kv-cache-dtype`",
-        "`--kv-cache-dtype`",
-        "`--cache-type-k`, `--cache-type-v`",
-        "`OLLAMA_KV_CACHE_TYPE`",
+        llama_cpp="`--cache-type-k`, `--cache-type-v`",
+        ollama="`OLLAMA_KV_CACHE_TYPE`",
     ),
     Setting(
         "weights of fewer bits",
         ("quantization",),
-        "`--quantization`",
-        "`--quantize`",
-        "the model's file",
-        "the model's tag",
+        llama_cpp="the model's file",
+        ollama="the model's tag",
     ),
     Setting(
-        "GPUs for one model",
-        ("tensor_parallel",),
-        "`--tensor-parallel-size`",
-        "`--num-shard`",
-        "`--split-mode`, `--tensor-split`",
+        "GPUs for one model", ("tensor_parallel",), llama_cpp="`--split-mode`, `--tensor-split`"
     ),
-    Setting(
-        "a copy of the model on each GPU",
-        ("data_parallel",),
-        "`--data-parallel-size`",
-        "several services",
-    ),
-    Setting(
-        "CPU or GPU",
-        ("device",),
-        "the installed build",
-        "",
-        "`--device`, `--gpu-layers`",
-        "`num_gpu`",
-    ),
-    Setting(
-        "keys",
-        ("api_key", "api_key_file"),
-        "`--api-key`, `VLLM_API_KEY`",
-        "`--api-key`",
-        "`--api-key`, `--api-key-file`",
-    ),
-    Setting(
-        "pages of other origins",
-        ("cors_allow_origin",),
-        "`--allowed-origins`",
-        "`--cors-allow-origin`",
-        "",
-        "`OLLAMA_ORIGINS`",
-    ),
+    Setting("a copy of the model on each GPU", ("data_parallel",), tgi="several services"),
+    Setting("CPU or GPU", ("device",), ollama="`num_gpu`"),
+    Setting("keys", ("api_key", "api_key_file")),
+    Setting("pages of other origins", ("cors_allow_origin",), ollama="`OLLAMA_ORIGINS`"),
     Setting(
         "calls of tools, which need no switch",
         ("tool_call_format",),
-        "`--enable-auto-tool-choice`, `--tool-call-parser`",
-        "",
-        "`--jinja`",
+        vllm="`--enable-auto-tool-choice`",
+        llama_cpp="`--jinja`",
     ),
 )
 ROUTES: Final = (
@@ -232,7 +165,7 @@ ROUTES: Final = (
     ),
     Routes(
         "load and version",
-        "GET:/metrics GET:/info",
+        "GET:/load GET:/version",
         "GET:/load GET:/version",
         "GET:/info",
         "GET:/slots",
@@ -398,7 +331,7 @@ def settings_table() -> str:
     """Return the table of settings.
 
     Raises:
-        ValueError: there is no such setting.
+        ValueError: there is no such setting, or another server has no such flag or variable.
     """
     known = listed_settings()
     lines = ["| for | Tessera | vLLM | TGI | llama.cpp | Ollama |", "|---|---|---|---|---|---|"]
@@ -406,25 +339,53 @@ def settings_table() -> str:
         if missing := set(row.names) - set(known):
             raise ValueError(f"no setting {', '.join(sorted(missing))}")
         names = ", ".join(f"`{flag(name)}`" for name in row.names)
-        lines.append(_row(row.purpose, names, row.vllm, row.tgi, row.llama_cpp, row.ollama))
+        beside = (VLLM, row.vllm), (TGI, row.tgi), (LLAMA_CPP, row.llama_cpp), (OLLAMA, row.ollama)
+        cells = (_flags_of(peer, row.names, near) for peer, near in beside)
+        lines.append(_row(row.purpose, names, *cells))
     return "\n".join(lines)
+
+
+def _flags_of(peer: Peer, settings: tuple[str, ...], near: str) -> str:
+    """Return the first flag of each row of a peer that is understood as one of the settings, and what comes near.
+
+    Raises:
+        ValueError: the peer has no flag or variable that `near` names.
+    """
+    known = {name for row in peer.rows for name in (row.flags + " " + row.variables).split()}
+    if missing := set(re.findall(r"`(--[^`]+|[A-Z_]{3,})`", near)) - known:
+        raise ValueError(f"{peer.name} has no {', '.join(sorted(missing))}")
+    flags = [
+        f"`{row.flags.split()[0]}`"
+        for name in settings
+        for row in peer.rows
+        if row.setting == name and row.flags
+    ]
+    return "; ".join(filter(None, (", ".join(flags), near)))
 
 
 def routes_table() -> str:
     """Return the table of routes, with a mark at those of other servers that Tessera has too.
 
     Raises:
-        ValueError: Tessera has no such route.
+        ValueError: Tessera has no such route, or answers a route of another server with none of the same purpose.
     """
+    routes = application().routes
     served = {
         (method, getattr(route, "path", ""))
-        for route in application().routes
+        for route in routes
         for method in getattr(route, "methods", None) or ()
     }
+    paths = {path for _, path in served}
+    unknown = UnknownRoutes(routes)
 
-    def mark(route: str) -> str:
+    def mark(route: str, tessera: str) -> str:
         method, path = route.rstrip("!").split(":", 1)
         known = (method, path) in served
+        if path not in paths:
+            answer = unknown.message(path)
+            named = [f" {it.split(':', 1)[1]}" for it in tessera.split()] or ["out of scope"]
+            if "the nearest first" in answer or not any(it in answer for it in named):
+                raise ValueError(f"{route} is answered with: {answer}")
         return f"`{method} {path}`" + (" (other body)" if route.endswith("!") else " ✓" * known)
 
     def cell(routes: str) -> str:
@@ -435,7 +396,7 @@ def routes_table() -> str:
         if missing := [it for it in row.tessera.split() if tuple(it.split(":", 1)) not in served]:
             raise ValueError(f"no route {', '.join(missing)}")
         columns = (row.vllm, row.tgi, row.llama_cpp, row.ollama)
-        peers = (", ".join(map(mark, column.split())) for column in columns)
+        peers = (", ".join(mark(it, row.tessera) for it in column.split()) for column in columns)
         lines.append(_row(row.purpose, cell(row.tessera), *peers))
     return "\n".join(lines)
 

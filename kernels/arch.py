@@ -206,11 +206,11 @@ _MORE: Final = (
     GPUArch("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell", 120, 188, 99 * _KIB, 1792, 503.8, 126.0, 1007.6, 97_887),
 )  # fmt: skip
 PROCESSORS: Mapping[str, GPUArch] = MappingProxyType({arch.key: arch for arch in (*_KNOWN, *_MORE)})
-"""The processors of `CATALOGUE` and other GPUs, for plans.
+"""The processors of `CATALOGUE` and other GPUs, for plans and for the peaks of the GPU that is present.
 
-They differ from those of the catalogue in SMs, memory and peaks only, so tests go through the catalogue. The sources
-are the same, and the data sheets of the RTX A6000, L40S, GH200 (with 96 GB of HBM3), HGX B300 and GB200 NVL72, and the
-white paper "NVIDIA RTX PRO Blackwell GPU Architecture".
+Except the B300, they differ from those of the catalogue in SMs, memory and peaks only, so tests go through the
+catalogue. The sources are the same, and the data sheets of the RTX A6000, L40S, GH200 (with 96 GB of HBM3), HGX B300
+and GB200 NVL72, and the white paper "NVIDIA RTX PRO Blackwell GPU Architecture".
 """
 
 
@@ -255,7 +255,7 @@ def detect(device: torch.device | str | None = None) -> GPUArch:
 
     Returns:
         The properties that the driver reports. It does not report bandwidth and peaks: they come from
-        `CATALOGUE` for a GPU with an entry of this name and number of SMs, and are 0 for others.
+        `PROCESSORS` for a GPU with an entry of this name and number of SMs, and are 0 for others.
 
     Raises:
         UnsupportedDeviceError: the GPU is an AMD GPU.
@@ -304,10 +304,13 @@ def _detect_gpu(index: int) -> GPUArch:
 
 
 def _find_known(name: str, num_sms: int) -> GPUArch | None:
-    """Find the catalogue's entry for a driver's device name, such as `NVIDIA A100-SXM4-80GB`.
+    """Find the processor of a driver's device name: the one of this name, or the catalogue's whose key is a word of it.
 
     A partition of a GPU, or a smaller model of the same name, has another number of SMs.
     """
+    for arch in PROCESSORS.values():
+        if (arch.name, arch.num_sms) == (name, num_sms):
+            return arch
     words = set(name.upper().replace("-", " ").split())
     for arch in CATALOGUE.values():
         wanted = arch.key.upper().removeprefix("RTX")

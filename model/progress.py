@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,6 +26,17 @@ _BAR_SECONDS: Final = 0.5
 """Work that takes less time has no bar."""
 _WATCH_SECONDS: Final = 0.5
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _make_bar(**options: Any) -> tqdm[None]:  # noqa: ANN401 - those of tqdm
+    # Imported here because most commands show no progress.
+    from tqdm import tqdm  # noqa: PLC0415
+
+    # Else the first bar would make a lock between processes, for which Python may start a process.
+    tqdm.set_lock(threading.RLock())
+    # Its stub infers that there are no items.
+    bar: tqdm[None] = tqdm(leave=False, dynamic_ncols=True, file=sys.stderr, **options)
+    return bar
 
 
 class Progress:
@@ -133,29 +144,17 @@ class Progress:
         of = f" of {self.total}" if self.total else ""
         return f"{self.done}{of} {self.unit}{share}"
 
-    def _make_bar(self) -> tqdm[None]:
-        # Imported here because most commands show no progress.
-        from tqdm import tqdm  # noqa: PLC0415
-
-        # Else the first bar would make a lock between processes, for which Python may start a process.
-        tqdm.set_lock(threading.RLock())
-        in_bytes = self.unit == BYTES
-        bar: tqdm[None] = tqdm(  # type: ignore[assignment] # its stub infers that there are no items
-            desc=self.what,
-            total=self.total or None,
-            initial=self.done,
-            unit=BYTES if in_bytes else f" {self.unit}",
-            unit_scale=in_bytes,
-            unit_divisor=1024,
-            leave=False,
-            dynamic_ncols=True,
-            file=sys.stderr,
-        )
-        return bar
-
     def _draw(self, note: str) -> None:
         if self._bar is None:
-            self._bar = self._make_bar()
+            in_bytes = self.unit == BYTES
+            self._bar = _make_bar(
+                desc=self.what,
+                total=self.total or None,
+                initial=self.done,
+                unit=BYTES if in_bytes else f" {self.unit}",
+                unit_scale=in_bytes,
+                unit_divisor=1024,
+            )
         bar = self._bar
         bar.total = self.total or None
         bar.set_postfix_str(note, refresh=False)
@@ -206,13 +205,7 @@ class Status:
 
     def _draw(self, text: str, now: float) -> None:
         if self._bar is None:
-            from tqdm import tqdm  # noqa: PLC0415 - as in `Progress`
-
-            tqdm.set_lock(threading.RLock())
-            bar: tqdm[None] = tqdm(  # type: ignore[assignment] # as in `Progress`
-                bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr
-            )
-            self._bar = bar
+            self._bar = _make_bar(bar_format="{desc}")
         elif now - self._line_at < _REDRAW_SECONDS:
             return
         self._line_at = now

@@ -23,7 +23,7 @@ from benchmarks.cpu_peers.contenders import CONTENDERS, Round
 from benchmarks.cpu_peers.other_load import LIMIT, other_load
 from benchmarks.cpu_peers.work import FORMATS, QUANTIZED, Work
 from benchmarks.report import add_bookkeeping, write_report
-from model.checkpoint.hub import BUNDLED
+from model.hub.resolve import BUNDLED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

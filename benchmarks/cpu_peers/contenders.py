@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.cpu_peers.streams import MODEL_NAME, Llama, memory_mib, tokens_per_second
 from benchmarks.service import free_port, service, serving
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from server.cli.bench.engine.options import SHAPES
 from server.cli.bench.serve.apis import OpenAI
 

@@ -22,6 +22,15 @@ _BYTES: Final = {
 }  # fmt: skip
 
 
+def quantized_kv_dtype(requested: str) -> str | None:
+    """Return the dtype of keys and values that a setting asks for; None for that of the model.
+
+    Args:
+        requested: "auto" or "fp8".
+    """
+    return SCALED_DTYPE if requested == "fp8" else None
+
+
 @dataclass(frozen=True)
 class Paged:
     """Keys and values of each token, in blocks.

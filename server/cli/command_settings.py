@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from pydantic import ValidationError
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
-from model.checkpoint.names import BUNDLED, well_known
+from model.hub.names import BUNDLED, well_known
+from model.hub.resolve import resolve
 from server.cli.nvidia import may_have_gpu
+from server.cli.output import fail
 from server.cli.parsing.parser import PEERS, SEVERAL, Parser, did_you_mean
 from server.cli.parsing.setting_flags import (
     MODEL,
@@ -250,12 +250,6 @@ def find_model(settings: Settings) -> tuple[Path, ModelConfig]:
     has_gpu = None if may_have_gpu() else False
     check_start(engine_config(settings, folder), model, has_gpu=has_gpu)
     return resolve(settings.model, settings.revision), model
-
-
-def fail(message: str, command: str = "serve", status: int = 1) -> NoReturn:
-    """Print an error and exit."""
-    print(f"tessera {command}: error: {message}", file=sys.stderr)
-    raise SystemExit(status)
 
 
 def _fail_all(messages: Iterable[str], command: str) -> NoReturn:

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from server.cli.deferred_signals import deferred_signals
+from server.cli.output import INTERRUPTED, fail
 from server.engine.link.spawn import end, spawn, use_safe_path
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 
 _ENDING = signal.SIGINT, signal.SIGTERM
-_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells report it
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             commands.main(arguments, began)
     except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 def serve_main() -> None:
@@ -65,10 +65,7 @@ def _serve(arguments: list[str], began: float) -> None:
         with deferred_signals(*_ENDING):
             engine = spawn()
     except OSError as error:
-        print(
-            f"tessera serve: error: the engine process cannot be started: {error}", file=sys.stderr
-        )
-        raise SystemExit(1) from None
+        fail(f"the engine process cannot be started: {error}", "serve")
     try:
         from server.cli import commands  # noqa: PLC0415 - slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model.checkpoint.names import read_name
+from model.hub.names import read_name
 
 if TYPE_CHECKING:
     from server.cli.settings import Settings

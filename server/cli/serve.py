@@ -10,11 +10,12 @@ import time
 from typing import TYPE_CHECKING
 
 from model.errors import ModelError
-from server.cli.command_settings import engine_config, fail, find_model
+from server.cli.command_settings import engine_config, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.front_end.count import front_end_count
 from server.cli.listening import listen, local_hosts
 from server.cli.model_name import with_model_name
+from server.cli.output import fail
 from server.cli.service_parts import (
     api_keys,
     check_tracing,
@@ -88,7 +89,7 @@ def serve(
         allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
         limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
     except (ModelError, StartupError) as error:
-        fail(str(error))
+        fail(str(error), "serve")
     log.info("starting with the model %s", settings.model)
     engine_type = EngineHub if front_ends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
@@ -112,7 +113,7 @@ def serve(
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(engine, server, listeners[0], began))
     except (ModelError, ChildStartError) as error:
-        fail(str(error))
+        fail(str(error), "serve")
     finally:
         if engine is not None:
             engine.kill()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from model.checkpoint.generation_config import read_sampling_defaults
-from model.checkpoint.hub import BUNDLED, is_bundled, resolve
+from model.hub.resolve import BUNDLED, is_bundled, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
 from server.cli.nvidia import count_gpus, may_have_gpu

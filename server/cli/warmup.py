@@ -2,7 +2,7 @@
 
 On the GPU, it starts an engine like the service and ends it. For an absent GPU, it only compiles.
 
-Imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch, so `server.cli.command_groups` imports it only for this command.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
 
 from kernels.arch import GPUArch, known_processors
 from model.progress import Status
+from server.cli.output import fail
 from server.engine.core.messages import EngineConfig, EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process.rank_processes import RankProcesses
@@ -43,7 +43,7 @@ def warm_up(config: EngineConfig, began: float) -> None:
         ranks = RankProcesses(config) if config.tensor_parallel > 1 else None
         engine = start_engine(config, _EndsAtOnce(), ranks)
     except StartupError as error:
-        _fail(str(error))
+        fail(str(error), "warmup")
     ready = time.perf_counter() - began
     engine.run()
     seconds = ", ".join(
@@ -72,12 +72,12 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
 
         from kernels.gpu import kernel_cache  # noqa: PLC0415 - imports Triton
     except ImportError:
-        _fail("Triton is not installed: pip install triton==3.6.0")
+        fail("Triton is not installed: pip install triton==3.6.0", "warmup")
     if output is not None:
         try:
             kernel_cache.write_to(Path(output))
         except OSError as error:
-            _fail(f"cannot write compiled kernels to {output}: {error}")
+            fail(f"cannot write compiled kernels to {output}: {error}", "warmup")
     status = Status(_say)
     try:
         folder = Path(knobs.cache.dir)
@@ -87,9 +87,9 @@ def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: fl
         if output is not None:
             kernel_cache.drop_sources(folder)
     except StartupError as error:
-        _fail(str(error))
+        fail(str(error), "warmup")
     except OSError as error:
-        _fail(f"compiling into {knobs.cache.dir}: {error}")
+        fail(f"compiling into {knobs.cache.dir}: {error}", "warmup")
     finally:
         status.clear()
     kernels, seconds = kernel_cache.num_kernels(folder), time.perf_counter() - began
@@ -103,8 +103,3 @@ def _of(processor: GPUArch, status: Status) -> Callable[[str], None]:
 
 def _say(text: str) -> None:
     print(f"tessera warmup: {text}", file=sys.stderr, flush=True)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"tessera warmup: error: {message}", file=sys.stderr)
-    raise SystemExit(1)

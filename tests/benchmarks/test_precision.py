@@ -9,9 +9,9 @@ from torch.nn import functional
 from benchmarks.precision import PRECISIONS, Score, ServedModel, score, select_documents
 from benchmarks.quantized_model import QuantizedLM, Scheme
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
 from model.executors import cpu_library
+from model.hub.resolve import resolve
 from model.training.evaluate import file_bits
 from tests.gpu.python_headers import HEADERS
 from tests.model.checkpoint.hf_checkpoints import CASES

@@ -31,15 +31,8 @@ def exit_status(arguments):
 @pytest.fixture
 def start():
     """Return a function that starts a server with scripts for its paths."""
-    servers = []
-
-    def begin(scripts):
-        servers.append(fake.ThreadedServer(scripts))
-        return servers[-1].__enter__()
-
-    yield begin
-    for server in servers:
-        server.__exit__()
+    with fake.starter() as begin:
+        yield begin
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A server that sends scripted responses."""
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -124,6 +125,13 @@ class ThreadedServer(FakeServer):
 
     def _wait(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+
+@contextlib.contextmanager
+def starter():
+    """Yield a function that starts a server with scripts for its paths; they end with the block."""
+    with contextlib.ExitStack() as servers:
+        yield lambda scripts: servers.enter_context(ThreadedServer(scripts))
 
 
 def event(value):

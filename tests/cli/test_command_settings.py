@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from pydantic import create_model
 
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from server.cli import command_settings
 from server.cli.command_settings import find_model, read_settings
 from server.cli.peers.table import find_variable

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.checkpoint.known_models import SEVERAL
 from model.errors import ModelFolderError
+from model.hub.known_models import SEVERAL
 from server.cli.bench.engine.options import shape_folder, shapes
 from server.cli.model_name import with_model_name
 from server.cli.settings import Settings

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.errors import ModelFolderError
+from model.hub.resolve import resolve
 from model.sampling.parameters import SamplingDefaults
 from server.cli.service_parts import http_config
 from server.cli.settings import Settings

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from server.cli.bench.engine.options import SHAPES
 from server.cli.size.estimate import BATCHES, EXPECTED_SHARE, LAYER_SECONDS
 from server.engine.runner.start.kv_sizes import NCCL_BYTES

@@ -106,12 +106,5 @@ def default_service(service, monkeypatch):
 @pytest.fixture
 def scripted():
     """Return a function that starts a server with scripted responses."""
-    servers = []
-
-    def begin(scripts):
-        servers.append(fake.ThreadedServer(scripts))
-        return servers[-1].__enter__()
-
-    yield begin
-    for server in servers:
-        server.__exit__()
+    with fake.starter() as begin:
+        yield begin

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from benchmarks.service import service
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from server.engine.link.spawn import spawn
 
 pytestmark = pytest.mark.e2e

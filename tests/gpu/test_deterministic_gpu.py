@@ -12,7 +12,7 @@ from benchmarks.local_engine import LocalEngine
 from kernels.fp8 import quantize_rows
 from kernels.linear.projection import SWIGLU, Norm, Operations, Purpose, Residual, bind_projection
 from kernels.norms.gpu.norm_and_gate import add_rms_norm
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from server.engine.core.messages import EngineConfig
 from tests.engine.runner.companies import check_companies
 from tests.kernels.linear.weights import linear_weights

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.local_engine import LocalEngine
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import NOT_FINITE, SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import FinishReason, GenerateRequest

@@ -14,8 +14,8 @@ from kernels.attention.pytorch.write_kv import write_kv as write_on_cpu
 from kernels.attention.registry import REGISTRY
 from kernels.fp8 import FP8
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
+from model.hub.resolve import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from tests.gpu.attention_cases import (
     DEVICE,

@@ -18,8 +18,8 @@ from kernels.norms.gpu import quantize_rows as fused
 from kernels.rope.registry import TRITON
 from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest

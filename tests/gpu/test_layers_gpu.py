@@ -9,11 +9,11 @@ from benchmarks.local_engine import LocalEngine
 from kernels.linear import projection
 from kernels.rope.registry import TRITON
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.decoder import DecoderLM
 from model.executors import attention as model_attention
 from model.executors import layers as bound_network
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest

@@ -21,9 +21,9 @@ import model.executors.attention_plans
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.device.transfer import Download
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineConfig
@@ -313,7 +313,7 @@ BREAK_CONTEXT = """
 import torch
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from model.checkpoint.weights import load_model
 from server.engine.runner.step.model_runner import ModelRunner
 

@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from benchmarks.local_engine import LocalEngine
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest

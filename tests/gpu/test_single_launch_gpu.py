@@ -14,11 +14,11 @@ from kernels.fp8 import quantize_kv_rows
 from kernels.hadamard import hadamard_transform
 from kernels.step.sizes import on_tensor_cores
 from kernels.weight_format import FP8_ROWS, unquantized
-from model.checkpoint.hub import BUNDLED, resolve
 from model.decoder import DecoderLM
 from model.executors import single_launch
 from model.executors.executor import ModelProblem
 from model.executors.single_launch import bind_single_launch
+from model.hub.resolve import BUNDLED, resolve
 from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig

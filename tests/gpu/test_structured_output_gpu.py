@@ -5,7 +5,7 @@ import pytest
 from benchmarks.local_engine import LocalEngine
 from benchmarks.structured_output import LONG_SCHEMA
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from model.sampling.grammar import GrammarTokenizer, compile_matcher, serialize
 from model.sampling.grammar_processes import GrammarProcesses
 from model.sampling.parameters import SamplingParams

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.sampling.grammar import GrammarTokenizer, check, compile_matcher, serialize
 from model.sampling.sampler import Sampler
 from model.text.tokenizer import Tokenizer

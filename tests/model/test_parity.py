@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
+from model.hub.resolve import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from tests.kernels.references.problems import assert_no_worse_than
 from tests.marks import slow_except

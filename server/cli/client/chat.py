@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
-from typing import NoReturn, Self
+from typing import Self
 
-from server.cli.client.complete import INTERRUPTED
 from server.cli.client.options import split_target, target
 from server.cli.client.session import Session, listed_name, write_answer
 from server.cli.client.streams import Chat, ServerError
+from server.cli.output import INTERRUPTED, discard_output, fail
 from server.client.address import DEFAULT_URL
 
 _HELP = "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D or /exit ends."
@@ -33,7 +32,7 @@ def main(options: argparse.Namespace) -> None:
     try:
         split_target([] if options.target is None else [options.target], options)
     except ValueError as error:
-        _fail(str(error), status=2)
+        fail(str(error), "chat", status=2)
     try:
         with asyncio.Runner() as runner, Conversation(options, runner) as conversation:
             conversation.connect()
@@ -42,11 +41,11 @@ def main(options: argparse.Namespace) -> None:
             else:
                 _answer_once(conversation)
     except ServerError as error:
-        _fail(str(error))
+        fail(str(error), "chat")
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # `tessera chat < question | head`; at exit, Python flushes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `tessera chat < question | head`
+        discard_output()
 
 
 class Conversation:
@@ -166,10 +165,5 @@ def _ask(conversation: Conversation, message: str) -> None:
 def _answer_once(conversation: Conversation) -> None:
     message = sys.stdin.read().strip()
     if not message:
-        _fail("standard input has no message", status=2)
+        fail("standard input has no message", "chat", status=2)
     conversation.ask(message)
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    print(f"tessera chat: error: {message}", file=sys.stderr)
-    raise SystemExit(status)

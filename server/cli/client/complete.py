@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
-from typing import NoReturn
 
 from server.cli.client.options import looks_like_url, split_target, target
 from server.cli.client.session import Session, listed_name, write_answer
 from server.cli.client.streams import Completions, GenerateStream, ServerError
+from server.cli.output import INTERRUPTED, discard_output, fail
 from server.client.address import DEFAULT_URL
-
-INTERRUPTED = 130
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
@@ -33,19 +30,19 @@ def main(options: argparse.Namespace) -> None:
         if len(words) == 2 or (words and looks_like_url(words[0])):
             words = split_target(words, options)
     except ValueError as error:
-        _fail(str(error), status=2)
+        fail(str(error), "complete", status=2)
     prompt = words[0] if words and words[0] != "-" else _read_input()
     if not prompt:
-        _fail("the prompt is empty", status=2)
+        fail("the prompt is empty", "complete", status=2)
     try:
         asyncio.run(continue_text(prompt, options))
     except ServerError as error:
-        _fail(str(error))
+        fail(str(error), "complete")
     except KeyboardInterrupt:
         print(file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # `tessera complete | head`; at exit, Python flushes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `tessera complete | head`
+        discard_output()
 
 
 async def continue_text(prompt: str, options: argparse.Namespace) -> None:
@@ -77,8 +74,3 @@ def _read_input() -> str:
     if sys.stdin.isatty():
         print("the prompt, until Ctrl-D:", file=sys.stderr)
     return sys.stdin.read()
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    print(f"tessera complete: error: {message}", file=sys.stderr)
-    raise SystemExit(status)

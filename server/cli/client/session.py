@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from model.checkpoint.names import read_name
 from model.errors import ModelFolderError
+from model.hub.names import read_name
 from server.cli.client.http_client import Client, RequestError, Target
 from server.cli.client.streams import Piece, Route, ServerError
 from server.client.errors import read_error
@@ -145,7 +145,7 @@ def listed_name(model: str, listed: Sequence[str]) -> str | None:
     """Return the name under which a server lists a model; None if it does not.
 
     Args:
-        model: as `model.checkpoint.names` reads names, so `qwen3-0.6b` is Qwen/Qwen3-0.6B.
+        model: as `model.hub.names` reads names, so `qwen3-0.6b` is Qwen/Qwen3-0.6B.
         listed: by the server.
     """
     names = [model]

@@ -1,6 +1,6 @@
 """`tessera doctor`: prints one line for each check; exits with status 1 if one found an error.
 
-Imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch, so `server.cli.command_groups` imports it only for this command.
 """
 
 from __future__ import annotations

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
-from model.checkpoint.hub_cache import cached_repositories, cached_spelling
-from model.checkpoint.names import read_name
 from model.errors import ModelError
-from server.cli.command_settings import fail
-from server.cli.local_models.found import (
+from model.hub.cache import cached_repositories, cached_spelling
+from model.hub.names import read_name
+from model.hub.resolve import BUNDLED, resolve
+from model.progress import bytes_text
+from server.cli.local_models.scan import (
     LocalModel,
     cached_models,
     local_models,
     scan_cache,
-    size_text,
 )
-from server.cli.output import write_result
+from server.cli.output import fail, write_result
 from server.log import configure_logging
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def remove(options: argparse.Namespace) -> None:
     for name, commits in chosen.items():
         plan = cache.delete_revisions(*commits)
         plan.execute()
-        print(f"deleted {name}: {size_text(plan.expected_freed_size)}")
+        print(f"deleted {name}: {bytes_text(plan.expected_freed_size)}")
 
 
 def _cached_name(model: str, revision: str | None) -> tuple[str, str | None]:
@@ -126,7 +125,7 @@ def _commits(repository: CachedRepoInfo, revision: str | None) -> list[str]:
 def _row(model: LocalModel, now: float) -> tuple[str, ...]:
     return (
         model.name,
-        size_text(model.size_bytes),
+        bytes_text(model.size_bytes),
         ", ".join(_short(model.revisions)) or "-",
         "-" if model.last_used is None else _age(model.last_used, now),
         "yes" if model.supported else f"no: {model.why}",

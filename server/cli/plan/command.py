@@ -1,6 +1,6 @@
 """`tessera plan`: shows which kernels run for a model on a processor, and why. The processor may be absent.
 
-Imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch, so `server.cli.command_groups` imports it only for this command.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels import FP8, GPUArch
+from kernels import GPUArch
 from kernels.collective.communicator import AbsentRanks
 from kernels.weight_format import LIBRARY_FORMATS, WeightFormat
 from model.checkpoint.config import ModelConfig
@@ -15,6 +15,7 @@ from model.checkpoint.formats.table import kept
 from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
+from model.network.state import quantized_kv_dtype
 from server.cli.command_settings import engine_config
 from server.engine.runner.start.quantization import resolved_quantization
 
@@ -64,7 +65,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     model.unmeasured_kernels = settings.unmeasured_kernels
     if quantization in LIBRARY_FORMATS:
         model.weight_format = quantization
-    return PlannedModel(model, quantization, FP8 if settings.kv_cache_dtype == "fp8" else None)
+    return PlannedModel(model, quantization, quantized_kv_dtype(settings.kv_cache_dtype))
 
 
 def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.checkpoint.hub import BUNDLED
 from model.errors import ModelError
+from model.hub.resolve import BUNDLED
 from server.cli.client import chat, complete
 from server.cli.client.options import target
 from server.cli.client.session import Session, listed_name
 from server.cli.client.streams import ServerError
-from server.cli.command_settings import fail, find_model
+from server.cli.command_settings import find_model
 from server.cli.model_name import with_model_name
+from server.cli.output import INTERRUPTED, discard_output, fail
 from server.cli.run.service import OwnService
 from server.cli.service_parts import api_keys
 from server.engine.core.start_checks import StartupError
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, settings: Settings, most_tokens: int) -> No
     except OSError as error:
         fail(f"the service cannot be started: {error}", COMMAND)
     except KeyboardInterrupt:
-        raise SystemExit(complete.INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _use_running(options: argparse.Namespace, settings: Settings) -> bool:
@@ -176,8 +176,8 @@ def _talk(options: argparse.Namespace, most_tokens: int) -> None:
                 _complete(options, runner, prompt)
             else:
                 _continue_texts(options, runner)
-        except BrokenPipeError:  # `tessera run ... | head`; at exit, Python flushes once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # `tessera run ... | head`
+            discard_output()
 
 
 def _chat(options: argparse.Namespace, runner: asyncio.Runner, prompt: str | None) -> None:

@@ -12,8 +12,8 @@ import msgspec
 
 from model.checkpoint.config import ModelConfig
 from model.errors import ModelError
-from server.cli.command_settings import engine_config, fail
-from server.cli.output import write_result
+from server.cli.command_settings import engine_config
+from server.cli.output import fail, write_result
 from server.cli.plan.processor import NoDeviceError, find_arch
 from server.cli.size.estimate import (
     EXPECTED_SHARE,

@@ -12,7 +12,7 @@ from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
 from model.network.sizes import ModelSizes, dtype_bytes
 from model.network.spec import Attention
-from model.network.state import SCALED_DTYPE
+from model.network.state import quantized_kv_dtype
 from server.engine.core.memory.kv_demand import (
     CUDA_BYTES,
     GIB,
@@ -137,7 +137,7 @@ def estimate(
     memory = _memory(model, config, arch, limits)
     lengths = dict.fromkeys((input_len + output_len, limits.max_model_len))
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
-    dtype, kv_dtype = model.dtype_name, _kv_dtype(config)
+    dtype, kv_dtype = model.dtype_name, quantized_kv_dtype(config.kv_cache_dtype)
     work = ModelWork(model, config.block_size, arch, kv_dtype)
     at_once = min(capacity[0].sequences, limits.max_num_seqs)
     context = input_len + (output_len + 1) // 2
@@ -158,11 +158,6 @@ def estimate(
     )
 
 
-def _kv_dtype(config: EngineConfig) -> str | None:
-    """Return the dtype of a quantized KV cache; None for the model's."""
-    return SCALED_DTYPE if config.kv_cache_dtype == "fp8" else None
-
-
 def _memory(
     model: ModelSizes, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
@@ -171,7 +166,7 @@ def _memory(
     if config.cuda_graphs:
         row_bytes = model.network.vocab * element
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
-    state = model.network.state(_kv_dtype(config) or model.dtype_name)
+    state = model.network.state(quantized_kv_dtype(config.kv_cache_dtype) or model.dtype_name)
     total, share = arch.memory_mib * MIB, config.gpu_memory_utilization
     demand = kv_cache_demand(
         config,

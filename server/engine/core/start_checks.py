@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from model.checkpoint.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
 from model.device.quantizations import CPU_QUANTIZATIONS
-from model.network.state import SCALED_DTYPE
+from model.network.state import quantized_kv_dtype
 from server.engine.core.memory.kv_demand import (
     GIB,
     KVCacheDemand,
@@ -114,8 +114,8 @@ def _cache_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
     With weights in int8 and int4 the cache is in float16. "auto" is int8 on most processors.
     """
-    if config.kv_cache_dtype == "fp8":
-        return SCALED_DTYPE
+    if (quantized := quantized_kv_dtype(config.kv_cache_dtype)) is not None:
+        return quantized
     if config.dtype != "auto":
         return config.dtype
     may_be_integers = config.quantization != "none" and config.tensor_parallel == 1

@@ -128,5 +128,9 @@ SUBJECTS: Final[dict[str, str]] = {
 }
 """Why there is no route, by the first part of the path that is none of `VERSIONS`."""
 
-DEEPER: Final[dict[str, str]] = {"/v1/messages/batches": _FILES}
-"""The same by the beginning of a path, where its first part is a route of this service."""
+DEEPER: Final[dict[str, str]] = {
+    "/models/load": _MODELS,
+    "/models/unload": _MODELS,
+    "/v1/messages/batches": _FILES,
+}
+"""The same by the beginning of a path, where its parts lead to a route of this service for another purpose."""

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from model.text.tokenizer import Tokenizer
 from server.cli.bench.serve.prompts import (
     PromptError,

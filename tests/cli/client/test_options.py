@@ -28,7 +28,7 @@ def test_a_url_may_lack_its_scheme_and_end_in_the_path_of_the_api(text, url):
 
 
 @pytest.mark.parametrize("word", ["gpt2", "Qwen/Qwen3-0.6B", "def f():", "a: 1", "12:30 is", ""])
-def test_other_words_are_no_urls(word):
+def test_unknown_commands_are_no_urls(word):
     assert not looks_like_url(word)
 
 

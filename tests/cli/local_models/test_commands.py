@@ -6,9 +6,8 @@ import os
 import pytest
 from huggingface_hub import constants
 
-from model.checkpoint.hub import BUNDLED, resolve
-from model.checkpoint.names import read_name
-from server.cli.local_models.found import size_text
+from model.hub.names import read_name
+from model.hub.resolve import BUNDLED, resolve
 
 MAIN = "0123456789abcdef0123456789abcdef01234567"
 OLD = "fedcba9876543210fedcba9876543210fedcba98"
@@ -221,9 +220,3 @@ def test_a_model_that_is_here_already_is_said_to_be(tessera):
 
     assert (status, out) == (0, f"{resolve(BUNDLED)}\n")
     assert err == "bundled is on this machine already\n"
-
-
-def test_sizes_are_shown_in_binary_units():
-    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 3 << 30: "3.0 GiB"}
-
-    assert {size: size_text(size) for size in sizes} == sizes

@@ -44,7 +44,7 @@ def texts(words):
         ("--no-trust-remote-code", [], {}),
     ],
 )  # fmt: skip
-def test_flags_with_the_same_meaning_are_settings_and_the_other_words_stay(words, left, given):
+def test_flags_with_the_same_meaning_are_settings_and_the_unknown_commands_stay(words, left, given):
     assert texts(words) == (left, given)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.cpu.library import load
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from server.cli.bench.engine.options import SHAPES
 from server.cli.plan.command import WIDTH, render
 from server.engine.core.plan_report import PlanReport

@@ -10,9 +10,9 @@ import torch
 from kernels.arch import CATALOGUE, detect
 from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.decoder import DecoderLM
 from model.families.parts import with_windows
+from model.hub.resolve import resolve
 from server.engine.core.plan_report import PlanReport
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.model_runner import ModelRunner

@@ -835,7 +835,7 @@ def test_any_value_of_any_key_is_either_read_or_rejected(base, changes):
 
 def test_reading_a_configuration_does_not_import_torch():
     code = (
-        f"import sys; from model.checkpoint.config import ModelConfig; import model.checkpoint.hub; \
+        f"import sys; from model.checkpoint.config import ModelConfig; import model.hub.resolve; \
 ModelConfig.from_dict({LLAMA!r}); assert 'torch' not in sys.modules"
     )
 

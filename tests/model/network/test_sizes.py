@@ -8,8 +8,8 @@ import torch
 from kernels.collective.communicator import AbsentRanks
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.decoder import DecoderLM
+from model.hub.resolve import BUNDLED, resolve
 from model.network.sizes import ModelSizes, table_bytes
 from server.cli.bench.engine.options import SHAPES, shapes
 from tests.model.configs import model_config

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from model.checkpoint.hub import resolve
 from model.errors import GrammarError
+from model.hub.resolve import resolve
 from model.sampling.followed_matcher import MatcherRules
 from model.sampling.grammar import (
     compile_matcher,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.text import tokenizer as of_checkpoint
 from model.text.token_length import longest_token
 

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from benchmarks.paced_engine import NO_PLAN
-from model.checkpoint.hub import BUNDLED, resolve
+from model.hub.resolve import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineInfo, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest

@@ -1,6 +1,6 @@
 """`tessera bench engine`: measures the engine without HTTP and, with `--profile`, where its time is spent.
 
-Imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch, so `server.cli.command_groups` imports it only for this command.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from model.checkpoint.hub import resolve
 from model.errors import ModelError
+from model.hub.resolve import resolve
 from model.progress import Progress
 from model.text.tokenizer import Tokenizer
 from server.cli.bench import result

@@ -81,7 +81,7 @@ class Outcome(msgspec.Struct):
     busy: float
 
 
-Progress: TypeAlias = Callable[[int], None]
+OnProgress: TypeAlias = Callable[[int], None]
 """Called from time to time with the number of requests of the warm-up, or of the run, that have ended."""
 WhenWarm: TypeAlias = Callable[[list[RequestRecord]], float]
 """Called with the records of the warm-up; returns the `time.perf_counter()` at which the run begins, or raises."""
@@ -266,7 +266,7 @@ def run_loop(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
 
 
 def run_here(
-    share: Share, when_warm: WhenWarm, progress: Progress = lambda _: None
+    share: Share, when_warm: WhenWarm, progress: OnProgress = lambda _: None
 ) -> list[Outcome]:
     """Run one share in this process, and show the progress from another thread."""
     count, ended = _Count(), threading.Event()
@@ -285,7 +285,7 @@ def run_here(
 
 
 def run_processes(
-    shares: list[Share], when_warm: WhenWarm, progress: Progress = lambda _: None
+    shares: list[Share], when_warm: WhenWarm, progress: OnProgress = lambda _: None
 ) -> list[Outcome]:
     """Run each share in its own process; all begin at the same time.
 

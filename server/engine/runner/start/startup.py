@@ -15,7 +15,6 @@ import torch
 
 from kernels import KernelError, detect
 from kernels.collective.communicator import TorchCommunicator
-from kernels.fp8 import FP8
 from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
@@ -24,6 +23,7 @@ from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
+from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
 from server.engine.core.engine import Engine
 from server.engine.core.memory.block_manager import BlockManager
@@ -211,7 +211,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         model.optimize(quantization, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
         if config.deterministic:
-            kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else None
+            kv_dtype = quantized_kv_dtype(config.kv_cache_dtype)
             check_deterministic(model, config.block_size, detect(device), kv_dtype)
     return _Loaded(model, model_config, limits, quantization)
 

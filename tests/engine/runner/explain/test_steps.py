@@ -19,11 +19,11 @@ from kernels.norms import registry as norms
 from kernels.rope import registry as rope
 from kernels.weight_format import FP8_ROWS, INT8_ROWS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.decoder import DecoderLM
 from model.executors import single_launch
 from model.executors.columns import Bucket
 from model.executors.layer_kernels import layer_kernels
+from model.hub.resolve import resolve
 from model.sampling.sampler import SAMPLERS, HostTokens, Sampler
 from server.cli.bench.engine.options import SHAPES, shapes
 from server.engine.core.start_checks import StartupError

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from benchmarks.structured_output import Walker
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from model.sampling.grammar import GrammarTokenizer, compile_constraint, compile_matcher
 from model.text.outputs import violations
 from model.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from benchmarks.structured_output import Walker
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 from model.sampling.grammar import GrammarTokenizer
 from model.text.tokenizer import Tokenizer
 from tests.model.text.schema.schema_maker import SchemaMaker, outputs

@@ -10,8 +10,13 @@ _MODEL: Final = "models--"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
+def folder_name(repository: str) -> str:
+    """Return the name of a repository's folder in the cache, such as `models--Qwen--Qwen3-0.6B`."""
+    return _MODEL + repository.replace("/", "--")
+
+
 def repository_of(folder_name: str) -> str | None:
-    """Return the repository whose cache folder has this name, such as `models--Qwen--Qwen3-0.6B`; None for others."""
+    """Return the repository whose folder in the cache has this name; None if it is that of no model."""
     if not folder_name.startswith(_MODEL):
         return None
     return folder_name.removeprefix(_MODEL).replace("--", "/", 1) or None

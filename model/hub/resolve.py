@@ -6,10 +6,10 @@ import difflib
 from pathlib import Path
 from typing import Final
 
-from model.checkpoint.hub_cache import cached_repositories
-from model.checkpoint.names import BUNDLED, BUNDLED_FOLDER, read_name, well_known
-from model.checkpoint.transfer import is_connection_error, is_disk_full, reason
 from model.errors import ModelFolderError
+from model.hub.cache import cached_repositories
+from model.hub.file_download import is_connection_error, is_disk_full, reason
+from model.hub.names import BUNDLED, BUNDLED_FOLDER, read_name, well_known
 
 __all__ = ["BUNDLED", "is_bundled", "resolve"]
 
@@ -54,7 +54,7 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     # Imported here because a local folder does not need it.
-    from model.checkpoint.download import download  # noqa: PLC0415
+    from model.hub.download import download  # noqa: PLC0415
 
     try:
         return download(repository, revision, patterns, _UNNEEDED)

@@ -1,7 +1,7 @@
 """Downloads files of a repository of the Hugging Face Hub into its cache, and shows how far that is.
 
 The hub library says which files there are, and places them in the folder of a commit once their content is in the
-cache; `model.checkpoint.transfer` fetches the content (docs/decisions/0054-downloads.md). Imports no PyTorch.
+cache; `model.hub.file_download` fetches the content (docs/decisions/0054-downloads.md). Imports no PyTorch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tqdm import tqdm
 
-from model.checkpoint.transfer import RemoteFile, Stopped, fetch
 from model.errors import ModelFolderError
+from model.hub.cache import folder_name
+from model.hub.file_download import RemoteFile, Stopped, fetch
 from model.progress import Progress, bytes_text, duration_text
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class _Library:
         self._hub, self._constants = huggingface_hub, constants
         self._repository, self._revision = repository, revision
         self._wanted, self._unwanted = [*wanted], [*unwanted]
-        self._storage = self.cache / f"models--{repository.replace('/', '--')}"
+        self._storage = self.cache / folder_name(repository)
         self._commit = ""
 
     def missing(self) -> tuple[str, list[RepoFile]]:

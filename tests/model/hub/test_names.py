@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from model.checkpoint import known_models
-from model.checkpoint.names import BUNDLED, read_name
 from model.errors import ModelFolderError
+from model.hub import known_models
+from model.hub.names import BUNDLED, read_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OURS = "Qwen/Qwen3-0.6B"

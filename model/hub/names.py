@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from model.checkpoint.hub_cache import cached_spelling, repository_of, snapshot_in
-from model.checkpoint.known_models import OLLAMA, REPOSITORIES, SEVERAL
 from model.errors import ModelFolderError
+from model.hub.cache import cached_spelling, repository_of, snapshot_in
+from model.hub.known_models import OLLAMA, REPOSITORIES, SEVERAL
 
 BUNDLED: Final = "bundled"
 BUNDLED_FOLDER: Final = Path(__file__).parents[1] / BUNDLED

@@ -6,13 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import json
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from server.cli.client.options import target
 from server.cli.client.session import Session
 from server.cli.client.streams import ServerError
-from server.cli.output import write_result
+from server.cli.output import fail, write_result
 from server.client.address import DEFAULT_URL, read_url
 
 _COLUMNS = ("model", "url", "state", "running", "waiting", "KV cache")
@@ -24,11 +23,11 @@ def main(options: argparse.Namespace) -> None:
         if options.target is not None:
             options.url = read_url(options.target)
     except ValueError as error:
-        _fail(f"{options.target!r}: {error}", status=2)
+        fail(f"{options.target!r}: {error}", "ps", status=2)
     try:
         found = asyncio.run(_ask(options))
     except ServerError as error:
-        _fail(str(error))
+        fail(str(error), "ps")
     if options.json:
         write_result(json.dumps(found, indent=2))
         return
@@ -68,8 +67,3 @@ async def _ask(options: argparse.Namespace) -> dict[str, Any]:
 def _printable(text: str) -> str:
     """Replace control characters: a server's text must not be able to change the terminal."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-
-
-def _fail(message: str, status: int = 1) -> NoReturn:
-    print(f"tessera ps: error: {message}", file=sys.stderr)
-    raise SystemExit(status)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
+from model.hub.resolve import BUNDLED, resolve
 from model.json_input import read_json_object
 
 if TYPE_CHECKING:
@@ -75,16 +75,6 @@ def cached_models(cache: HFCacheInfo | None) -> dict[str, CachedRepoInfo]:
 def newest(repo: CachedRepoInfo) -> CachedRevisionInfo:
     """Return the revision that is served unless another is named: the main branch, or the latest."""
     return max(repo.revisions, key=lambda it: ("main" in it.refs, it.last_modified))
-
-
-def size_text(size: int) -> str:
-    """Return a size in bytes for people, such as `1.2 GiB`."""
-    amount, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
 def _describe(repo: CachedRepoInfo) -> LocalModel:

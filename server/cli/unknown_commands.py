@@ -1,12 +1,12 @@
-"""What people type as a command that is none: the commands of other programs, and the names of models."""
+"""Answers a first word that is no command: the commands of other programs, and the names of models."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from model.checkpoint.known_models import OLLAMA, REPOSITORIES, SEVERAL
-from model.checkpoint.names import read_name
 from model.errors import ModelFolderError
+from model.hub.known_models import OLLAMA, REPOSITORIES, SEVERAL
+from model.hub.names import read_name
 
 if TYPE_CHECKING:
     from collections.abc import Container

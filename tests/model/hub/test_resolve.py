@@ -5,9 +5,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-import model.checkpoint.download
-from model.checkpoint.hub import BUNDLED, resolve
+import model.hub.download
 from model.errors import ModelFolderError
+from model.hub.resolve import BUNDLED, resolve
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def no_network(monkeypatch):
     def fetch(*args, **kwargs):
         raise AssertionError("fetched")
 
-    monkeypatch.setattr(model.checkpoint.download, "download", fetch)
+    monkeypatch.setattr(model.hub.download, "download", fetch)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def hub(monkeypatch):
             return self.answer
 
     hub = Hub()
-    monkeypatch.setattr(model.checkpoint.download, "download", hub.fetch)
+    monkeypatch.setattr(model.hub.download, "download", hub.fetch)
     return hub
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-import model.checkpoint.transfer
-from model.checkpoint.download import download
-from model.checkpoint.hub import resolve
+import model.hub.file_download
 from model.errors import ModelFolderError
-from tests.model.checkpoint.hub_server import COMMIT, Faults, StandIn
+from model.hub.download import download
+from model.hub.resolve import resolve
+from tests.model.hub.hub_server import COMMIT, Faults, StandIn
 
 REPOSITORY = "acme/tiny"
 SHARD = "model-00001-of-00002.safetensors"
@@ -39,7 +39,7 @@ def hub(tmp_path, monkeypatch):
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(model.checkpoint.transfer, "_FIRST_WAIT_SECONDS", 0.01)
+        monkeypatch.setattr(model.hub.file_download, "_FIRST_WAIT_SECONDS", 0.01)
         yield hub
 
 
@@ -188,7 +188,7 @@ from model import progress
 progress.LINE_SECONDS = 0.2
 from server.log import configure_logging
 configure_logging("info")
-from model.checkpoint.hub import resolve
+from model.hub.resolve import resolve
 try:
     print(resolve("acme/tiny"))
 except KeyboardInterrupt:

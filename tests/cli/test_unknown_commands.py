@@ -5,7 +5,7 @@ import re
 import pytest
 
 from server.cli import commands
-from server.cli.other_words import WORDS
+from server.cli.unknown_commands import WORDS
 
 KNOWN = {name for it, command in commands.COMMANDS.items() for name in (it, *command.aliases)}
 

@@ -1,0 +1,50 @@
+"""The commands for the models on this machine: `pull`, `list` and `rm`."""
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from server.cli.command_groups.command import Invocation
+    from server.cli.parsing.parser import Parser
+
+
+def pull_flags(parser: Parser) -> None:
+    """Add the flags of `tessera pull`."""
+    parser.add_argument("model", metavar="MODEL", help="of the Hugging Face Hub")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit")
+
+
+def pull(call: Invocation) -> None:
+    """Run `tessera pull`."""
+    from server.cli.local_models import commands
+
+    commands.pull(call.options)
+
+
+def list_flags(parser: Parser) -> None:
+    """Add the flags of `tessera list`."""
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+
+
+def list_models(call: Invocation) -> None:
+    """Run `tessera list`."""
+    from server.cli.local_models import commands
+
+    commands.list_models(call.options)
+
+
+def remove_flags(parser: Parser) -> None:
+    """Add the flags of `tessera rm`."""
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="in the Hugging Face cache")
+    parser.add_argument(
+        "--revision", metavar="REVISION", help="branch, tag or commit; default: all"
+    )
+
+
+def remove(call: Invocation) -> None:
+    """Run `tessera rm`."""
+    from server.cli.local_models import commands
+
+    commands.remove(call.options)
