@@ -151,6 +151,23 @@ def test_a_revision_that_does_not_exist_is_named(hub):
         resolve(REPOSITORY, "v9")
 
 
+@pytest.mark.parametrize("etag", ["../../../outside", "/outside", "..", ".", "a\\b", "x" * 200])
+def test_an_etag_that_would_leave_the_cache_is_refused(hub, tmp_path, etag):
+    hub.faults.etag = etag.replace("/outside", f"{tmp_path}/outside") if etag[0] == "/" else etag
+
+    with pytest.raises(ModelFolderError, match="is no hash"):
+        fetch()
+    assert not [it for it in tmp_path.rglob("*") if it.is_file()]
+
+
+@pytest.mark.parametrize("commit", ["../../../outside", "/etc", "..", ""])
+def test_a_commit_that_would_leave_the_cache_is_refused(hub, commit):
+    hub.faults.commit = commit
+
+    with pytest.raises(ModelFolderError, match="the commit '.*' is no hash"):
+        fetch()
+
+
 def test_the_cache_is_used_if_the_hub_fails_and_that_is_said(hub, caplog):
     folder = fetch()
     hub.faults.refuses_info = (503, "")
