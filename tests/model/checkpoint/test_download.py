@@ -124,6 +124,14 @@ def test_a_damaged_beginning_is_found_by_its_hash_and_fetched_again(hub, tmp_pat
     assert "was damaged; starting again" in caplog.text
 
 
+def test_content_that_the_hub_sends_with_another_hash_is_refused_and_not_kept(hub, tmp_path):
+    hub.faults.etag = hashlib.sha256(b"other").hexdigest()
+
+    with pytest.raises(ModelFolderError, match="another hash than it says"):
+        fetch(wanted=[SHARD])
+    assert not [*(tmp_path / "hub" / "models--acme--tiny" / "blobs").iterdir()]
+
+
 def test_too_little_space_is_said_before_anything_is_fetched(hub, monkeypatch):
     class Usage:
         free = 1000
@@ -164,7 +172,7 @@ def test_an_etag_that_would_leave_the_cache_is_refused(hub, tmp_path, etag):
 def test_a_commit_that_would_leave_the_cache_is_refused(hub, commit):
     hub.faults.commit = commit
 
-    with pytest.raises(ModelFolderError, match="the commit '.*' is no hash"):
+    with pytest.raises(ModelFolderError, match=r"the commit '.*' is no hash"):
         fetch()
 
 
