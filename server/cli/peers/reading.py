@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from server.cli.peers.forms import gpu_layers, sharded, zero_is_default
 from server.cli.peers.llama_cpp import LLAMA_CPP
-from server.cli.peers.values import truth
+from server.cli.peers.values import is_number, scaled_number, truth
 
 if TYPE_CHECKING:
     from server.cli.peers.forms import Form
@@ -73,7 +73,7 @@ class Reading:
         Raises:
             PeerNameError: it asks for something that Tessera does not have, or that has another name.
         """
-        one = self._choose(name, found)
+        one = self._choose(name, found, text)
         row = one.row
         if row.takes == "value" and text is None and (row.setting or row.always):
             raise PeerNameError(f"{name} needs a value")
@@ -118,19 +118,22 @@ class Reading:
         if self.slots_share or not {"max_model_len", "max_num_seqs"} <= self.of_slots:
             return
         context, slots = self.given["max_model_len"], self.given["max_num_seqs"]
-        if (context.text + slots.text).isdigit() and int(slots.text):
-            part = str(int(context.text) // int(slots.text))
+        tokens, count = scaled_number(context.text), scaled_number(slots.text)
+        if is_number(tokens) and is_number(count) and int(count):
+            part = str(int(tokens) // int(count))
             self.given["max_model_len"] = context._replace(text=part)
             self.notes.append(
                 f"{context.origin} divided by {slots.origin} is --max-model-len {part}"
             )
 
-    def _choose(self, name: str, found: Sequence[Found]) -> Found:
+    def _choose(self, name: str, found: Sequence[Found], text: str | None) -> Found:
         fitting = [it for it in found if self.peers is None or it.peer.name in self.peers] or found
         if all(it.row.means(fitting[0].row) for it in fitting):
             return fitting[0]
         if not any(it.row.setting or it.row.always for it in fitting):
             return fitting[0]
+        if all(it.row.only for it in fitting):  # no peer is meant that has not this value
+            return next((it for it in fitting if text in it.row.only.split()), fitting[0])
         meanings = ", ".join(f"{_meaning(it)} in {it.peer.name}" for it in fitting)
         raise PeerNameError(f"{name} has several meanings, {meanings}: give the one that is meant")
 
