@@ -1,4 +1,4 @@
-"""Writes the result of a command."""
+"""Writes the results of commands."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def write_result(text: str) -> None:
         if not isinstance(error, BrokenPipeError):
             print(f"tessera: error: standard output: {error.strerror}", file=sys.stderr)
             raise SystemExit(1) from None
+
+
+def printable(text: str) -> str:
+    """Replace control characters: a text of a server or of a folder must not be able to change the terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
