@@ -23,3 +23,19 @@ def test_a_result_that_cannot_be_written_is_one_line_and_no_traceback(words):
 
     assert found.stderr == "tessera: error: standard output: No space left on device\n"
     assert found.returncode == 1
+
+
+@pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_as_the_null_device(closed):
+    code = "import os; from server.cli.main import main; main(['version']); print(os.open('.', 0))"
+    found = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert found.returncode == 0
+    assert found.stderr == ""
+    if ">&-" not in closed.replace("2>&-", ""):
+        assert int(found.stdout.split()[-1]) > 2
