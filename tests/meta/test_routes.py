@@ -32,7 +32,7 @@ ROUTES = {
     "/load": {"GET"},
     "/metrics": {"GET"},
     "/openapi.json": {"GET", "HEAD"},
-    "/page/{name}": {"GET", "HEAD"},
+    "/page/{name:path}": {"GET", "HEAD"},
     "/ping": {"GET", "HEAD"},
     "/plan": {"GET"},
     "/readyz": {"GET", "HEAD"},
