@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import shutil
 import threading
 import time
@@ -33,6 +34,10 @@ _POLL_SECONDS: Final = 0.1
 _WORTH_A_LINE: Final = 2**20
 """Bytes of a download whose end is logged; less is a configuration."""
 _DEFAULT_REVISION: Final = "main"
+
+# Hashes on the Hub; mirrors have others, such as `5f3b-62`. Each becomes a part of a path in the cache, here and in the
+# hub library, which does not check it.
+_is_hash: Final = re.compile(r"[A-Za-z0-9][\w.+=-]{0,127}", re.ASCII).fullmatch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -113,6 +118,11 @@ class _Library:
         api, timeout = self._hub.HfApi(), self._constants.HF_HUB_ETAG_TIMEOUT
         info = api.model_info(self._repository, revision=self._revision, timeout=timeout)
         self._commit = str(info.sha)
+        if not _is_hash(self._commit):
+            raise ModelFolderError(
+                f"repository {self._repository!r} is not described as by the Hub: the commit "
+                f"{self._commit!r:.100} is no hash"
+            )
         entries = api.list_repo_tree(self._repository, revision=self._commit, recursive=True)
         files = {it.path: it for it in entries if isinstance(it, RepoFile)}
         names = list(
@@ -134,6 +144,10 @@ class _Library:
         if metadata.etag is None or metadata.commit_hash is None:
             raise ModelFolderError(
                 f"{url} is not answered as by the Hub: headers that name the content and the commit are missing"
+            )
+        if not _is_hash(metadata.etag):
+            raise ModelFolderError(
+                f"{url} is not answered as by the Hub: the ETag {metadata.etag!r:.100} is no hash"
             )
         size = file.size if metadata.size is None else metadata.size
         found = RemoteFile(

@@ -108,6 +108,12 @@ def fetch(file: RemoteFile, stop: threading.Event) -> None:
                 )
                 _discard(file)
                 _receive_all(file, stop)
+                resumed = 0
+            if not resumed and not _is_whole(file):
+                _discard(file)
+                raise ModelFolderError(
+                    f"{file.name}: what the Hub sent has another hash than it says"
+                )
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 file.partial.replace(file.blob)
         file.done = file.size
@@ -210,7 +216,10 @@ def _write(file: FileIO, piece: bytes) -> None:
 
 
 def _is_whole(file: RemoteFile) -> bool:
-    """Compare a file with its hash, if the Hub says one: the machine may have crashed since a part was written."""
+    """Compare a file with its hash, if the Hub says one.
+
+    The machine may have crashed since a part was written, and a proxy or mirror may send something else.
+    """
     if not _is_sha256(file.etag):
         return True
     sha256 = hashlib.sha256()

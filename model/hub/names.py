@@ -21,6 +21,11 @@ BUNDLED_FOLDER: Final = Path(__file__).parents[1] / BUNDLED
 
 # Models from before the Hub had organisations, such as gpt2, have no slash.
 _REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+# As git has them: no `..`, no folder that begins with a dot, none of the characters with a meaning of their own. The
+# cache has a file of this name.
+_REVISION: Final = re.compile(
+    r"(?!.*(?:\.\.|//|/\.|@\{))[^\0-\x20\x7f~^:?*\[\\/.-][^\0-\x20\x7f~^:?*\[\\]{0,249}(?<![/.])"
+)
 _TAG: Final = re.compile(r"[\w.-]*", re.ASCII)
 _HUB_HOSTS: Final = frozenset({"huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co"})
 _OLLAMA_HOSTS: Final = frozenset({"ollama.com", "www.ollama.com", "registry.ollama.ai"})
@@ -260,6 +265,10 @@ def _read_repository(model: str, name: str, revision: str | None) -> ModelName:
         )
     elif f"{folded}:latest" in OLLAMA:
         _refuse_ollama(model, name)
+    if revision and not _REVISION.fullmatch(revision):
+        raise ModelFolderError(
+            f"revision {revision!r:.100} is not the name of a branch, a tag or a commit"
+        )
     name = cached_spelling(name)
     # A folder of this name would come first if it were read again.
     shown = model.strip() if Path(name).exists() else name

@@ -120,9 +120,10 @@ def _version(_: Invocation) -> None:
 
 
 def _print_version() -> None:
+    from server.cli.output import write_result
     from server.version import version
 
-    print(version())
+    write_result(version())
 
 
 def _help_flags(parser: Parser) -> None:

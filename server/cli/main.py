@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _ENDING = signal.SIGINT, signal.SIGTERM
+_STANDARD_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; None means those of the command line.
     """
     began = time.perf_counter()
+    _open_standard_streams()
     use_safe_path()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -38,6 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             commands.main(arguments, began)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+
+
+def _open_standard_streams() -> None:
+    """Open those that are closed, as by `2>&-`, so that no file or connection gets their numbers."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - stays open
 
 
 def serve_main() -> None:

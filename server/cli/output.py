@@ -11,11 +11,17 @@ INTERRUPTED: Final = 130
 
 
 def write_result(text: str) -> None:
-    """Print a result; a reader that has read enough, as in `tessera plan | head`, is no error."""
+    """Print a result; a reader that has read enough, as in `tessera plan | head`, is no error.
+
+    Exits with status 1 and a message if it cannot be written, as on a full disk.
+    """
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         discard_output()
+        if not isinstance(error, BrokenPipeError):
+            print(f"tessera: error: standard output: {error.strerror}", file=sys.stderr)
+            raise SystemExit(1) from None
 
 
 def discard_output() -> None:
@@ -33,3 +39,8 @@ def fail(message: str, command: str, status: int = 1) -> NoReturn:
     """
     print(f"tessera {command}: error: {message}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def printable(text: str) -> str:
+    """Replace control characters: a text of a server or of a folder must not be able to change the terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

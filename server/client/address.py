@@ -16,7 +16,13 @@ def read_url(text: str) -> str:
     text = f"127.0.0.1{text}" if text.startswith(":") else text
     url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    is_printable = url.isprintable() and " " not in url
+    if (
+        parts.scheme not in ("http", "https")
+        or not (parts.hostname and is_printable)
+        or parts.query
+        or parts.fragment
+    ):
         raise ValueError(f"{url!r} is not an address like {DEFAULT_URL}")
     _ = parts.port  # raises ValueError if it is none
     return url

@@ -62,7 +62,9 @@ class AsyncClient:
         timeout: float | None = 600.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._http = httpx2.AsyncClient(**transport.options(base_url, api_key, timeout, headers))
+        options = transport.options(base_url, api_key, timeout, headers)
+        with transport.reading_environment():
+            self._http = httpx2.AsyncClient(**options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -137,8 +139,8 @@ class AsyncClient:
         request = self._http.build_request(**transport.request(call, request_id))
         try:
             response = await self._http.send(request)
-        except httpx2.TransportError as error:
-            raise transport.connection_error(error, str(request.url), request_id) from error
+        except httpx2.RequestError as error:
+            raise transport.connection_error(error, request.url, request_id) from error
         return call.read(response.status_code, response.headers, response.content)
 
     async def _open(
@@ -149,6 +151,6 @@ class AsyncClient:
             response = await self._http.send(request, stream=True)
             if response.status_code not in call.statuses:
                 call.read(response.status_code, response.headers, await response.aread())
-        except httpx2.TransportError as error:
-            raise transport.connection_error(error, str(request.url), request_id) from error
+        except httpx2.RequestError as error:
+            raise transport.connection_error(error, request.url, request_id) from error
         return AsyncStream(response, call)

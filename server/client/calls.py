@@ -23,6 +23,8 @@ AnswerT = TypeVar("AnswerT")
 
 _OK, _UNAVAILABLE = 200, 503
 _DONE: Final = b"[DONE]"
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of a decoder; the last one is that of JSON nested too deep."""
 
 
 class Call(Generic[AnswerT]):
@@ -77,7 +79,7 @@ class Call(Generic[AnswerT]):
             raise status_error(status, headers, body)
         try:
             answer: AnswerT = self._decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             if status != _OK:  # of a proxy, for example
                 raise status_error(status, headers, body) from None
             raise unreadable(f"the answer of {self.path}", error, headers) from error
@@ -113,7 +115,7 @@ class StreamCall(Call[AnswerT]):
                 continue
             try:
                 answer: AnswerT = self._decode(event)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except _UNREADABLE as error:
                 if read_error(event).is_known:
                     raise stream_error(event, headers.get("x-request-id")) from None
                 raise unreadable("an event of the stream", error, headers) from error

@@ -8,6 +8,7 @@ ServiceError
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -119,7 +120,7 @@ def read_error(body: bytes) -> ErrorBody:
     """Read the body of an error, of any API; the message is its beginning if it has no known form."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value = None
     error_type: object = None
     code: object = None
@@ -163,9 +164,10 @@ def stream_error(event: bytes, request_id: str | None) -> ServiceStatusError:
 
 def _seconds(text: str) -> float | None:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:  # it may be a date
         return None
+    return seconds if 0 <= seconds < math.inf else None
 
 
 def _types(base: type[TesseraError]) -> Iterator[tuple[str, int]]:

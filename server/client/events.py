@@ -9,10 +9,11 @@ class EventReader:
     Source: WHATWG HTML, section 9.2.6, "Interpreting an event stream"; fields other than `data` are skipped.
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_held", "_pieces")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._held = b""
+        self._pieces: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
         """Parse the next piece.
@@ -20,13 +21,21 @@ class EventReader:
         Returns:
             The data of each event that the piece completes; nothing for comments and events without data.
         """
-        if self._rest:
-            data = self._rest + data
-        if b"\r" in data:
-            held = b"\r" if data.endswith(b"\r") else b""  # the line feed may be in the next piece
-            data = data.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+        if self._held or b"\r" in data:
+            data = self._held + data
+            self._held = (
+                b"\r" if data.endswith(b"\r") else b""
+            )  # the line feed may be in the next piece
+            data = data.removesuffix(self._held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        # Joined only at the end of an event: to join each piece with those before it takes the square of the time.
+        if self._pieces:
+            if b"\n\n" not in self._pieces[-1][-1:] + data:
+                self._pieces += [data] if data else []
+                return []
+            data = b"".join([*self._pieces, data])
         blocks = data.split(b"\n\n")
-        self._rest = blocks.pop()
+        rest = blocks.pop()
+        self._pieces = [rest] if rest else []
         events = []
         for block in blocks:
             if block.startswith(b"data:") and b"\n" not in block:

@@ -71,8 +71,8 @@ class Stream(Generic[EventT]):
         try:
             for data in self._response.iter_bytes():
                 yield from call.feed(data, headers)
-        except httpx2.TransportError as error:
-            raise connection_error(error, str(self._response.url), self.request_id) from error
+        except httpx2.RequestError as error:
+            raise connection_error(error, self._response.url, self.request_id) from error
         finally:
             self._response.close()
         call.check_end(headers)
@@ -127,8 +127,8 @@ class AsyncStream(Generic[EventT]):
             async for data in self._response.aiter_bytes():
                 for event in call.feed(data, headers):
                     yield event
-        except httpx2.TransportError as error:
-            raise connection_error(error, str(self._response.url), self.request_id) from error
+        except httpx2.RequestError as error:
+            raise connection_error(error, self._response.url, self.request_id) from error
         finally:
             await self._response.aclose()
         call.check_end(headers)

@@ -58,7 +58,9 @@ class Client:
         timeout: float | None = 600.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._http = httpx2.Client(**transport.options(base_url, api_key, timeout, headers))
+        options = transport.options(base_url, api_key, timeout, headers)
+        with transport.reading_environment():
+            self._http = httpx2.Client(**options)
 
     def __enter__(self) -> Self:
         return self
@@ -235,8 +237,8 @@ class Client:
         request = self._http.build_request(**transport.request(call, request_id))
         try:
             response = self._http.send(request)
-        except httpx2.TransportError as error:
-            raise transport.connection_error(error, str(request.url), request_id) from error
+        except httpx2.RequestError as error:
+            raise transport.connection_error(error, request.url, request_id) from error
         return call.read(response.status_code, response.headers, response.content)
 
     def _open(self, call: StreamCall[AnswerT], request_id: str | None) -> Stream[AnswerT]:
@@ -245,6 +247,6 @@ class Client:
             response = self._http.send(request, stream=True)
             if response.status_code not in call.statuses:
                 call.read(response.status_code, response.headers, response.read())
-        except httpx2.TransportError as error:
-            raise transport.connection_error(error, str(request.url), request_id) from error
+        except httpx2.RequestError as error:
+            raise transport.connection_error(error, request.url, request_id) from error
         return Stream(response, call)

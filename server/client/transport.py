@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -10,11 +13,12 @@ from server.client.address import read_url
 from server.client.errors import ServiceConnectionError, ServiceTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from server.client.calls import Call
 
 _CONNECT_SECONDS = 10.0
+_is_token = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+").fullmatch
 
 
 def options(
@@ -25,10 +29,12 @@ def options(
     Raises:
         ValueError: a value is not valid.
     """
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; it must be above 0 seconds, or None for no limit")
     sent = {"Accept-Encoding": "identity", **(headers or {})}
     for name, value in (headers or {}).items():
+        if not _is_token(name):
+            raise ValueError(f"{name!r} is not the name of a header")
         _check_text(f"header {name}", value)
     if api_key is not None:
         _check_text("api_key", api_key)
@@ -41,6 +47,22 @@ def options(
         # No limit of concurrent requests: the service has its own.
         "limits": httpx2.Limits(max_connections=None),
     }
+
+
+@contextlib.contextmanager
+def reading_environment() -> Iterator[None]:
+    """Name the variables that httpx2 reads when a client is made, in the error for one that is wrong.
+
+    Raises:
+        ValueError: the address of a proxy or the file of certificates cannot be used.
+    """
+    try:
+        yield
+    except (httpx2.InvalidURL, ImportError, OSError, ValueError) as error:
+        raise ValueError(
+            "a variable of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE or SSL_CERT_DIR)"
+            f" cannot be used: {error}"
+        ) from error
 
 
 def request(call: Call[Any], request_id: str | None) -> dict[str, Any]:
@@ -59,7 +81,7 @@ def request(call: Call[Any], request_id: str | None) -> dict[str, Any]:
 
 
 def connection_error(
-    error: httpx2.TransportError, url: str, request_id: str | None = None
+    error: httpx2.RequestError, url: httpx2.URL, request_id: str | None = None
 ) -> ServiceConnectionError:
     """Return the client's error for one of httpx2.
 
@@ -68,16 +90,23 @@ def connection_error(
         url: of the request.
         request_id: of the request, if it is known.
     """
+    place = str(url.copy_with(userinfo=b""))  # without a password
     if isinstance(error, httpx2.ConnectTimeout):
-        return ServiceTimeoutError(f"{url}: no connection within the timeout")
+        return ServiceTimeoutError(f"{place}: no connection within the timeout")
     if isinstance(error, httpx2.TimeoutException):
         return ServiceTimeoutError(
-            f"{url}: nothing arrived within the timeout", request_id=request_id
+            f"{place}: nothing arrived within the timeout", request_id=request_id
         )
     if isinstance(error, httpx2.ConnectError):
-        return ServiceConnectionError(f"{url}: no service answers ({error})")
+        return ServiceConnectionError(f"{place}: no service answers ({error})")
     text = str(error) or type(error).__name__
-    return ServiceConnectionError(f"{url}: the connection was lost ({text})", request_id=request_id)
+    if isinstance(error, httpx2.DecodingError):
+        return ServiceConnectionError(
+            f"{place}: the answer cannot be read ({text})", request_id=request_id
+        )
+    return ServiceConnectionError(
+        f"{place}: the connection was lost ({text})", request_id=request_id
+    )
 
 
 def _check_text(name: str, text: str) -> None:

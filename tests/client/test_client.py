@@ -15,12 +15,15 @@ from tessera import (
     ServiceTimeoutError,
 )
 
+from server.client.errors import status_error
 from tests.cli import fake_server as fake
 from tests.client.conftest import KEY
 from tests.http.serving import until
 
 HELLO = {"role": "user", "content": "hello"}
 TOKEN = {"index": 1, "token": {"id": 7, "text": "x"}}
+DEEP = b'{"a":' * 5000
+"""JSON that is nested too deep for a decoder."""
 
 
 def call_sync(url, method, *arguments, take=None, options=None, **parameters):
@@ -241,7 +244,7 @@ def test_a_stream_that_is_split_anywhere_is_read(scripted, call):
     assert [event.generated_text for event in events] == [None, "é"]
 
 
-@pytest.mark.parametrize("body", [b"<html>", b'{"generated_text": 1}', b"\xff", b""])
+@pytest.mark.parametrize("body", [b"<html>", b'{"generated_text": 1}', b"\xff", b"", DEEP])
 def test_what_is_no_answer_of_a_service_is_an_error(scripted, call, body):
     server = scripted({"/generate": fake.plain(body)})
 
@@ -249,7 +252,7 @@ def test_what_is_no_answer_of_a_service_is_an_error(scripted, call, body):
         call(server.url, "generate", "hello")
 
 
-@pytest.mark.parametrize("body", [b"<html>bad gateway", b'["x"]', b"", b"\xff" * 400])
+@pytest.mark.parametrize("body", [b"<html>bad gateway", b'["x"]', b"", b"\xff" * 400, DEEP])
 def test_an_error_of_a_proxy_shows_the_beginning_of_its_text(scripted, call, body):
     server = scripted({path: fake.plain(body, "502 Bad Gateway") for path in ("/health", "/plan")})
 
@@ -259,6 +262,20 @@ def test_an_error_of_a_proxy_shows_the_beginning_of_its_text(scripted, call, bod
         assert caught.value.status == 502
         assert caught.value.message
         assert len(caught.value.message) <= 300
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_stream"])
+def test_compressed_content_that_is_damaged_is_an_error_of_the_client(scripted, call, method):
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc"
+    server = scripted({"/generate": [head], "/generate_stream": [head]})
+
+    with pytest.raises(ServiceConnectionError, match="the answer cannot be read"):
+        call(server.url, method, "hello")
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-5", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_a_time_to_wait_that_is_no_number_of_seconds_is_not_known(seconds):
+    assert status_error(429, {"retry-after": seconds}, b"{}").retry_after is None
 
 
 @pytest.mark.parametrize("method", ["generate", "generate_stream"])
@@ -285,15 +302,39 @@ def test_an_address_without_a_service_is_named(call):
         ("http://a?b=1", {}, "is not an address"),
         ("http://a", {"api_key": "a\nb"}, "api_key is empty or has"),
         ("http://a", {"api_key": ""}, "api_key is empty or has"),
+        ("http://a\nb", {}, "is not an address"),
+        ("http://a b", {}, "is not an address"),
         ("http://a", {"headers": {"X-A": "é"}}, "header X-A is empty or has"),
+        ("http://a", {"headers": {"X A": "b"}}, "'X A' is not the name of a header"),
+        ("http://a", {"headers": {"X\r\nA": "b"}}, "is not the name of a header"),
         ("http://a", {"timeout": 0}, "timeout is 0"),
         ("http://a", {"timeout": float("nan")}, "timeout is nan"),
+        ("http://a", {"timeout": float("inf")}, "timeout is inf"),
     ],
 )
 def test_wrong_arguments_are_refused(url, options, message):
     for client in (Client, AsyncClient):
         with pytest.raises(ValueError, match=message):
             client(url, **options)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HTTP_PROXY", "foo:bar"), ("ALL_PROXY", "gopher://a"), ("SSL_CERT_FILE", "/absent")],
+)
+def test_a_wrong_variable_of_the_http_library_is_named(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+
+    for client in (Client, AsyncClient):
+        with pytest.raises(ValueError, match=variable):
+            client()
+
+
+def test_errors_do_not_show_the_password_in_an_address(call):
+    with pytest.raises(ServiceConnectionError, match=r"http://127\.0\.0\.1:1/health: no") as caught:
+        call("http://user:secret@127.0.0.1:1", "health")
+
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

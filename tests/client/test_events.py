@@ -32,3 +32,10 @@ def test_events_can_be_split_anywhere(cuts):
     ends = [0, *sorted(cuts), len(STREAM)]
 
     assert read([STREAM[a:b] for a, b in itertools.pairwise(ends)]) == EVENTS
+
+
+def test_a_large_event_in_many_pieces_is_read_in_one_pass():
+    # 64 MB in pieces of 4 KB: joining each with those before it would copy 500 GB.
+    pieces = [b"data: ", *[b"x" * 4095 + b"\n"] * 16_000, b"\n"]
+
+    assert [len(event) for event in read(pieces)] == [4095]

@@ -11,7 +11,7 @@ from typing import Any
 from server.cli.client.options import target
 from server.cli.client.session import Session
 from server.cli.client.streams import ServerError
-from server.cli.output import fail, write_result
+from server.cli.output import fail, printable, write_result
 from server.client.address import DEFAULT_URL, read_url
 
 _COLUMNS = ("model", "url", "state", "running", "waiting", "KV cache")
@@ -33,13 +33,10 @@ def main(options: argparse.Namespace) -> None:
         return
     usage = found["kv_cache_usage_ratio"]
     row = (
-        _printable(", ".join(found["models"])) or "-",
+        printable(", ".join(found["models"])) or "-",
         found["url"],
-        _printable(str(found["state"] or "-")),
-        *(
-            _printable(str("-" if it is None else it))
-            for it in (found["running"], found["waiting"])
-        ),
+        printable(str(found["state"] or "-")),
+        *(printable(str("-" if it is None else it)) for it in (found["running"], found["waiting"])),
         f"{usage:.0%}" if isinstance(usage, float | int) else "-",
     )
     widths = [max(len(name), len(cell)) for name, cell in zip(_COLUMNS, row, strict=True)]
@@ -62,8 +59,3 @@ async def _ask(options: argparse.Namespace) -> dict[str, Any]:
         "waiting": load.get("requests_waiting"),
         "kv_cache_usage_ratio": load.get("kv_cache_usage_ratio"),
     }
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: a server's text must not be able to change the terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

@@ -122,6 +122,13 @@ class Chat(_OpenAI):
         return _openai_body({"messages": messages}, model, options)
 
 
+def _encode(body: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:  # Python reads other bytes as surrogates
+        raise ServerError("the text has bytes that are not UTF-8") from None
+
+
 def _openai_body(body: dict[str, Any], model: str | None, options: argparse.Namespace) -> bytes:
     body["stream"] = True
     fields = {
@@ -132,7 +139,7 @@ def _openai_body(body: dict[str, Any], model: str | None, options: argparse.Name
         "stop": options.stop,
     }
     body |= {name: value for name, value in fields.items() if value is not None}
-    return msgspec.json.encode(body)
+    return _encode(body)
 
 
 class _Token(msgspec.Struct):
@@ -175,7 +182,7 @@ class GenerateStream:
             "stop": options.stop,
         }
         parameters |= {name: value for name, value in fields.items() if value is not None}
-        return msgspec.json.encode({"inputs": prompt, "parameters": parameters})
+        return _encode({"inputs": prompt, "parameters": parameters})
 
     def read(self, data: bytes) -> Piece:
         """Parse one event; see `Route.read`."""

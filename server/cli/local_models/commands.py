@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from server.cli.local_models.scan import (
     local_models,
     scan_cache,
 )
-from server.cli.output import fail, write_result
+from server.cli.output import fail, printable, write_result
 from server.log import configure_logging
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ def list_models(options: argparse.Namespace) -> None:
     cache = scan_cache()
     models = local_models(cache)
     for warning in () if cache is None else cache.warnings:
-        print(f"[not listed: {' '.join(str(warning).split())}]", file=sys.stderr)
+        print(f"[not listed: {printable(' '.join(str(warning).split()))}]", file=sys.stderr)
     if options.json:
         write_result(msgspec.json.format(msgspec.json.encode(models), indent=2).decode())
         return
-    rows = [_COLUMNS, *(_row(model, time.time()) for model in models)]
+    rows = [_COLUMNS, *(tuple(map(printable, _row(model, time.time()))) for model in models)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     write_result("\n".join(lines))
@@ -90,9 +91,10 @@ def remove(options: argparse.Namespace) -> None:
         chosen[name] = commits
     assert cache is not None
     for name, commits in chosen.items():
-        plan = cache.delete_revisions(*commits)
+        # Of this repository only: those with a common history, and a renamed one, have the same commits.
+        plan = replace(cache, repos=frozenset([repositories[name]])).delete_revisions(*commits)
         plan.execute()
-        print(f"deleted {name}: {bytes_text(plan.expected_freed_size)}")
+        print(f"deleted {printable(name)}: {bytes_text(plan.expected_freed_size)}")
 
 
 def _cached_name(model: str, revision: str | None) -> tuple[str, str | None]:

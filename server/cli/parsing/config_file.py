@@ -20,6 +20,11 @@ from server.cli.settings import Settings, flag
 
 _MOST_BYTES: Final = 1 << 20
 _NULL: Final = "tag:yaml.org,2002:null"
+_TAGS: Final = frozenset(
+    f"tag:yaml.org,2002:{name}"
+    for name in ["str", "int", "float", "bool", "timestamp", "null", "seq", "value", "merge"]
+)
+"""Of values that are the texts they seem to be; `!env KEY` and `!!binary aGVsbG8=` are not."""
 
 
 class ConfigError(ValueError):
@@ -117,7 +122,7 @@ def read_config(path: str) -> list[Entry]:
         ConfigError: it cannot be read, is no mapping, or has a key twice or without a value.
     """
     node = _parse(path)
-    if node is None:
+    if node is None or node.tag == _NULL:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{_place(path, node)}: it must have lines of the form `key: value`")
@@ -132,6 +137,8 @@ def read_config(path: str) -> list[Entry]:
 
 
 def _parse(path: str) -> yaml.Node | None:
+    if not path:
+        raise ConfigError("the name of the configuration file is empty")
     try:
         with Path(path).expanduser().open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -153,6 +160,14 @@ def _parse(path: str) -> yaml.Node | None:
 def _entry(path: str, key_node: yaml.ScalarNode, value: yaml.Node) -> Entry:
     where = _place(path, key_node)
     key = str(key_node.value).lstrip("-").replace("_", "-")
+    if not key or not key.isprintable():
+        raise ConfigError(f"{where}: {key!r} is not the name of a setting")
+    for node in (value, *(value.value if isinstance(value, yaml.SequenceNode) else ())):
+        if not isinstance(node, yaml.MappingNode) and node.tag not in _TAGS:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise ConfigError(
+                f"{where}: the value of {key} has the tag {tag}, which has no meaning here"
+            )
     if isinstance(value, yaml.ScalarNode):
         if value.tag == _NULL:
             raise ConfigError(f"{where}: {key} has no value")

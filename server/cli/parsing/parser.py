@@ -8,6 +8,7 @@ The only module that uses private names of argparse.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from server.cli.peers.reading import Reading
 
 _WIDEST = 100
+_SHORT = re.compile(r"(-[a-z]+)([0-9]+)")
 PEERS = "names of peers"
 """Where parsed arguments keep what flags of other servers said; absent if there were none."""
 SEVERAL = "several words"
@@ -145,6 +147,13 @@ class Parser(argparse.ArgumentParser):
             setattr(parsed, SEVERAL, several)
         if unknown := next((word for word in rest if word.startswith("-") and word != "-"), None):
             flag = unknown.partition("=")[0]
+            if flag in self._own_flags():
+                where = (
+                    "takes no value"
+                    if "=" in unknown
+                    else "follows --, after which no flag is read"
+                )
+                self.error(f"{flag} {where}")
             self.error(f"unknown flag {flag}{self._flag_hint(flag)}")
         self._fill_positionals(parsed, rest)
         return parsed, []
@@ -265,6 +274,11 @@ class Parser(argparse.ArgumentParser):
             setattr(parsed, action.dest, word)
 
     def _flag_hint(self, flag: str) -> str:
+        if (short := _SHORT.fullmatch(flag)) and self.takes_settings:
+            from server.cli.peers.table import find_flag  # noqa: PLC0415 - only where a name is unknown
+
+            if find_flag(short[1]):
+                return f"; the value of {short[1]} is a word of its own: {short[1]} {short[2]}"
         known = [name for name in sorted(self._own_flags()) if name.startswith("--")]
         hint = did_you_mean(flag.replace("_", "-").lower(), known)
         return hint or f"; `{self.prog} --help` lists the flags"

@@ -7,16 +7,14 @@ default. A text that cannot be converted raises ValueError with a message that c
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from server.cli.peers.values import scaled_number, truth
+from server.cli.peers.values import is_number, scaled_number, truth
 
 Form: TypeAlias = Callable[[str | None], str | None]
 
 _ALL_LAYERS: Final = 99
-_NUMBER: Final = re.compile(r"[0-9]+")
 
 
 def same(text: str | None) -> str | None:
@@ -72,7 +70,7 @@ def json_list(text: str | None) -> str | None:
 def gib_of_bytes(text: str | None) -> str:
     """Make GiB of bytes."""
     plain = scaled_number(text or "")
-    if not _NUMBER.fullmatch(plain):
+    if not is_number(plain):
         raise ValueError("it must be a number of bytes")
     return repr(int(plain) / (1 << 30))
 
@@ -90,7 +88,7 @@ def repository(text: str | None) -> str | None:
 def gpu_layers(text: str | None) -> str | None:
     """Make a device of a number of layers that a GPU computes; None for all."""
     if text in ("all", "auto", "-1", "-2") or (
-        text and _NUMBER.fullmatch(text) and int(text) >= _ALL_LAYERS
+        text and is_number(text) and int(text) >= _ALL_LAYERS
     ):
         return None
     if text == "0":
@@ -119,6 +117,6 @@ def graphs(text: str | None) -> str:
 
 def port_number(text: str | None) -> str | None:
     """Take a port; other programs use a variable of this name for something else."""
-    if not (text and _NUMBER.fullmatch(text) and 0 < int(text) < 1 << 16):
+    if not (text and is_number(text) and 0 < int(text) < 1 << 16):
         raise ValueError("it is not the number of a port")
     return text

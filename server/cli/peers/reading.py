@@ -73,7 +73,7 @@ class Reading:
         Raises:
             PeerNameError: it asks for something that Tessera does not have, or that has another name.
         """
-        one = self._choose(name, found)
+        one = self._choose(name, found, text)
         row = one.row
         if row.takes == "value" and text is None and (row.setting or row.always):
             raise PeerNameError(f"{name} needs a value")
@@ -113,12 +113,14 @@ class Reading:
         if row_text is not None:
             self.notes.append(row_text)
 
-    def _choose(self, name: str, found: Sequence[Found]) -> Found:
+    def _choose(self, name: str, found: Sequence[Found], text: str | None) -> Found:
         fitting = [it for it in found if self.peers is None or it.peer.name in self.peers] or found
         if all(it.row.means(fitting[0].row) for it in fitting):
             return fitting[0]
         if not any(it.row.setting or it.row.always for it in fitting):
             return fitting[0]
+        if all(it.row.only for it in fitting):  # no peer is meant that has not this value
+            return next((it for it in fitting if text in it.row.only.split()), fitting[0])
         meanings = ", ".join(f"{_meaning(it)} in {it.peer.name}" for it in fitting)
         raise PeerNameError(f"{name} has several meanings, {meanings}: give the one that is meant")
 

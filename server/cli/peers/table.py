@@ -34,10 +34,13 @@ class Found(NamedTuple):
 def find_flag(name: str) -> list[Found]:
     """Return the rows that a flag belongs to, of each peer at most one; empty if no peer has it.
 
-    Underscores count as hyphens, `--config.key` is `--config`, and `-O3` is `-O`, as in vLLM.
+    Underscores count as hyphens, `--config.key` is `--config`, `-cc.key` is `-cc`, and `-O3` is `-O`, as in vLLM.
     """
+    if name in _flags():
+        return _flags()[name]
+    name = name.partition(".")[0]
     if name.startswith("--"):
-        name = name.replace("_", "-").partition(".")[0] if name not in _flags() else name
+        name = name.replace("_", "-")
     elif _LEVEL.fullmatch(name):
         name = "-O"
     if found := _flags().get(name):

@@ -30,6 +30,9 @@ ADVICE: Final = {
 }
 """What to say beside the allowed values of a setting."""
 
+is_number: Final = re.compile(r"[0-9]{1,30}").fullmatch
+"""Whether a text is a whole number that can be computed with: Python refuses to read thousands of digits."""
+_is_scaled: Final = re.compile(r"([0-9]{1,30})(?:\.([0-9]{1,30}))?([kKmMgGtT])").fullmatch
 _TRUE: Final = frozenset({"true", "1", "on", "yes", "t", "y", "enabled"})
 _FALSE: Final = frozenset({"false", "0", "off", "no", "f", "n", "disabled"})
 _SCALED: Final = ("_tokens", "_bytes", "_len", "_seqs", "_requests", "_connections")
@@ -48,8 +51,7 @@ def scaled_number(text: str) -> str:
     As in vLLM: 4k is 4000, 4K is 4096, and 25.6k is 25600. Any other text stays as it is, for the check of the
     setting.
     """
-    match = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))?([kKmMgGtT])", text.strip())
-    if match is None:
+    if (match := _is_scaled(text.strip())) is None:
         return text
     whole, fraction, unit = match[1], match[2] or "", match[3]
     power = "kmgt".index(unit.lower()) + 1

@@ -41,7 +41,7 @@ def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Readin
     present = {
         name: value
         for name, value in present.items()
-        if not (_ADDRESS.fullmatch(value) or _SERVICE.fullmatch(name))
+        if not ((name.endswith("PORT") and _ADDRESS.fullmatch(value)) or _SERVICE.fullmatch(name))
         and not (name == _MACHINE and not _is_address(value))
     }
     if not present:

@@ -57,6 +57,13 @@ def test_without_a_prompt_standard_input_is_the_prompt(tessera, server, typed, w
     assert sent(server)["prompt"] == "from a file\n"
 
 
+def test_a_prompt_that_is_not_utf_8_is_one_line(tessera, server):
+    status, out, err = tessera("complete", server.url, "\udcff")
+
+    assert (status, out) == (1, "")
+    assert err == "tessera complete: error: the text has bytes that are not UTF-8\n"
+
+
 def test_one_word_that_is_no_url_is_the_prompt(tessera, server):
     tessera("complete", f"--url={server.url}", "Once upon a time")
 

@@ -137,6 +137,20 @@ def test_a_model_is_deleted_in_any_spelling_of_its_name(tessera, add):
         assert not folder.exists()
 
 
+def test_another_model_with_the_same_commits_stays(tessera, add):
+    old, new = add("org/old-name"), add("org/new-name")
+
+    assert tessera("rm", "org/old-name")[0] == 0
+    assert not old.exists()
+    assert (new / "snapshots" / MAIN / "config.json").exists()
+
+
+def test_names_of_folders_cannot_change_the_terminal(tessera, add):
+    add("org/a\x1b[31mb\nc")
+
+    assert "org/a\ufffd[31mb\ufffdc" in tessera("list")[1]
+
+
 def test_a_model_that_cannot_be_served_is_deleted_too(tessera, add):
     folder = add("org/name-GGUF", ["x.gguf"])
 

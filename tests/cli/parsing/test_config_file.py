@@ -35,6 +35,9 @@ def refusal(read, tmp_path):
     [
         ("", {}),
         ("# nothing\n", {}),
+        ("---\n# nothing\n", {}),
+        ("null\n", {}),
+        ("served-model-name: !!str 1\nhost: =\n", {"served_model_name": "1", "host": "="}),
         ("model: org/name\nport: 9000\n", {"model": "org/name", "port": "9000"}),
         ("--max-model-len: 4k\nmax_num_seqs: 8\n", {"max_model_len": "4k", "max_num_seqs": "8"}),
         ("served-model-name: [a, b]\n", {"served_model_name": "a,b"}),
@@ -77,6 +80,11 @@ def test_notes_name_the_line(read):
         ("port: {a: 1}", "the value of port is nested"),
         ("allowed-hosts: [[a]]", "the value of allowed-hosts is nested"),
         ("tp: {a: 1}", "the value of tp is nested"),
+        ("api-key: !env API_KEY", "line 1: the value of api-key has the tag !env"),
+        ("api-key: [a, !vault b]", "the value of api-key has the tag !vault"),
+        ("api-key: !!binary aGVsbG8=", "the value of api-key has the tag !!binary"),
+        ('"po\\e[31mrt": 1', r"'po\x1b[31mrt' is not the name of a setting"),
+        ('"": 1', "'' is not the name of a setting"),
         ("[a]: 1", "a key must be the name of a flag"),
         ("no-overlap: 5", "no-overlap is '5'; it must be true or false"),
         ("a: b: c", "service.yaml, line 1: it is not valid YAML"),
@@ -109,5 +117,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, path, said):
         settings_of_file(f"{tmp_path}/{path}")
 
 
+def test_an_empty_name_of_a_file_is_said_to_be_empty():
+    with pytest.raises(ConfigError, match="the name of the configuration file is empty"):
+        settings_of_file("")
+
+
 def test_yaml_cannot_make_objects(refusal):
-    assert "no setting" in refusal("x: !!python/object/apply:os.system [true]")
+    assert "has the tag !!python/object" in refusal("x: !!python/object/apply:os.system [true]")

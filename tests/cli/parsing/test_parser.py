@@ -127,6 +127,17 @@ def test_words_after_two_hyphens_are_no_flags(parser):
     assert parser.parse_args(["--port=1", "--", "--overlap"]).first == "--overlap"
 
 
+def test_a_flag_of_this_command_is_never_called_unknown(parser, capsys):
+    assert "--no-overlap takes no value" in error(parser, capsys, "--no-overlap=false")
+    assert "--port follows --" in error(parser, capsys, "a", "b", "--", "--port")
+
+
+def test_a_number_in_the_word_of_a_short_flag_of_another_server_is_set_apart(parser, capsys):
+    parser.takes_settings = True
+
+    assert "the value of -ngl is a word of its own: -ngl 99" in error(parser, capsys, "-ngl99")
+
+
 def test_a_hyphen_alone_is_a_positional_argument(parser):
     assert parser.parse_args(["a", "--port=1", "-"]).second == "-"
 

@@ -59,6 +59,10 @@ def test_variables_of_shells_and_kubernetes_are_none_of_another_server(variables
     assert read(**variables) is None
 
 
+def test_a_key_that_looks_like_an_address_of_kubernetes_is_a_key():
+    assert given(VLLM_API_KEY="tcp://a-key") == {"api_key": "tcp://a-key"}
+
+
 def test_the_name_of_the_machine_is_no_address_and_an_address_there_is_answered():
     reading = read(HOSTNAME="0.0.0.0")  # noqa: S104 - a text
 

@@ -24,6 +24,8 @@ class Faults:
         refuses: status and `X-Error-Code` of each answer about a file.
         refuses_info: the same for the description of the repository.
         ignores_ranges: whether each answer has the whole file.
+        etag: of each file instead of its own.
+        commit: of each revision instead of its own.
     """
 
     bytes_per_second: float | None = None
@@ -31,6 +33,8 @@ class Faults:
     refuses: tuple[int, str] | None = None
     refuses_info: tuple[int, str] | None = None
     ignores_ranges: bool = False
+    etag: str | None = None
+    commit: str = COMMIT
 
 
 class StandIn:
@@ -106,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse((404, "RevisionNotFound"))
         else:
             siblings = [{"rfilename": name} for name in hub.files]
-            self._json({"id": hub.repository, "sha": COMMIT, "siblings": siblings})
+            self._json({"id": hub.repository, "sha": hub.faults.commit, "siblings": siblings})
 
     def _file(self, name, *, with_body):
         if self.hub.faults.refuses is not None:
@@ -119,9 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(302 if large else 200)
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{_etag(name, content)}"')
+        etag = self.hub.faults.etag or _etag(name, content)
+        self.send_header("ETag", f'"{etag}"')
         if large:  # as the Hub: the content is on another host
-            self.send_header("X-Linked-Etag", f'"{_etag(name, content)}"')
+            self.send_header("X-Linked-Etag", f'"{etag}"')
             self.send_header("X-Linked-Size", str(len(content)))
             self.send_header(
                 "Location", self.hub.url.replace("127.0.0.1", "localhost") + f"/content/{name}"

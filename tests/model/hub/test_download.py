@@ -124,6 +124,14 @@ def test_a_damaged_beginning_is_found_by_its_hash_and_fetched_again(hub, tmp_pat
     assert "was damaged; starting again" in caplog.text
 
 
+def test_content_that_the_hub_sends_with_another_hash_is_refused_and_not_kept(hub, tmp_path):
+    hub.faults.etag = hashlib.sha256(b"other").hexdigest()
+
+    with pytest.raises(ModelFolderError, match="another hash than it says"):
+        fetch(wanted=[SHARD])
+    assert not [*(tmp_path / "hub" / "models--acme--tiny" / "blobs").iterdir()]
+
+
 def test_too_little_space_is_said_before_anything_is_fetched(hub, monkeypatch):
     class Usage:
         free = 1000
@@ -149,6 +157,23 @@ def test_a_gated_model_names_the_page_with_its_terms(hub):
 def test_a_revision_that_does_not_exist_is_named(hub):
     with pytest.raises(ModelFolderError, match="at revision 'v9' does not exist"):
         resolve(REPOSITORY, "v9")
+
+
+@pytest.mark.parametrize("etag", ["../../../outside", "/outside", "..", ".", "a\\b", "x" * 200])
+def test_an_etag_that_would_leave_the_cache_is_refused(hub, tmp_path, etag):
+    hub.faults.etag = etag.replace("/outside", f"{tmp_path}/outside") if etag[0] == "/" else etag
+
+    with pytest.raises(ModelFolderError, match="is no hash"):
+        fetch()
+    assert not [it for it in tmp_path.rglob("*") if it.is_file()]
+
+
+@pytest.mark.parametrize("commit", ["../../../outside", "/etc", "..", ""])
+def test_a_commit_that_would_leave_the_cache_is_refused(hub, commit):
+    hub.faults.commit = commit
+
+    with pytest.raises(ModelFolderError, match=r"the commit '.*' is no hash"):
+        fetch()
 
 
 def test_the_cache_is_used_if_the_hub_fails_and_that_is_said(hub, caplog):

@@ -283,3 +283,41 @@ def test_the_tables_name_each_model_once_and_only_known_repositories():
     assert {name for names in known_models.SEVERAL.values() for name in names} <= listed
     assert not known_models.SEVERAL.keys() & known_models.REPOSITORIES.keys()
     assert len(listed) > 100
+
+
+@pytest.mark.parametrize(
+    "revision", ["main", "v1", "refs/pr/1", "feature/x-1", "v1@2", "ä", COMMIT]
+)
+def test_a_revision_is_a_name_that_git_allows(revision):
+    assert repository(OURS, revision) == (OURS, revision)
+
+
+@pytest.mark.parametrize(
+    "revision",
+    [
+        "..",
+        "../x",
+        "a/../../x",
+        "/etc/x",
+        "a//b",
+        "a/.b",
+        ".a",
+        "a/",
+        "a.",
+        "-x",
+        "a b",
+        "a\nb",
+        "a\0b",
+        "a:b",
+        "x" * 251,
+    ],
+)
+def test_a_revision_that_would_leave_its_folder_of_the_cache_is_refused(revision):
+    with pytest.raises(ModelFolderError, match="is not the name of a branch, a tag or a commit"):
+        read_name(OURS, revision)
+
+
+@pytest.mark.parametrize("place", ["..", "%2e%2e", "..%2F..%2Fx", "%2Fetc"])
+def test_a_revision_in_an_address_is_checked_as_well(place):
+    with pytest.raises(ModelFolderError, match="is not the name of a branch"):
+        read_name(f"https://huggingface.co/{OURS}/tree/{place}")
