@@ -1,6 +1,9 @@
 """What the index of packages shows of the package, and the workflow that publishes it."""
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -10,7 +13,6 @@ from deploy.build_hook import _TARGETS, ANY
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-README = (ROOT / "README.md").read_text()
 
 
 def workflow(name):
@@ -41,9 +43,17 @@ def test_files_that_links_name_exist():
         assert path is None or (ROOT / path[1]).exists(), link
 
 
-def test_the_readme_has_no_links_that_lead_nowhere_on_an_index_of_packages():
-    targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"(?:src|href)=\"([^\"]+)", README)
+def test_the_released_readme_has_no_links_that_lead_nowhere_on_an_index_of_packages(tmp_path):
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (step,) = (it["run"] for it in STEPS["build"] if it.get("name") == "The links lead here")
+    owner = {"GITHUB_REPOSITORY": "acme/tessera", "GITHUB_REPOSITORY_OWNER": "acme"}
+    subprocess.run(["bash", "-euc", step], cwd=tmp_path, env=os.environ | owner, check=True)
+    readme = (tmp_path / "README.md").read_text()
 
+    targets = re.findall(r"\]\(([^)\s]+)", readme) + re.findall(r"(?:src|href)=\"([^\"]+)", readme)
+
+    assert "https://github.com/acme/tessera/blob/main/docs/index.md" in targets
     assert [it for it in targets if not re.match(r"https://|#", it)] == []
 
 
