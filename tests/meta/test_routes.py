@@ -32,7 +32,7 @@ ROUTES = {
     "/load": {"GET"},
     "/metrics": {"GET"},
     "/openapi.json": {"GET", "HEAD"},
-    "/page/{name}": {"GET", "HEAD"},
+    "/page/{name:path}": {"GET", "HEAD"},
     "/ping": {"GET", "HEAD"},
     "/plan": {"GET"},
     "/readyz": {"GET", "HEAD"},
@@ -69,7 +69,7 @@ def test_the_openapi_document_describes_every_route_except_those_of_pages_and_it
 
     undocumented = {path for path in ROUTES if path.startswith("/docs")} | {
         "/openapi.json",
-        "/page/{name}",
+        "/page/{name:path}",
     }
     described = {path.replace(":path}", "}"): methods for path, methods in ROUTES.items()}
     assert set(paths) == set(described) - undocumented
