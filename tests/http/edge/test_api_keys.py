@@ -63,14 +63,14 @@ async def test_a_request_without_a_valid_key_is_refused_in_the_error_format(
 @pytest.mark.parametrize("path", sorted(ROUTES))
 async def test_only_probes_pages_and_their_files_are_open(client, path):
     for method in ROUTES[path]:
-        response = await client.request(method, path.replace("{name}", "style.css"))
+        response = await client.request(method, path.replace("{name:path}", "style.css"))
         assert (response.status_code == 401) is not is_open(method, path), (method, path)
 
 
 def test_open_paths_are_probes_and_pages():
     assert {path for path in ROUTES if is_open("GET", path)} == {
         "/", "/docs", "/docs/page.css", "/docs/start.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css",
-        "/health", "/health/live", "/health/ready", "/healthz", "/livez", "/page/{name}", "/ping", "/readyz",
+        "/health", "/health/live", "/health/ready", "/healthz", "/livez", "/page/{name:path}", "/ping", "/readyz",
     }  # fmt: skip
     assert not any(is_open("POST", path) for path in ROUTES)
 
