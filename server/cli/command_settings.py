@@ -21,9 +21,10 @@ from server.cli.parsing.setting_flags import (
     add_settings,
     allowed_values,
     given_settings,
+    in_listed_case,
     takes_several,
 )
-from server.cli.peers.values import ADVICE, own_value, truth
+from server.cli.peers.values import ADVICE, is_number, own_value, scaled_number, truth
 from server.cli.peers.variables import read_variables
 from server.cli.settings import (
     CONFIG,
@@ -157,9 +158,10 @@ def _with_divided_context(sources: list[_Source]) -> list[_Source]:
         owners.append((owner, owner.values[name], owner.origins[name]))
     (owner, context, origin), (_, slots, slots_origin) = owners
     shared = any(it.reading is not None and it.reading.slots_share for it in sources)
-    if shared or not (context + slots).isdigit() or not int(slots):
+    tokens, count = scaled_number(context), scaled_number(slots)
+    if shared or not (is_number(tokens) and is_number(count)) or not int(count):
         return sources
-    part = str(int(context) // int(slots))
+    part = str(int(tokens) // int(count))
     note = f"{origin} divided by {slots_origin} is --max-model-len {part}"
     divided = owner._replace(
         values=owner.values | {"max_model_len": part}, notes=[*owner.notes, note]
@@ -262,7 +264,7 @@ def _own_form(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list o
     The text of a setting that is a list is split at its commas. Empty parts stay, for its validator to refuse.
     """
     if not takes_several(Settings.model_fields[name]):
-        return own_value(name, value)
+        return in_listed_case(Settings.model_fields[name], own_value(name, value))
     texts = [value] if isinstance(value, str) else value
     return [part.strip() for text in texts for part in text.split(",")]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from server.client.calls import Call
 
 _CONNECT_SECONDS = 10.0
+_NO_PROXY = {"all://": None, "http://": None, "https://": None}
 _is_token = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+").fullmatch
 
 
@@ -39,9 +42,12 @@ def options(
     if api_key is not None:
         _check_text("api_key", api_key)
         sent["Authorization"] = f"Bearer {api_key}"
+    url = read_url(base_url)
     connect = _CONNECT_SECONDS if timeout is None else min(timeout, _CONNECT_SECONDS)
     return {
-        "base_url": read_url(base_url),
+        "base_url": url,
+        # A proxy of the environment cannot reach a service of this machine, and would get its key.
+        "mounts": _NO_PROXY if _is_loopback(urlsplit(url).hostname or "") else None,
         "headers": sent,
         "timeout": httpx2.Timeout(timeout, connect=connect),
         # No limit of concurrent requests: the service has its own.
@@ -107,6 +113,13 @@ def connection_error(
     return ServiceConnectionError(
         f"{place}: the connection was lost ({text})", request_id=request_id
     )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _check_text(name: str, text: str) -> None:

@@ -55,6 +55,12 @@ def test_the_model_is_an_argument_or_a_flag(arguments):
     assert read_settings(arguments).model == "org/name"
 
 
+def test_listed_values_may_be_in_any_case():
+    settings = read_settings(["--log-level", "INFO", "--device=CPU", "--dtype", "BFloat16"])
+
+    assert (settings.log_level, settings.device, settings.dtype) == ("info", "cpu", "bfloat16")
+
+
 def test_two_different_models_are_refused_by_name(refusal):
     message = refusal("gpt2", "--model=org/name")
 
@@ -317,6 +323,7 @@ def test_the_log_says_that_words_after_a_list_are_no_model(capsys):
     ("arguments", "variables", "limit"),
     [
         (["-c", "8192", "-np", "4"], {}, 2048),
+        (["-c", "16k", "-np", "4"], {}, 4000),
         (["-c", "8192"], {"LLAMA_ARG_N_PARALLEL": "4"}, 2048),
         (["-np", "4"], {"LLAMA_ARG_CTX_SIZE": "8192"}, 2048),
         ([], {"LLAMA_ARG_CTX_SIZE": "8192", "LLAMA_ARG_N_PARALLEL": "4"}, 2048),

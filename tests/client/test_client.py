@@ -330,6 +330,15 @@ def test_a_wrong_variable_of_the_http_library_is_named(monkeypatch, variable, va
             client()
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_a_service_of_this_machine(
+    monkeypatch, service, call
+):
+    for name in ("HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    assert call(service.url, "health").state == "ready"
+
+
 def test_errors_do_not_show_the_password_in_an_address(call):
     with pytest.raises(ServiceConnectionError, match=r"http://127\.0\.0\.1:1/health: no") as caught:
         call("http://user:secret@127.0.0.1:1", "health")

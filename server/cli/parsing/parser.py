@@ -256,6 +256,8 @@ class Parser(argparse.ArgumentParser):
             if word in self._booleans and not is_value:
                 result.append(f"{word}=true")
             elif word.startswith("--no-") and "--" + word[5:] in self._booleans:
+                if following in BOOLEAN:  # which would be the model
+                    self.error(f"{word} takes no value, but {args[index + 1]!r} follows it")
                 result.append(f"--{word[5:]}=false")
             else:
                 result.append(word)

@@ -54,6 +54,13 @@ def has_form(field: FieldInfo, text: str) -> bool:
     return form is None or re.fullmatch(form.pattern, text) is not None
 
 
+def in_listed_case(field: FieldInfo, text: str) -> str:
+    """Return the text of a setting in lower case if that is one of the values that are listed for it, as INFO is."""
+    kind = _plain_type(field)
+    listed = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    return text.lower() if text.lower() in listed else text
+
+
 def allowed_values(field: FieldInfo) -> str:
     """Describe the values that a setting takes; empty if any text is one."""
     kind = _plain_type(field)

@@ -129,6 +129,7 @@ def test_words_after_two_hyphens_are_no_flags(parser):
 
 def test_a_flag_of_this_command_is_never_called_unknown(parser, capsys):
     assert "--no-overlap takes no value" in error(parser, capsys, "--no-overlap=false")
+    assert "but 'False' follows it" in error(parser, capsys, "--no-overlap", "False")
     assert "--port follows --" in error(parser, capsys, "a", "b", "--", "--port")
 
 
