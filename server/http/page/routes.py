@@ -1,16 +1,20 @@
 """Serves the page for browsers: index.html at `/` and its assets at `/page/`.
 
-The assets are the files of the folder `assets`, served as they are. They load nothing from another host, and the
-content security policy makes browsers refuse to.
+The assets are the files of the folder `assets`, served as they are, but for index.html, whose head gets a link for each
+module that its script imports: a browser then asks for all of them at once. They load nothing from another host, and
+the content security policy makes browsers refuse to.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import posixpath
+import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
+from typing import Self
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -18,6 +22,9 @@ from starlette.responses import Response
 from server.errors import NotFoundError
 
 INDEX = "index.html"
+_SCRIPT = "page.js"
+_HEAD_END = b"</head>"
+_imported = re.compile(rb'^(?:import|export)\b[^;"]*"(\.{1,2}/[^"]+)"', re.MULTILINE).findall
 PREFIX = "/page/"
 
 # The types are fixed here because `mimetypes` also reads the host's own table.
@@ -51,6 +58,12 @@ class Asset:
     media_type: str
     etag: str
 
+    @classmethod
+    def of(cls, content: bytes, name: str) -> Self:
+        """Return the file of a name with its content."""
+        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        return cls(content, _MEDIA_TYPES["." + name.rpartition(".")[2]], etag)
+
 
 def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
     """Add the routes of the page's assets; they are not part of the OpenAPI document."""
@@ -66,7 +79,24 @@ def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
 
 def load_assets() -> dict[str, Asset]:
     """Read all files of the page, by path within the folder `assets`."""
-    return dict(_read(resources.files("server.http.page") / "assets", ""))
+    assets = dict(_read(resources.files("server.http.page") / "assets", ""))
+    links = (
+        f'  <link rel="modulepreload" href="{PREFIX[1:]}{it}">\n' for it in imported_modules(assets)
+    )
+    before, end, after = assets[INDEX].content.partition(_HEAD_END)
+    content = before + "".join(links).encode() + end + after
+    return assets | {INDEX: Asset.of(content, INDEX)}
+
+
+def imported_modules(assets: Mapping[str, Asset]) -> list[str]:
+    """Return the paths of all modules that the page's script imports before it runs, without the script itself."""
+    found = [_SCRIPT]
+    for name in found:
+        for path in _imported(assets[name].content):
+            module = posixpath.normpath(posixpath.join(posixpath.dirname(name), path.decode()))
+            if module not in found:
+                found.append(module)
+    return found[1:]
 
 
 def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
@@ -75,9 +105,7 @@ def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
         if file.is_dir():
             yield from _read(file, name + "/")
         else:
-            content = file.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            yield name, Asset(content, _MEDIA_TYPES["." + name.rpartition(".")[2]], etag)
+            yield name, Asset.of(file.read_bytes(), name)
 
 
 def respond(asset: Asset, request: Request, vary: str | None = None) -> Response:

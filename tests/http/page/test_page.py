@@ -172,6 +172,22 @@ def test_every_file_is_reached_from_the_page_and_every_reference_exists():
     assert reached <= set(ASSETS)
 
 
+def test_the_page_asks_at_once_for_every_module_that_its_script_imports():
+    waited, names = set(), ["page.js"]
+    for name in names:
+        folder = posixpath.dirname(name)
+        for path in re.findall(r'^(?:import|export)\b[^;]*?from "(.+?)";', TEXTS[name], re.M):
+            module = posixpath.normpath(f"{folder}/{path}").lstrip("/")
+            if module not in waited:
+                waited.add(module)
+                names.append(module)
+
+    preloaded = [
+        a["href"] for tag, a, _ in PAGE.elements if tag == "link" and a["rel"] == "modulepreload"
+    ]
+    assert sorted(preloaded) == sorted(f"page/{name}" for name in waited)
+
+
 def references(name):
     text = TEXTS[name]
     if name == INDEX:
