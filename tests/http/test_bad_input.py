@@ -398,7 +398,7 @@ async def test_an_unknown_path_is_not_found(client, path):
 
     assert response.status_code == 404
     assert response.json()["error_type"] == "not_found"
-    assert response.json()["error"].startswith("there is no route `/")
+    assert response.json()["error"].startswith("there is no such route; ")
 
 
 async def test_no_cors_headers_are_sent(client):

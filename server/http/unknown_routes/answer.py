@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
-from server.http.body.validation import quote
 from server.http.unknown_routes.table import DEEPER, SAME, SUBJECTS, VERSIONS
 
 if TYPE_CHECKING:
@@ -37,23 +36,21 @@ class UnknownRoutes:
         """Return the message for a path.
 
         The time and the length do not grow with the path: one of any length costs as much as one of 200 characters.
+        Of the path, only what a table has is repeated: the rest may be a key that was put there by mistake.
         """
-        path, shown = path[:_LONGEST_PATH], quote("", path)
-        plain = path.rstrip("/").lower() or "/"
+        plain = path[:_LONGEST_PATH].rstrip("/").lower() or "/"
         if plain in SAME:
             owner, route = SAME[plain]
-            return f"there is no route {shown} as in {owner}; {self._named(route)} serves the same purpose"
+            return f"there is no route {plain} as in {owner}; {self._named(route)} serves the same purpose"
         parts = plain.strip("/").split("/")
-        first = next((part for part in parts if part not in VERSIONS), "")
-        deeper = next((why for start, why in DEEPER.items() if plain.startswith(start)), None)
-        if why := SUBJECTS.get(first) or deeper:
-            return f"there is no route {shown}, which is out of scope: {why}"
+        if why := _out_of_scope(plain, parts):
+            return f"there is no route {why}"
         if moved := self._elsewhere(parts):
             hint = ""
             if moved.startswith("/v1/"):
                 hint = " The base URL of OpenAI's clients ends with /v1, once"
-            return f"there is no route {shown}; did you mean {self._named(moved)}?{hint}"
-        return f"there is no route {shown}; the routes, the nearest first: {', '.join(self._nearest_first(plain))}"
+            return f"there is no such route; did you mean {self._named(moved)}?{hint}"
+        return f"there is no such route; the routes, the nearest first: {', '.join(self._nearest_first(plain))}"
 
     def _elsewhere(self, parts: list[str]) -> str | None:
         """Return the route that a path is with too much or too little before it."""
@@ -92,6 +89,19 @@ class UnknownRoutes:
                 path: " or ".join(sorted(names)) for path, names in sorted(methods.items())
             }
         return self._listed
+
+
+def _out_of_scope(path: str, parts: list[str]) -> str:
+    """Return the part of a path that the table has and why it is out of scope; empty if it is not."""
+    for number, part in enumerate(parts, 1):
+        if part in SUBJECTS:
+            return f"/{'/'.join(parts[:number])}, which is out of scope: {SUBJECTS[part]}"
+        if part not in VERSIONS:
+            break
+    for start, why in DEEPER.items():
+        if path.startswith(start):
+            return f"{start}, which is out of scope: {why}"
+    return ""
 
 
 def _words(path: str) -> set[str]:

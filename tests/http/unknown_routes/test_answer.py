@@ -86,6 +86,14 @@ def test_a_message_has_a_bounded_length_and_no_control_characters(message, path)
 
 
 @pytest.mark.parametrize(
+    "path",
+    ["/k3y", "/embed/k3y", "/v1/messages/batches/k3y", "/k3y/generate", "/v1/models/load/k3y"],
+)
+def test_a_key_in_a_path_is_not_repeated(message, path):
+    assert "k3y" not in message(path)
+
+
+@pytest.mark.parametrize(
     ("path", "where"),
     [("/embed", ("error",)), ("/v1/embeddings", ("error", "message"))],
 )
