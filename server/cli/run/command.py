@@ -49,7 +49,7 @@ _NOT_OF_THE_ENGINE = frozenset(
 _ANSWER_SECONDS = 2.0
 """Time in which a running service answers; what needs longer is not one to talk to."""
 _POLL_SECONDS = 0.1
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared, not bound
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # noqa: S104 # nosec B104 - compared, not bound
 
 
 def run(options: argparse.Namespace, settings: Settings, most_tokens: int) -> None:
