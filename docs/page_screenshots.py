@@ -69,14 +69,14 @@ def main(url: str) -> None:
 
 def _answer(route: Route) -> None:
     """Send the reply as a stream."""
-    pieces = [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in REPLY.split(" ")]
-    for piece in pieces[1:]:
-        piece["choices"][0]["delta"]["content"] = " " + piece["choices"][0]["delta"]["content"]
+    chunks = [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in REPLY.split(" ")]
+    for chunk in chunks[1:]:
+        chunk["choices"][0]["delta"]["content"] = " " + chunk["choices"][0]["delta"]["content"]
     end = {
         "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 27, "completion_tokens": 171, "total_tokens": 198},
     }
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in (*pieces, end))
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in (*chunks, end))
     route.fulfill(
         status=200, headers={"content-type": "text/event-stream"}, body=body + "data: [DONE]\n\n"
     )

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tqdm import tqdm
 
 BYTES: Final = "B"
@@ -30,7 +28,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def _make_bar(**options: Any) -> tqdm[None]:  # noqa: ANN401 - those of tqdm
     # Imported here because most commands show no progress.
-    from tqdm import tqdm  # noqa: PLC0415
+    from tqdm import tqdm  # noqa: PLC0415 - as above
 
     # Else the first bar would make a lock between processes, for which Python may start a process.
     tqdm.set_lock(threading.RLock())
@@ -76,12 +74,7 @@ class Progress:
         """Return this."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bar."""
         self.close()
 

@@ -25,7 +25,7 @@ def repository_of(folder_name: str) -> str | None:
 def cached_repositories() -> list[str]:
     """Return the repositories of models that have a snapshot in the cache, sorted."""
     # Imported here because a local folder does not need it.
-    from huggingface_hub import constants  # noqa: PLC0415
+    from huggingface_hub import constants  # noqa: PLC0415 - slow
 
     try:
         folders = list(Path(constants.HF_HUB_CACHE).glob(f"{_MODEL}*/snapshots/*"))

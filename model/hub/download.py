@@ -69,7 +69,7 @@ def download(
     except library.errors.RevisionNotFoundError:
         raise
     # The HTTP library has errors of its own too.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - as above
         try:
             folder = library.place(local_files_only=True)
         except library.errors.LocalEntryNotFoundError as absent:
@@ -97,8 +97,8 @@ class _Library:
         unwanted: Sequence[str],
     ) -> None:
         # Imported here because the import takes 0.2 s and a local folder does not need it.
-        import huggingface_hub  # noqa: PLC0415
-        from huggingface_hub import constants, errors  # noqa: PLC0415
+        import huggingface_hub  # noqa: PLC0415 - slow
+        from huggingface_hub import constants, errors  # noqa: PLC0415 - slow
 
         # Its own handler would write a second time what the handler of all processes writes.
         logging.getLogger(huggingface_hub.__name__).handlers.clear()
@@ -206,32 +206,32 @@ class _NoBar(tqdm):  # type: ignore[type-arg] # not generic at run time
 
 
 def _download(repository: str, files: Sequence[RemoteFile], library: _Library) -> None:
-    own = [it for it in files if not library.takes_over(it)]
-    begun = sum(it.done for it in own)
-    total = sum(it.size for it in own)
-    _check_space(repository, sum(it.size for it in files) - begun, library.cache)
-    if for_library := len(files) - len(own):
+    fetched = [it for it in files if not library.takes_over(it)]
+    present = sum(it.done for it in fetched)
+    total = sum(it.size for it in fetched)
+    _check_space(repository, sum(it.size for it in files) - present, library.cache)
+    if for_library := len(files) - len(fetched):
         _logger.info("the hub library fetches %d files of %s itself", for_library, repository)
     if total >= _WORTH_A_LINE:
-        resumed = f"; resumed from {bytes_text(begun)}" if begun else ""
-        count = f"{len(own)} file{'s' if len(own) > 1 else ''}"
+        resumed = f"; resumed from {bytes_text(present)}" if present else ""
+        count = f"{len(fetched)} file{'s' if len(fetched) > 1 else ''}"
         _logger.info("downloading %s: %s in %s%s", repository, bytes_text(total), count, resumed)
     stop = threading.Event()
     what, shown = f"downloading {repository}", library.shows_bars()
-    with Progress(what, _logger.info, total, done=begun, shown=shown) as progress:
+    with Progress(what, _logger.info, total, done=present, shown=shown) as progress:
 
         def poll() -> None:
-            progress.update(sum(it.done for it in own))
+            progress.update(sum(it.done for it in fetched))
 
         try:
-            _in_threads(lambda file: fetch(file, stop), own, poll)
+            _in_threads(lambda file: fetch(file, stop), fetched, poll)
         except BaseException:
             stop.set()
-            here = bytes_text(sum(it.done for it in own))
+            here = bytes_text(sum(it.done for it in fetched))
             _logger.info("%s of %s are here; the next download resumes there", here, repository)
             raise
     if total >= _WORTH_A_LINE:
-        rate = (total - begun) / max(1e-3, progress.seconds)
+        rate = (total - present) / max(1e-3, progress.seconds)
         took = duration_text(progress.seconds)
         _logger.info("downloaded %s in %s, %s/s", repository, took, bytes_text(rate))
 
@@ -254,7 +254,7 @@ def _in_threads(
 
     Args:
         work: called with each item.
-        items: in the order in which they are begun.
+        items: in the order in which they start.
         poll: called again and again by this thread.
 
     Raises:

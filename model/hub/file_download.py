@@ -31,7 +31,7 @@ _FIRST_WAIT_SECONDS: Final = 1.0
 _TRANSPORT_ERRORS: Final = frozenset({"TransportError", "RequestException"})
 """Names of the base classes of connection errors in the HTTP libraries that the hub library has used."""
 _TOO_MANY, _RANGE_REFUSED, _PARTIAL, _SERVER_ERRORS = 429, 416, 206, 500
-_HASH_PIECE: Final = 2**20
+_HASH_CHUNK: Final = 2**20
 _range_of = re.compile(r"bytes (\d+)-").match
 _is_sha256 = re.compile(r"[0-9a-f]{64}").fullmatch
 
@@ -194,9 +194,9 @@ def _receive(file: RemoteFile, stop: threading.Event) -> None:
         with open(descriptor, "r+b", buffering=0) as out:  # noqa: PTH123 - of a descriptor
             out.seek(begin)
             file.done = begin
-            for piece in response.iter_bytes():
-                _write(out, piece)
-                file.done += len(piece)
+            for chunk in response.iter_bytes():
+                _write(out, chunk)
+                file.done += len(chunk)
                 if stop.is_set():
                     raise Stopped
                 if file.done > file.size:
@@ -208,9 +208,9 @@ def _receive(file: RemoteFile, stop: threading.Event) -> None:
         raise ModelFolderError(f"{file.name}: the Hub sent more than its {file.size} bytes")
 
 
-def _write(file: FileIO, piece: bytes) -> None:
-    """Write all of a piece without a buffer, so that a killed process loses nothing that was counted."""
-    rest = memoryview(piece)
+def _write(file: FileIO, chunk: bytes) -> None:
+    """Write all of a chunk without a buffer, so that a killed process loses nothing that was counted."""
+    rest = memoryview(chunk)
     while rest:
         rest = rest[file.write(rest) :]
 
@@ -224,8 +224,8 @@ def _is_whole(file: RemoteFile) -> bool:
         return True
     sha256 = hashlib.sha256()
     with file.partial.open("rb") as content:
-        while piece := content.read(_HASH_PIECE):
-            sha256.update(piece)
+        while chunk := content.read(_HASH_CHUNK):
+            sha256.update(chunk)
     return sha256.hexdigest() == file.etag
 
 

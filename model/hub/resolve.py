@@ -54,14 +54,14 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     # Imported here because a local folder does not need it.
-    from model.hub.download import download  # noqa: PLC0415
+    from model.hub.download import download  # noqa: PLC0415 - as above
 
     try:
         return download(repository, revision, patterns, _UNNEEDED)
     except ModelFolderError:
         raise
     # The hub library does not wrap the errors of its HTTP library, which depends on its version.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - as above
         place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
         raise ModelFolderError(f"{place} {_problem(error, repository)}") from None
 

@@ -24,7 +24,7 @@ from server.cli.parsing.setting_flags import (
     in_listed_case,
     takes_several,
 )
-from server.cli.peers.values import ADVICE, is_number, own_value, scaled_number, truth
+from server.cli.peers.values import ADVICE, is_number, scaled_number, tessera_value, truth
 from server.cli.peers.variables import read_variables
 from server.cli.settings import (
     CONFIG,
@@ -75,7 +75,7 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
     except ValueError as error:
         fail(str(error), command, status=2)
     values = {
-        name: _own_form(name, source.values[name])
+        name: _normalized(name, source.values[name])
         for source in reversed(sources)
         for name in source.values
     }
@@ -129,10 +129,10 @@ def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]
         ValueError: two names set the same setting to different values, or a name cannot be understood.
     """
     flags = _flag_source(options)
-    own, unknown = read_environment()
-    own_path = own.pop(CONFIG, None)
-    path = own_path if (given_path := getattr(options, CONFIG)) is None else given_path
-    sources = [flags, _Source("variables", own)]
+    variables, unknown = read_environment()
+    variable_path = variables.pop(CONFIG, None)
+    path = variable_path if (given_path := getattr(options, CONFIG)) is None else given_path
+    sources = [flags, _Source("variables", variables)]
     if path is not None:
         from server.cli.parsing.config_file import settings_of_file  # noqa: PLC0415 - imports YAML
 
@@ -175,8 +175,8 @@ def _flag_source(options: argparse.Namespace) -> _Source:
     peers: Reading | None = getattr(options, PEERS, None)
     origins = {}
     for name, (text, origin) in ({} if peers is None else peers.given).items():
-        own = _own_form(name, given.setdefault(name, text))
-        if own != _own_form(name, text):
+        chosen = _normalized(name, given.setdefault(name, text))
+        if chosen != _normalized(name, text):
             shown = (
                 ""
                 if setting(Settings.model_fields[name]).secret
@@ -199,8 +199,8 @@ def _without_a_model(several: SeveralWords) -> str:
     Raises:
         ValueError: the last of them may be the model.
     """
-    own, words = several.own, several.words
-    field = Settings.model_fields[own[2:].replace("-", "_")]
+    option, words = several.setting, several.words
+    field = Settings.model_fields[option[2:].replace("-", "_")]
     if _may_be_model(words[-1], in_a_form=setting(field).form is not None):
         last = "the last word after it" if setting(field).secret else repr(words[-1])
         raise ValueError(
@@ -258,13 +258,13 @@ def _fail_all(messages: Iterable[str], command: str) -> NoReturn:
     fail(f"\ntessera {command}: error: ".join(messages), command, status=2)
 
 
-def _own_form(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
+def _normalized(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
     """Return a value as the setting takes it, with Tessera's spelling.
 
     The text of a setting that is a list is split at its commas. Empty parts stay, for its validator to refuse.
     """
     if not takes_several(Settings.model_fields[name]):
-        return in_listed_case(Settings.model_fields[name], own_value(name, value))
+        return in_listed_case(Settings.model_fields[name], tessera_value(name, value))
     texts = [value] if isinstance(value, str) else value
     return [part.strip() for text in texts for part in text.split(",")]
 

@@ -12,7 +12,6 @@ from server.client.streams import AsyncStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import TracebackType
 
     from server.client.calls import Call, StreamCall
     from server.client.chat_records import ChatChunk, ChatReply
@@ -32,7 +31,7 @@ class AsyncClient:
     Args:
         base_url: of the service; the scheme may be absent, as in `gpu-host:8000`.
         api_key: sent as `Authorization: Bearer KEY`.
-        timeout: seconds to wait for a connection, at most 10, and for each piece of an answer; None for no limit.
+        timeout: seconds to wait for a connection, at most 10, and for each part of an answer; None for no limit.
         headers: sent with every request.
 
     Raises:
@@ -69,12 +68,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

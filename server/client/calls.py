@@ -99,7 +99,7 @@ class StreamCall(Call[AnswerT]):
         self._events = EventReader()
 
     def feed(self, data: bytes, headers: Mapping[str, str]) -> Iterable[AnswerT]:
-        """Decode the next piece of the stream.
+        """Decode the next chunk of the stream.
 
         Args:
             data: may end anywhere.
@@ -197,8 +197,8 @@ def _chat_body(
     stream: bool,
 ) -> dict[str, object]:
     extra = extra_body or {}
-    own = {"messages", "stream", *parameters}
-    if both := sorted(own & extra.keys()):
+    named = {"messages", "stream", *parameters}
+    if both := sorted(named & extra.keys()):
         raise ValueError(f"extra_body has {', '.join(both)}, which the call itself sets")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]

@@ -12,7 +12,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the function; None in later events of a stream.
-        arguments: the text of a JSON object, or in an event a piece of it.
+        arguments: the text of a JSON object, or in an event a part of it.
 
     Example:
         >>> CalledFunction(name="weather", arguments='{"city": "Rome"}').name

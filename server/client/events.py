@@ -25,9 +25,9 @@ class EventReader:
             data = self._held + data
             self._held = (
                 b"\r" if data.endswith(b"\r") else b""
-            )  # the line feed may be in the next piece
+            )  # the line feed may be in the next chunk
             data = data.removesuffix(self._held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        # Joined only at the end of an event: to join each piece with those before it takes the square of the time.
+        # Joined only at the end of an event: to join each chunk with those before it takes the square of the time.
         if self._pieces:
             if b"\n\n" not in self._pieces[-1][-1:] + data:
                 self._pieces += [data] if data else []

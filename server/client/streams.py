@@ -10,7 +10,6 @@ from server.client.transport import connection_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
-    from types import TracebackType
 
     from server.client.calls import StreamCall
 
@@ -53,12 +52,7 @@ class Stream(Generic[EventT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -108,12 +102,7 @@ class AsyncStream(Generic[EventT]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

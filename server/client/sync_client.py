@@ -12,7 +12,6 @@ from server.client.streams import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import TracebackType
 
     from server.client.calls import Call, StreamCall
     from server.client.chat_records import ChatChunk, ChatReply
@@ -32,8 +31,8 @@ class Client:
     Args:
         base_url: of the service; the scheme may be absent, as in `gpu-host:8000`.
         api_key: sent as `Authorization: Bearer KEY`.
-        timeout: seconds to wait for a connection, at most 10, and for each piece of an answer; None for no limit. A
-            text that is not streamed is one piece. The parameter `timeout_ms` limits a whole request.
+        timeout: seconds to wait for a connection, at most 10, and for each part of an answer; None for no limit. A
+            text that is not streamed is one part. The parameter `timeout_ms` limits a whole request.
         headers: sent with every request.
 
     Raises:
@@ -65,12 +64,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def settings_of_file(path: str) -> Reading:
     entries = read_config(path)
     foreign: dict[str, list[Found]] = {}
     for entry in entries:
-        if _own_setting(entry.key) is None and (found := find_flag(_flag(entry.key))):
+        if _setting_name(entry.key) is None and (found := find_flag(_flag(entry.key))):
             foreign[entry.key] = found
             reading.narrow(found)
     for entry in entries:
@@ -66,7 +66,7 @@ def settings_of_file(path: str) -> Reading:
                 text = "" if entry.texts is None and is_absent else _text(entry)
                 reading.read(f"{entry.where}: {entry.key}", found, text)
             else:
-                _add_own(reading, entry)
+                _add_setting(reading, entry)
         except PeerNameError as error:
             message = str(error)
             raise ConfigError(
@@ -76,8 +76,8 @@ def settings_of_file(path: str) -> Reading:
     return reading
 
 
-def _add_own(reading: Reading, entry: Entry) -> None:
-    name = _own_setting(entry.key)
+def _add_setting(reading: Reading, entry: Entry) -> None:
+    name = _setting_name(entry.key)
     if name is None:
         hint = did_you_mean(entry.key, [flag(it)[2:] for it in Settings.model_fields])
         raise ConfigError(f"{entry.where}: no setting is called {entry.key}{hint}")
@@ -92,7 +92,7 @@ def _add_own(reading: Reading, entry: Entry) -> None:
     reading.add(name, Given(text, f"{entry.where}: {entry.key}"))
 
 
-def _own_setting(key: str) -> str | None:
+def _setting_name(key: str) -> str | None:
     """Return the setting that a key names, or switches off; None if there is none."""
     name = key.replace("-", "_")
     if name in Settings.model_fields:

@@ -57,12 +57,12 @@ class SeveralWords(NamedTuple):
 
     Attributes:
         flag: as it was given.
-        own: the flag of the same setting.
+        setting: the flag of the same setting.
         words: two or more.
     """
 
     flag: str
-    own: str
+    setting: str
     words: list[str]
 
 
@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
             setattr(parsed, SEVERAL, several)
         if unknown := next((word for word in rest if word.startswith("-") and word != "-"), None):
             flag = unknown.partition("=")[0]
-            if flag in self._own_flags():
+            if flag in self._known_flags():
                 where = (
                     "takes no value"
                     if "=" in unknown
@@ -183,15 +183,15 @@ class Parser(argparse.ArgumentParser):
             word = words[index]
             result.append(word)
             index += 1
-            if not is_flag(word) or (own := self._list_of(word)) is None:
+            if not is_flag(word) or (setting := self._list_of(word)) is None:
                 continue
             values = words[index : index + 1]
             while (end := index + len(values)) < len(words):
-                if is_flag(words[end]) or not self._lists[own](words[end]):
+                if is_flag(words[end]) or not self._lists[setting](words[end]):
                     break
                 values.append(words[end])
             if len(values) > 1 and not is_flag(values[0]):
-                several.append(SeveralWords(word, own, values))
+                several.append(SeveralWords(word, setting, values))
                 result.append(",".join(values))
                 index += len(values)
         return result + words[index:], several
@@ -201,7 +201,7 @@ class Parser(argparse.ArgumentParser):
         name = word.replace("_", "-") if word.startswith("--") else word
         if name in self._lists:
             return name
-        if name.partition("=")[0] in self._own_flags():
+        if name.partition("=")[0] in self._known_flags():
             return None
         from server.cli.peers.table import find_flag  # noqa: PLC0415 - only where a name is unknown
 
@@ -210,38 +210,38 @@ class Parser(argparse.ArgumentParser):
 
     def _without_peers(self, words: list[str]) -> tuple[list[str], Reading | None]:
         """Take flags of other servers out of the words, if there are unknown flags; exits if one is refused."""
-        own = self._own_flags()
-        if all(word.partition("=")[0] in own for word in words if word.startswith("-")):
+        known = self._known_flags()
+        if all(word.partition("=")[0] in known for word in words if word.startswith("-")):
             return words, None
         if self._subparsers is not None:
-            self._check_first(words[0].partition("=")[0], own)
+            self._check_first(words[0].partition("=")[0], known)
             return words, None
         from server.cli.peers.reading import PeerNameError  # noqa: PLC0415 - only where a name is unknown
-        from server.cli.peers.words import find_foreign, take_out  # noqa: PLC0415
+        from server.cli.peers.words import find_foreign, take_out  # noqa: PLC0415 - as above
 
         if not self.takes_settings:
-            if (word := find_foreign(words, own)) and len(word) > 2:
+            if (word := find_foreign(words, known)) and len(word) > 2:
                 self.error(f"unknown flag {word}; `{self.prog} --help` lists the flags")
             return words, None
         try:
-            left, reading = take_out(words, own)
+            left, reading = take_out(words, known)
         except PeerNameError as error:
             self.error(str(error))
         return left, reading if reading.notes or reading.given else None
 
-    def _check_first(self, word: str, own: set[str]) -> None:
+    def _check_first(self, word: str, known: set[str]) -> None:
         """Exit with an error if an unknown flag stands where a command must."""
-        if word.startswith("-") and word not in own:
-            if hint := did_you_mean(word, own):
+        if word.startswith("-") and word not in known:
+            if hint := did_you_mean(word, known):
                 self.error(f"unknown flag {word}{hint}")
-            actions = [it for it in self._actions if isinstance(it, argparse._SubParsersAction)]  # noqa: SLF001
+            actions = [it for it in self._actions if isinstance(it, argparse._SubParsersAction)]  # noqa: SLF001 - as in `walk`
             command = next(iter(actions[0].choices))
             self.error(
                 f"{word} follows a command, as in `{self.prog} {command} {word}`; "
                 f"`{self.prog} --help` lists them"
             )
 
-    def _own_flags(self) -> set[str]:
+    def _known_flags(self) -> set[str]:
         return set(self._option_string_actions) | {"--no-" + name[2:] for name in self._booleans}
 
     def _with_values(self, args: list[str]) -> list[str]:
@@ -281,7 +281,7 @@ class Parser(argparse.ArgumentParser):
 
             if find_flag(short[1]):
                 return f"; the value of {short[1]} is a word of its own: {short[1]} {short[2]}"
-        known = [name for name in sorted(self._own_flags()) if name.startswith("--")]
+        known = [name for name in sorted(self._known_flags()) if name.startswith("--")]
         hint = did_you_mean(flag.replace("_", "-").lower(), known)
         return hint or f"; `{self.prog} --help` lists the flags"
 

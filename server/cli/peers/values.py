@@ -38,7 +38,7 @@ _FALSE: Final = frozenset({"false", "0", "off", "no", "f", "n", "disabled"})
 _SCALED: Final = ("_tokens", "_bytes", "_len", "_seqs", "_requests", "_connections")
 
 
-def own_value(setting: str, text: str) -> str:
+def tessera_value(setting: str, text: str) -> str:
     """Return the text of a setting for one that a peer would take; any other text stays as it is."""
     if setting.endswith(_SCALED):
         return scaled_number(text)

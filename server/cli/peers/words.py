@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from server.cli.peers.table import Found
 
 
-def own_name(name: str, own: Collection[str]) -> str:
+def known_name(name: str, known: Collection[str]) -> str:
     """Return the flag of Tessera that a name with underscores is; the name itself if there is none."""
     hyphens = name.replace("_", "-")
-    return hyphens if name not in own and hyphens in own else name
+    return hyphens if name not in known and hyphens in known else name
 
 
-def find_foreign(words: Sequence[str], own: Collection[str]) -> str | None:
+def find_foreign(words: Sequence[str], known: Collection[str]) -> str | None:
     """Return the first flag of a peer that is none of the command's own; None if there is none."""
     for word in words:
-        name = own_name(word.partition("=")[0], own)
+        name = known_name(word.partition("=")[0], known)
         if word == "--":
             return None
-        if is_flag(word) and name not in own and find_flag(name):
+        if is_flag(word) and name not in known and find_flag(name):
             return name
     return None
 
 
-def take_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], Reading]:
+def take_out(words: Sequence[str], known: Collection[str]) -> tuple[list[str], Reading]:
     """Take the flags of peers out of a command line, with their values.
 
     Args:
         words: of the command line.
-        own: all flags of the command; underscores in their names become hyphens.
+        known: all flags of the command; underscores in their names become hyphens.
 
     Returns:
         The other words, and what those that were taken out say.
@@ -43,7 +43,7 @@ def take_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], Rea
     Raises:
         PeerNameError: a flag asks for something that Tessera does not have, or that has another name.
     """
-    left, taken = _divide(words, own)
+    left, taken = _divide(words, known)
     reading = Reading()
     for _, found, _ in taken:
         reading.narrow(found)
@@ -53,7 +53,7 @@ def take_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], Rea
 
 
 def _divide(
-    words: Sequence[str], own: Collection[str]
+    words: Sequence[str], known: Collection[str]
 ) -> tuple[list[str], list[tuple[str, list[Found], str | None]]]:
     left: list[str] = []
     taken: list[tuple[str, list[Found], str | None]] = []
@@ -65,8 +65,8 @@ def _divide(
             left += words[index - 1 :]
             break
         name, has_value, value = word.partition("=")
-        name = own_name(name, own)
-        if not is_flag(word) or name in own or not (found := find_flag(name)):
+        name = known_name(name, known)
+        if not is_flag(word) or name in known or not (found := find_flag(name)):
             left.append(name + has_value + value if is_flag(word) else word)
             continue
         text = value if has_value else None

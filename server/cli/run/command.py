@@ -23,7 +23,7 @@ from server.cli.client.streams import ServerError
 from server.cli.command_settings import find_model
 from server.cli.model_name import with_model_name
 from server.cli.output import INTERRUPTED, discard_output, fail
-from server.cli.run.service import OwnService
+from server.cli.run.service import ServiceProcess
 from server.cli.service_parts import api_keys
 from server.engine.core.start_checks import StartupError
 from server.log import configure_logging
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, settings: Settings, most_tokens: int) -> No
             _talk(options, most_tokens)
             return
         find_model(settings)
-        with OwnService(_own_settings(settings)) as service:
+        with ServiceProcess(_service_settings(settings)) as service:
             port = service.port()
             if port is None:
                 raise SystemExit(service.status or 1)
@@ -106,7 +106,7 @@ def _use_running(options: argparse.Namespace, settings: Settings) -> bool:
     return options.model is not None
 
 
-def _own_settings(settings: Settings) -> Settings:
+def _service_settings(settings: Settings) -> Settings:
     """Return the settings of a service for one person: on a free port, and without its log."""
     defaults = {"port": 0, "log_level": "warning", "access_log": False}
     given = settings.model_fields_set
@@ -120,7 +120,7 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _wait_until_ready(options: argparse.Namespace, service: OwnService) -> None:
+def _wait_until_ready(options: argparse.Namespace, service: ServiceProcess) -> None:
     """Wait until the model is loaded, and show what the service does meanwhile.
 
     Raises:

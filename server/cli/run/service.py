@@ -39,7 +39,7 @@ class Launch(msgspec.Struct, frozen=True):
     port_fd: int
 
 
-class OwnService:
+class ServiceProcess:
     """A service in a process of its own; leaving the context ends it.
 
     Args:
@@ -97,7 +97,7 @@ def main() -> None:
         return
     threading.Thread(target=_stop_with_parent, name="parent-watch", daemon=True).start()
     # Imported here so that the command is watched meanwhile.
-    from server.cli.serve import serve  # noqa: PLC0415
+    from server.cli.serve import serve  # noqa: PLC0415 - as above
 
     def report(port: int) -> None:
         with os.fdopen(launch.port_fd, "w", encoding="ascii") as file:

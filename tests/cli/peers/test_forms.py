@@ -3,7 +3,7 @@
 import pytest
 
 from server.cli.peers.forms import off, on
-from server.cli.peers.values import own_value, scaled_number
+from server.cli.peers.values import scaled_number, tessera_value
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_a_text_that_is_neither_true_nor_false_is_refused():
     ],
 )
 def test_values_are_those_of_the_setting(setting, text, value):
-    assert own_value(setting, text) == value
+    assert tessera_value(setting, text) == value

@@ -57,7 +57,7 @@ def started(monkeypatch, serve):
         def port(self):
             return int(self._server.url.rpartition(":")[2])
 
-    monkeypatch.setattr(command, "OwnService", Service)
+    monkeypatch.setattr(command, "ServiceProcess", Service)
     return services
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from server.cli.run.service import OwnService, _given
+from server.cli.run.service import ServiceProcess, _given
 from server.cli.settings import Settings
 
 
@@ -26,7 +26,7 @@ def test_settings_reach_the_process_as_they_are(values):
 
 
 def test_a_service_that_cannot_start_has_no_port_and_a_status(tmp_path, capfd):
-    with OwnService(Settings(model=str(tmp_path / "absent"), port=0)) as service:
+    with ServiceProcess(Settings(model=str(tmp_path / "absent"), port=0)) as service:
         assert service.port() is None
 
     assert service.status == 1
