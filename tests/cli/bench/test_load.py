@@ -226,7 +226,7 @@ def test_the_requests_that_have_ended_are_counted_while_a_run_goes_on(monkeypatc
     async def run():
         async with fake.FakeServer({"/generate_stream": script}) as server:
             shares = [_share(server) for _ in range(processes)]
-            begin = lambda _: time.perf_counter()  # noqa: E731
+            begin = lambda _: time.perf_counter()  # noqa: E731 - replaces a function
             if processes == 1:
                 await asyncio.to_thread(run_here, shares[0], begin, counts.append)
             else:

@@ -96,7 +96,7 @@ def test_every_variable_is_answered_as_the_table_says(peer):
     for row in peer.rows:
         for name in row.variables.split():
             assert find_variable(name).row is row
-            value = {"HOSTNAME": "0.0.0.0", "CUDA_GRAPHS": "0"}.get(name) or (  # noqa: S104
+            value = {"HOSTNAME": "0.0.0.0", "CUDA_GRAPHS": "0"}.get(name) or (  # noqa: S104 - a text
                 "99" if "LAYERS" in name else "1"
             )
             variables = {name: value} | ({row.needs: "a"} if row.needs else {})

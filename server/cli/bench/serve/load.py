@@ -298,7 +298,7 @@ def run_processes(
     pipes: list[Connection] = []
     processes = []
 
-    def receive(kind: Any) -> list[Any]:  # noqa: ANN401
+    def receive(kind: Any) -> list[Any]:  # noqa: ANN401 - of msgspec
         while missing := [it for it in pipes if not it.poll()]:
             wait(missing, timeout=_POLL_SECONDS)
             progress(sum(it.value for it in counts))

@@ -143,7 +143,7 @@ def _own_parts(function: Any) -> tuple[str, list[Any]]:
     called: list[Any] = []
     constants: list[str] = []
 
-    class Finder(DependenciesFinder):  # type: ignore[misc]
+    class Finder(DependenciesFinder):  # type: ignore[misc] # Triton has no types
         def _update_hash(self, func: Any) -> None:
             called.append(func)
 
