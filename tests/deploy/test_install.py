@@ -1,6 +1,7 @@
 """`make setup`: which build of PyTorch it installs, and what it shows. pip itself runs in a slow test only."""
 
 import io
+import os
 import subprocess
 import sys
 import zipfile
@@ -258,7 +259,11 @@ def test_make_keeps_the_last_choice_and_installs_another_one_again(tmp_path):
 
     def commands(*arguments):
         command = ["make", "--dry-run", "setup", "PYTHON=python3", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        # `TORCH=cpu make test` sets both for the tests too.
+        environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "TORCH")}
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment
+        )
         return [line for line in done.stdout.splitlines() if "install.py" in line]
 
     assert commands() == commands("TORCH=cpu") == []
