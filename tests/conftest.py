@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.kernels import triton_interpreter
 
@@ -15,6 +16,10 @@ pytest_plugins = [
     "tests.kernels.compile.manifest.hooks",
     "tests.kernels.cpu.hooks",
 ]
+
+# No wall clock in a verdict: a busy machine makes every example slow.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # Test processes run in parallel, and a second thread does not make computations of this size faster.
 torch.set_num_threads(1)

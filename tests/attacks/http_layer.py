@@ -20,6 +20,7 @@ from tests.attacks.raw import (
     statuses,
 )
 from tests.attacks.record import Attack
+from tests.control import Control
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,13 +37,15 @@ _SLACK_SECONDS = 3.0
 
 async def half_heads(target: Target) -> None:
     """Begin a request on 500 connections and send no more."""
-    start = time.perf_counter()
-    async with connections(target, 500) as opened:
-        for _, writer in opened:
-            writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nX: ")
-        answers = await _answers(opened)
-    seconds = time.perf_counter() - start
-    check(seconds < _HEADER_SECONDS + _SLACK_SECONDS, True, f"closed after {seconds:.1f} s")
+    with Control() as control:
+        start = time.perf_counter()
+        async with connections(target, 500) as opened:
+            for _, writer in opened:
+                writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nX: ")
+            answers = await _answers(opened)
+        seconds = time.perf_counter() - start
+    limit = control.allowed(_HEADER_SECONDS + _SLACK_SECONDS)
+    check(seconds < limit, True, f"closed after {seconds:.1f} s")
     check({tuple(statuses(a)) for a in answers} <= {(408,), ()}, True, "statuses")
 
 
@@ -57,16 +60,18 @@ async def slow_bodies(target: Target) -> None:
 
 
 async def _slow_bodies(target: Target, count: int, interval: float | None) -> None:
-    start = time.perf_counter()
-    async with connections(target, count) as opened:
-        for _, writer in opened:
-            writer.write(post(target, b" " * 1000)[:-999])
-        trickling = asyncio.ensure_future(_trickle(opened, interval)) if interval else None
-        answers = await _answers(opened, _BODY_SECONDS + 15)
-        if trickling is not None:
-            trickling.cancel()
-    seconds = time.perf_counter() - start
-    check(seconds < _BODY_SECONDS + 2 * _SLACK_SECONDS, True, f"answered after {seconds:.1f} s")
+    with Control() as control:
+        start = time.perf_counter()
+        async with connections(target, count) as opened:
+            for _, writer in opened:
+                writer.write(post(target, b" " * 1000)[:-999])
+            trickling = asyncio.ensure_future(_trickle(opened, interval)) if interval else None
+            answers = await _answers(opened, _BODY_SECONDS + 15)
+            if trickling is not None:
+                trickling.cancel()
+        seconds = time.perf_counter() - start
+    limit = control.allowed(_BODY_SECONDS + 2 * _SLACK_SECONDS)
+    check(seconds < limit, True, f"answered after {seconds:.1f} s")
     # Those that find no place among the admitted requests are refused at once.
     found = {status for answer in answers for status in statuses(answer)}
     check(found <= {408, 429}, True, f"statuses {found}")

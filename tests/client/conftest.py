@@ -13,6 +13,7 @@ from server.http.config import HTTPConfig
 from tests.cli import fake_server as fake
 from tests.http.fakes import EOS_ID, FakeEngine, event, put, save_tokenizer
 from tests.http.serving import Server
+from tests.waiting import GIVE_UP
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 KEY = "a-key"
@@ -47,7 +48,7 @@ class RunningService:
         self.url = f"http://127.0.0.1:{self._server.port}"
 
     def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(GIVE_UP)
 
     def close(self):
         self.run(self._server.__aexit__())

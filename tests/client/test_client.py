@@ -18,7 +18,7 @@ from tessera import (
 from server.client.errors import status_error
 from tests.cli import fake_server as fake
 from tests.client.conftest import KEY
-from tests.http.serving import until
+from tests.waiting import reached, until
 
 HELLO = {"role": "user", "content": "hello"}
 TOKEN = {"index": 1, "token": {"id": 7, "text": "x"}}
@@ -144,7 +144,7 @@ def test_cancelling_a_task_aborts_its_request(service):
         async with AsyncClient(service.url) as client:
             running = len(service.engine.requests)
             task = asyncio.create_task(client.generate("hello"))
-            await until(lambda: len(service.engine.requests) > running)
+            await reached(lambda: len(service.engine.requests) > running)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import GIVE_UP
+
 CONFIG = Path(__file__).parents[2] / "deploy/proxy/tessera.conf"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 OPENSSL = shutil.which("openssl")
@@ -63,7 +65,7 @@ def run_nginx(folder, ports):
         yield f"https://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(GIVE_UP)
 
 
 def _wait_until_open(port, process, folder):

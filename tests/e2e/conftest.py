@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.logged_process import start_logged
 from tests.reliability.processes import Role, process_tree
+from tests.waiting import GIVE_UP
 
 # Shared because creating a client takes longer than a request. It keeps no connections: a kept connection would always
 # reach the same front end.
@@ -58,7 +59,7 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=GIVE_UP)
             return self.log()
         finally:
             self.process.kill()

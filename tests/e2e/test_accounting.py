@@ -7,7 +7,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.test_serve import idle, until
+from tests.e2e.test_serve import idle
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +70,7 @@ def test_what_replies_report_adds_up_to_the_engines_totals(start_service, fronte
         reported = [reply.result() for reply in replies]
         for one in left:
             one.result()
-    until(lambda: idle(service), 20)
+    until(lambda: idle(service))
 
     device = totals(service, "tessera_sequence_device_seconds_total", "reason")
     blocks = totals(service, "tessera_sequence_kv_block_seconds_total", "reason")

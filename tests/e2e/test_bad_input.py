@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import CLIENT
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.e2e
 
@@ -92,7 +93,7 @@ def test_a_50_mb_body_is_refused_before_it_is_read(bundled_service):
         b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 50000000\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", bundled_service.port), timeout=5) as client:
+    with socket.create_connection(("127.0.0.1", bundled_service.port), timeout=GIVE_UP) as client:
         client.sendall(head + b'{"inputs":"')
         answer = client.recv(65536)
 

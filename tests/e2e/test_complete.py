@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.waiting import GIVE_UP
+
 pytestmark = pytest.mark.e2e
 
 
@@ -35,7 +37,7 @@ def test_an_interrupt_aborts_the_request(bundled_service):
         signal.signal(signal.SIGINT, before)
         assert process.stdout.read(4)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(GIVE_UP) == 130
 
     deadline = time.monotonic() + 10
     while bundled_service.metric("tessera_requests_running") and time.monotonic() < deadline:

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.test_frontends import FrontEndService, body, events, until
+from tests.e2e.test_frontends import FrontEndService, body, events
+from tests.waiting import GIVE_UP, until
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +30,7 @@ def answers(url):
     requests = [{"inputs": p, "parameters": it} for p in PROMPTS for it in parameters]
 
     def ask(request):
-        reply = httpx.post(f"{url}/generate", json=request, timeout=30)
+        reply = httpx.post(f"{url}/generate", json=request, timeout=GIVE_UP)
         assert reply.status_code == 200, reply.text
         return reply.json()["generated_text"]
 
@@ -75,7 +76,7 @@ def clients(service):
         if service.children("server.cli.front_end.process"):
             found = list(service.one_client_each().values())
         else:
-            found = [httpx.Client(base_url=service.url, timeout=20) for _ in range(2)]
+            found = [httpx.Client(base_url=service.url, timeout=GIVE_UP) for _ in range(2)]
         for client in found:
             stack.callback(client.close)
         yield found
@@ -112,7 +113,7 @@ def test_a_killed_engine_ends_only_its_streams_while_requests_keep_being_served(
     stop, statuses = threading.Event(), []
 
     def ask():
-        with httpx.Client(base_url=service.url, timeout=20) as client:
+        with httpx.Client(base_url=service.url, timeout=GIVE_UP) as client:
             while not stop.is_set():
                 statuses.append(client.post("/generate", json=body(2)).status_code)
                 statuses.append(client.get("/health").status_code)
@@ -158,7 +159,7 @@ def test_a_signal_lets_the_requests_of_all_engines_finish_and_ends_all_processes
     children = service.children("server.cli.front_end.process") + service.children("fake_engine")
     assert len(children) == 4
     with (
-        httpx.Client(base_url=service.url, timeout=20) as client,
+        httpx.Client(base_url=service.url, timeout=GIVE_UP) as client,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
     ):
         streams = [pool.submit(events, client, 40, str(i)) for i in range(4)]

@@ -20,7 +20,7 @@ from server.embedding import embedded_service
 from server.engine.core.start_checks import StartupError
 from server.engine.link.socket_folder import SocketFolder
 from server.http.metrics.specs import Outcome
-from tests.http.serving import until
+from tests.waiting import GIVE_UP, reached
 
 pytestmark = pytest.mark.e2e
 
@@ -83,7 +83,7 @@ def test_it_answers_and_leaves_no_process_thread_or_folder():
     assert constrained.json()["choices"][0]["text"] == "yes"
     assert (children(), socket_folders()) == before[:2]
     for thread in set(threading.enumerate()) - before[2]:
-        thread.join(timeout=20)
+        thread.join(timeout=GIVE_UP)
         assert not thread.is_alive(), thread
 
 
@@ -118,11 +118,11 @@ def test_a_request_that_its_server_cancels_counts_as_aborted_by_the_client(strea
             request = asyncio.create_task(
                 client.post("/v1/completions", json=LONG | {"stream": stream})
             )
-            await until(lambda: service.engine.stats.kv_usage)
+            await reached(lambda: service.engine.stats.kv_usage)
             request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await request
-            await until(lambda: not service.engine.stats.kv_usage)
+            await reached(lambda: not service.engine.stats.kv_usage)
             return [
                 await metric(
                     client, f'tessera_requests_total{{endpoint="completions",outcome="{it}"}}'
@@ -145,7 +145,7 @@ def test_requests_that_still_run_when_the_service_is_left_end_with_an_error():
                 asyncio.create_task(client.post("/v1/completions", json=HALF | {"stream": it}))
                 for it in (False, True)
             )
-            await until(lambda: service.engine.stats.kv_usage > 0.1)
+            await reached(lambda: service.engine.stats.kv_usage > 0.1)
             service_exit = stack.pop_all()
             await service_exit.aclose()
             return await asyncio.gather(plain, stream, return_exceptions=True)

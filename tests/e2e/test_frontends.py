@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.logged_process import start_logged
+from tests.waiting import GIVE_UP, until
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +40,7 @@ class FrontEndService:
         weakref.finalize(self, self._log.unlink)
 
     def wait_until_healthy(self, seconds=90.0):
-        until(lambda: self.health() == 200, seconds)
+        until(lambda: self.health() == 200)
 
     def health(self):
         assert self.process.poll() is None, self.log()
@@ -57,7 +57,7 @@ class FrontEndService:
         """Return a client for each front end, by its process id. A client keeps its connection and so its front end."""
         clients = {}
         while len(clients) < 2:
-            client = httpx.Client(base_url=self.url, timeout=20)
+            client = httpx.Client(base_url=self.url, timeout=GIVE_UP)
             assert client.get("/health").status_code == 200
             port = client._transport._pool.connections[
                 0
@@ -96,7 +96,7 @@ class FrontEndService:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=GIVE_UP)
             return self.log()
         finally:
             self.process.kill()
@@ -104,13 +104,6 @@ class FrontEndService:
     def log(self):
         """Return what the service has written to standard error so far."""
         return self._log.read_text()
-
-
-def until(condition, seconds=40.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.02)
 
 
 def body(tokens, prompt="x"):
@@ -354,7 +347,7 @@ def test_all_processes_end_when_the_service_is_killed():
 def test_an_engine_that_cannot_start_ends_the_service():
     service = FrontEndService("fail")
 
-    service.process.wait(timeout=30)
+    service.process.wait(timeout=GIVE_UP)
 
     assert service.process.returncode == 1
     assert "shard 2 is truncated" in service.log()
@@ -368,7 +361,7 @@ def test_a_port_in_use_is_refused_even_if_it_could_be_shared():
         port = other.getsockname()[1]
         done = subprocess.run(
             [sys.executable, "-m", "server.cli.main", "serve", "--frontends=2", f"--port={port}"],
-            capture_output=True, text=True, timeout=30, check=False,
+            capture_output=True, text=True, timeout=GIVE_UP, check=False,
         )  # fmt: skip
 
     assert done.returncode == 1

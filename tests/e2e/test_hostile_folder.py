@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Service
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.e2e
 
@@ -58,7 +59,7 @@ def test_the_service_and_its_children_import_nothing_from_the_working_directory(
     )
     try:
         service.wait_until_healthy()
-        reply = httpx.post(f"{service.url}/generate", json=GRAMMAR, timeout=30)
+        reply = httpx.post(f"{service.url}/generate", json=GRAMMAR, timeout=GIVE_UP)
         assert reply.status_code == 200, reply.text
     finally:
         service.stop()

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from tests.e2e.test_serve import until
 from tests.reliability.chaos import is_idle
 from tests.reliability.exchange import encode_post
 from tests.reliability.fast_client import ClientRun
 from tests.reliability.managed_service import ManagedService
 from tests.reliability.processes import Role, listening_ports, process_tree, socket_inodes
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -79,7 +79,7 @@ def test_1000_disconnects_at_random_moments_leave_all_blocks_free(start_service)
     assert set(run.statuses) <= {-1, 200}
     assert run.statuses[-1] > 700
     managed = ManagedServiceMetrics(service)
-    until(lambda: is_idle(managed()), 5)
+    until(lambda: is_idle(managed()))
     assert service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks")
 
 

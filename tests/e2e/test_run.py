@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.reliability.processes import process_tree
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.e2e
 RUN = [sys.executable, "-m", "server.cli.main", "run"]
@@ -53,7 +54,7 @@ def test_the_service_ends_however_the_command_ends(number):
         others = [it.pid for it in process_tree(process.pid) if it.pid != process.pid]
         assert len(others) >= 2
         process.send_signal(number)
-        process.wait(30)
+        process.wait(GIVE_UP)
         process.stdin.close()
 
     deadline = time.monotonic() + 30

@@ -15,6 +15,8 @@ import time
 import httpx
 import pytest
 
+from tests.waiting import until
+
 pytestmark = pytest.mark.e2e
 
 
@@ -31,13 +33,6 @@ def stream(url, prompt, **parameters):
         for line in reply.iter_lines():
             if line.startswith("data:"):
                 yield json.loads(line.removeprefix("data:"))
-
-
-def until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.01)
 
 
 def idle(service):
@@ -92,7 +87,7 @@ def test_concurrent_requests_get_the_same_replies_as_single_ones(bundled_service
     for prompt, reply in zip(prompts[:6], replies, strict=False):
         assert reply.json() == generate(bundled_service.url, prompt, **parameters).json()
     assert all(reply.status_code == 200 for reply in replies)
-    until(lambda: idle(bundled_service), 2)
+    until(lambda: idle(bundled_service))
 
 
 def test_a_disconnect_frees_the_requests_blocks(bundled_service):
@@ -100,7 +95,7 @@ def test_a_disconnect_frees_the_requests_blocks(bundled_service):
     events = stream(bundled_service.url, "x = 1\n", **parameters)
     next(events)
     events.close()
-    until(lambda: idle(bundled_service), 2)
+    until(lambda: idle(bundled_service))
 
     with contextlib.suppress(httpx.ReadTimeout):
         httpx.post(
@@ -108,7 +103,7 @@ def test_a_disconnect_frees_the_requests_blocks(bundled_service):
             json={"inputs": "y = 2\n", "parameters": parameters},
             timeout=httpx.Timeout(5, read=0.3),
         )
-    until(lambda: idle(bundled_service), 2)
+    until(lambda: idle(bundled_service))
 
 
 def test_a_killed_engine_ends_16_streams_with_an_error_and_restarts(start_service):

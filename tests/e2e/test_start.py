@@ -16,6 +16,7 @@ import pytest
 
 from model.hub.resolve import resolve
 from server.engine.link.spawn import spawn
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.e2e
 
@@ -75,7 +76,7 @@ def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
         while not list(tmp_path.iterdir()):
             pass  # interrupt as early as possible, while the sockets are being created
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=GIVE_UP)
 
     deadline = time.monotonic() + 5
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
@@ -121,7 +122,7 @@ def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
             while len(processes_of(mark)) < 2:
                 assert process.poll() is None
             process.send_signal(number)
-            process.wait(timeout=20)
+            process.wait(timeout=GIVE_UP)
         finally:
             process.kill()
 
@@ -146,7 +147,7 @@ def test_an_engine_process_without_a_configuration_ends_silently(capfd):
     with spawn() as process:
         process.stdin.close()
 
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=GIVE_UP) == 0
     assert capfd.readouterr() == ("", "")
 
 

@@ -12,9 +12,10 @@ from server.engine.core.request import FinishReason
 from server.engine.core.results.step_retry import STEP_FAILED
 from server.engine.link.front_end.client import EngineClient
 from server.engine.link.protocol import EngineState
-from tests.engine.link.front_end.test_client import collect, expected_tokens, submit, until
+from tests.engine.link.front_end.test_client import collect, expected_tokens, submit
 from tests.faults.engine import COMMAND, FAKE_COMMAND, ONCE_VARIABLE, VARIABLE
 from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.waiting import reached
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +66,7 @@ def test_after_a_fault_that_ends_the_process_the_next_one_serves(faults, fault):
         async with running(hang_seconds=5.0 if fault == "hang" else 60.0) as client:
             lost = await collect(submit(client, [1, 2], 5))
             assert lost[-1].finish_reason is FinishReason.ERROR
-            await until(lambda: client.state is EngineState.READY and client.restarts == 1)
+            await reached(lambda: client.state is EngineState.READY and client.restarts == 1)
             again = await collect(submit(client, [1, 2], 5))
             assert [e.token_id for e in again] == expected_tokens([1, 2], 5)
 
@@ -94,7 +95,7 @@ def test_a_process_of_which_every_step_fails_is_replaced(faults):
             for _ in range(5):
                 (event,) = await collect(submit(client, [1], 5))
                 assert event.error == STEP_FAILED
-            await until(lambda: client.state is EngineState.READY and client.restarts == 1)
+            await reached(lambda: client.state is EngineState.READY and client.restarts == 1)
             events = await collect(submit(client, [1], 5))
             assert [e.token_id for e in events] == expected_tokens([1], 5)
 

@@ -80,10 +80,3 @@ async def read_reply(reader):
     text = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = int(text.split("content-length: ")[1].split("\r\n")[0])
     return (await reader.readexactly(length)).decode()
-
-
-async def until(condition):
-    """Wait at most ten seconds for a condition."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - no event signals that the state has changed
-            await asyncio.sleep(0.002)

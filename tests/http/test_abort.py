@@ -8,7 +8,8 @@ import pytest
 
 from server.engine.core.request import FinishReason
 from tests.http.fakes import event, put, silent
-from tests.http.serving import Server, until
+from tests.http.serving import Server
+from tests.waiting import GIVE_UP, reached
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +41,7 @@ def start(client, engine):
         task = asyncio.ensure_future(
             client.post(path, json={"inputs": "x"}, headers={"X-Request-Id": request_id})
         )
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(GIVE_UP):
             while len(engine.requests) == count:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.005)
         return task
@@ -145,7 +146,7 @@ async def test_one_aborted_sequence_ends_all_of_its_request(client, engine):
             headers={"X-Request-Id": "two"},
         )
     )
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(GIVE_UP):
         while len(engine.requests) < 2:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.005)
 
@@ -205,7 +206,7 @@ async def test_a_key_aborts_only_requests_that_were_sent_with_it(make_app, engin
         ):
             body, names = {"inputs": "x"}, {"X-Request-Id": "job"}
             running = asyncio.ensure_future(one.post("/generate", json=body, headers=names))
-            await until(lambda: engine.requests)
+            await reached(lambda: engine.requests)
 
             assert await abort(other, request_id="job") == {"aborted": [], "not_found": ["job"]}
             assert await abort(other, all=True) == {"aborted": [], "not_found": []}

@@ -10,7 +10,8 @@ from huggingface_hub.errors import OverloadedError, ValidationError
 from server.engine.core.request import FinishReason
 from server.http.transport import HTTP11Protocol
 from tests.http.fakes import EOS_ID, event, put, say, silent
-from tests.http.serving import Server, until
+from tests.http.serving import Server
+from tests.waiting import reached
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +75,7 @@ async def test_errors_become_the_clients_exceptions(ask, stream):
 async def test_too_many_requests_become_the_clients_overload_exception(ask, engine):
     engine.script = silent
     first = asyncio.ensure_future(ask())
-    await until(lambda: engine.running)
+    await reached(lambda: engine.running)
 
     with pytest.raises(OverloadedError, match="Model is overloaded"):
         await ask()

@@ -25,6 +25,7 @@ from server.http.responses import header
 from tests.http.conftest import CONFIG
 from tests.http.fakes import event, put, say
 from tests.http.test_stream import Sends
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -204,7 +205,7 @@ async def test_a_failed_completion_ends_the_stream_of_all_completions(post, engi
 
     engine.script = script
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         response = await post(prompts=["ab"], best_of=3, stream=True)
 
     assert response.text.endswith("data:failed: Request failed during generation: no memory\n\n")
@@ -233,7 +234,7 @@ async def test_tokens_that_wait_for_the_client_are_sent_together_in_order(app, e
         await take(message)
 
     connection.send = send
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         await connection.run(PATH)
 
     events = b"".join(connection.bodies).decode().split("\n\n")[:-1]

@@ -13,6 +13,7 @@ from server.engine.core.request import FinishReason
 from server.http.transport import HTTP11Protocol
 from tests.http.fakes import event, put, say
 from tests.http.serving import Server, head, read_reply
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ async def server(fast, make_app):
 
 
 async def within_a_second(condition):
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(GIVE_UP):
         while not condition():  # noqa: ASYNC110 - no event signals that the server's state has changed
             await asyncio.sleep(0.005)
 
@@ -49,7 +50,7 @@ async def assert_nothing_is_held(server, engine, outcome, path):
         f'tessera_requests_total{{endpoint="{path[1:]}",outcome="{outcome}"}} 1.0',
         "tessera_requests_in_flight 0.0",
     )
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(GIVE_UP):
         while True:
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n")
             text = await read_reply(reader)
@@ -73,7 +74,7 @@ async def test_a_disconnect_in_the_queue_aborts_the_request(server, engine, path
 
     writer.close()
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 10)
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
@@ -92,7 +93,7 @@ async def test_a_disconnect_during_prefill_aborts_the_request(server, engine, pa
 
     writer.transport.abort()  # a reset, not an orderly close
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 10)
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
@@ -113,7 +114,7 @@ async def test_a_disconnect_during_decode_aborts_the_request(server, engine, pat
 
     writer.close()
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 10)
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
@@ -174,14 +175,14 @@ async def test_a_disconnect_during_tokenization_aborts_the_request(
 
     def slow(text):
         loop.call_soon_threadsafe(tokenizing.set)
-        may_end.wait(5)
+        may_end.wait(GIVE_UP)
         return [1, 2, 3]
 
     monkeypatch.setattr(type(tokenizer), "encode", lambda _self, text, _special: slow(text))
     engine.script = say([1] * 50, FinishReason.LENGTH, wait=0.02)
     body = {"inputs": "x" * 5000, "parameters": {"truncate": 100}}
     _, writer = await server.post(path, body)
-    await asyncio.wait_for(tokenizing.wait(), 10)
+    await asyncio.wait_for(tokenizing.wait(), GIVE_UP)
 
     writer.close()
     await asyncio.sleep(0.02)
@@ -235,7 +236,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server, engine
     writer.write(head("/generate", 50_000_000))
     await writer.drain()
 
-    reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode().lower()
+    reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), GIVE_UP)).decode().lower()
 
     assert reply.startswith("http/1.1 413")
     assert "connection: close" in reply
@@ -262,7 +263,7 @@ async def test_a_chunked_body_is_refused_at_the_limit(server, engine):
 
     assert sent < 50_000_000
     with contextlib.suppress(ConnectionError):
-        reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode()
+        reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), GIVE_UP)).decode()
         assert reply.startswith("HTTP/1.1 413")
     writer.close()
 

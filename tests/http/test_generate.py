@@ -11,7 +11,7 @@ from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from server.http.dialects.tgi.replies import GenerateReply
 from tests.http.fakes import EOS_ID, IM_END_ID, INFO, FakeEngine, event, put, say, silent
-from tests.http.serving import until
+from tests.waiting import reached
 
 pytestmark = pytest.mark.anyio
 
@@ -399,7 +399,7 @@ async def test_requests_beyond_the_limit_are_refused(open_client, engine, path):
     engine.script = silent
     client = await open_client(max_concurrent_requests=1)
     first = asyncio.ensure_future(client.post("/generate", json={"inputs": "x"}))
-    await until(lambda: engine.running)
+    await reached(lambda: engine.running)
 
     response = await client.post(path, json={"inputs": "x"})
 

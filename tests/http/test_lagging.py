@@ -9,6 +9,7 @@ from server.engine.core.request import FinishReason
 from server.http.transport import DirectWriter, HTTP11Protocol, direct_writer
 from tests.http.fakes import event, put
 from tests.http.serving import Server
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +61,7 @@ async def test_a_client_receives_each_token_before_the_next_is_generated(server,
     reader, writer = await server.post("/generate_stream")
     await reader.readuntil(b"\r\n\r\n")
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         for n in range(1, 21):
             await reader.readline()  # the size of a chunk
             assert json.loads((await reader.readline()).removeprefix(b"data:"))["index"] == n
@@ -86,7 +87,7 @@ async def test_a_slow_client_gets_every_token_once_and_many_together(server, eng
 
     engine.script = script
     reader, writer = await server.post("/generate_stream", receive_buffer=4096)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(GIVE_UP):
         await made.wait()
         await reader.readuntil(b"\r\n\r\n")
         parts = await chunks(reader)
@@ -112,7 +113,7 @@ async def test_a_slow_client_does_not_delay_another(server, engine):
     _, lagging = await server.post("/generate_stream", receive_buffer=4096)
     await asyncio.sleep(0.02)
     reader, writer = await server.post("/generate_stream")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         await reader.readuntil(b"\r\n\r\n")
         assert len(events(await chunks(reader))) == 50
 
@@ -134,7 +135,7 @@ async def test_a_stop_string_of_several_tokens_ends_the_stream(server, engine, t
     engine.script = script
     body = {"inputs": "x", "parameters": {"stop": ["D.more t"], "details": True}}
     reader, writer = await server.post("/generate_stream", body)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         await reader.readuntil(b"\r\n\r\n")
         found = events(await chunks(reader))
 

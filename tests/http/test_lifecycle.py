@@ -15,6 +15,7 @@ from server.http.serving import HTTPServer
 from tests.http.conftest import CONFIG
 from tests.http.fakes import event, put
 from tests.http.serving import head
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ class Service:
         for writer in self._writers:
             writer.close()
         self._server.stop()
-        await asyncio.wait_for(self.running, 5)
+        await asyncio.wait_for(self.running, GIVE_UP)
 
     async def signal(self):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -126,7 +127,7 @@ async def test_new_requests_are_refused_while_those_in_progress_are_completed(op
 
     held.set()
     assert b"generated_text" in await reader.read()
-    await asyncio.wait_for(service.running, 2)
+    await asyncio.wait_for(service.running, GIVE_UP)
 
 
 async def test_requests_in_progress_can_be_aborted_while_new_ones_are_refused(open_service, held):
@@ -139,7 +140,7 @@ async def test_requests_in_progress_can_be_aborted_while_new_ones_are_refused(op
     assert status == 200
     assert len(reply["aborted"]) == 1
     assert b'"error_type":"aborted"' in await reader.read()
-    await asyncio.wait_for(service.running, 2)
+    await asyncio.wait_for(service.running, GIVE_UP)
     held.set()
 
 
@@ -162,14 +163,14 @@ async def test_requests_that_are_left_get_an_error(open_service, held, caplog, e
     if ending == "second signal":
         await service.signal()
 
-    replies = {path: await asyncio.wait_for(r.read(), 3) for path, (r, _) in requests.items()}
+    replies = {path: await asyncio.wait_for(r.read(), GIVE_UP) for path, (r, _) in requests.items()}
 
     assert replies["/generate"].startswith(b"HTTP/1.1 503")
     assert b'"the server is stopping"' in replies["/generate"]
     assert b'"error_type":"incomplete_generation_stream"' in replies["/generate_stream"]
     assert replies["/v1/completions"].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert b'"error":' in replies["/v1/completions"]
-    await asyncio.wait_for(service.running, 3)
+    await asyncio.wait_for(service.running, GIVE_UP)
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -182,9 +183,9 @@ async def test_a_body_that_has_not_arrived_is_answered_at_the_end(open_service):
     await asyncio.sleep(0.05)
     await service.signal()
 
-    assert b"HTTP/1.1 503" in await asyncio.wait_for(reader.read(), 3)
-    await asyncio.wait_for(idle.read(), 1)
-    await asyncio.wait_for(service.running, 3)
+    assert b"HTTP/1.1 503" in await asyncio.wait_for(reader.read(), GIVE_UP)
+    await asyncio.wait_for(idle.read(), GIVE_UP)
+    await asyncio.wait_for(service.running, GIVE_UP)
 
 
 async def test_a_stopped_server_does_not_wait_for_requests_in_progress(open_service):
@@ -195,7 +196,7 @@ async def test_a_stopped_server_does_not_wait_for_requests_in_progress(open_serv
 
     service._server.stop()
 
-    await asyncio.wait_for(service.running, 5)
+    await asyncio.wait_for(service.running, GIVE_UP)
     assert b"HTTP/1.1 503" in await reader.read()
 
 
@@ -204,7 +205,7 @@ async def test_there_is_no_delay_before_the_engine_is_ready(open_service, engine
     engine.state = EngineState.STARTING
     await service.signal()
 
-    await asyncio.wait_for(service.running, 2)
+    await asyncio.wait_for(service.running, GIVE_UP)
 
 
 async def test_a_response_that_begins_while_draining_ends_its_connection(open_service, held):
@@ -214,7 +215,7 @@ async def test_a_response_that_begins_while_draining_ends_its_connection(open_se
     await service.signal()
     held.set()
 
-    reply = await asyncio.wait_for(reader.read(), 3)
+    reply = await asyncio.wait_for(reader.read(), GIVE_UP)
     assert reply.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in reply.lower()
 
@@ -230,7 +231,7 @@ async def test_a_request_of_a_connection_that_was_accepted_at_the_end_is_refused
         await asyncio.open_connection("127.0.0.1", service.port)
     writer.write(head("/generate", len(PROMPT)) + PROMPT)
 
-    assert b"HTTP/1.1 503" in await asyncio.wait_for(reader.read(), 3)
+    assert b"HTTP/1.1 503" in await asyncio.wait_for(reader.read(), GIVE_UP)
     writer.close()
 
 

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from server.cli.listening import listen, local_hosts
+from tests.waiting import GIVE_UP
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -27,7 +28,7 @@ def test_accepted_connections_have_no_delay_set():
         (listener,) = listen("127.0.0.1", 0)
         server = await asyncio.start_server(serve, sock=listener)
         _, writer = await asyncio.open_connection(*listener.getsockname())
-        no_delay = await asyncio.wait_for(seen, 10)
+        no_delay = await asyncio.wait_for(seen, GIVE_UP)
         writer.close()
         server.close()
         return no_delay

@@ -15,6 +15,7 @@ from server.http.lifecycle import Stage
 from tests.http.conftest import CONFIG, frames, replace
 from tests.http.fakes import INFO
 from tests.http.serving import Server
+from tests.waiting import GIVE_UP, reached
 
 pytestmark = pytest.mark.anyio
 
@@ -77,12 +78,6 @@ async def open_client(make):
         yield open_one
 
 
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.005)
-
-
 def posted(client, kind, **fields):
     path = "/v1/completions" if kind == "stream" else kind
     return asyncio.create_task(client.post(path, json=BODIES[kind] | fields))
@@ -95,7 +90,7 @@ async def test_a_request_that_arrives_during_a_restart_is_answered_afterwards(
     client = await open_client()
     engine.lose()
     request = posted(client, kind)
-    await until(lambda: engine.restart_queue.streams)
+    await reached(lambda: engine.restart_queue.streams)
     assert (await client.get("/health")).status_code == 503
     engine.become_ready()
     engine.answer()
@@ -123,7 +118,7 @@ async def test_a_request_that_is_lost_before_its_first_token_is_generated_again(
 ):
     client = await open_client()
     request = posted(client, kind)
-    await until(lambda: engine.requests)
+    await reached(lambda: engine.requests)
     engine.lose()
     engine.become_ready()
     engine.answer()
@@ -136,7 +131,7 @@ async def test_a_request_that_is_lost_before_its_first_token_is_generated_again(
 async def test_a_stream_that_is_lost_after_its_first_token_ends_with_an_error(open_client, engine):
     client = await open_client()
     request = posted(client, "/generate_stream")
-    await until(lambda: engine.requests)
+    await reached(lambda: engine.requests)
     engine.answer(finish=None)
     engine.lose()
     engine.become_ready()
@@ -150,7 +145,7 @@ async def test_a_stream_that_is_lost_after_its_first_token_ends_with_an_error(op
 async def test_the_deadline_of_a_request_ends_its_wait(open_client, engine):
     client = await open_client()
     engine.lose()
-    reply = await asyncio.wait_for(posted(client, "/v1/completions", timeout_ms=50), 5)
+    reply = await asyncio.wait_for(posted(client, "/v1/completions", timeout_ms=50), GIVE_UP)
 
     assert reply.status_code == 504
 
@@ -159,7 +154,7 @@ async def test_the_limit_of_requests_in_flight_counts_those_that_wait(open_clien
     client = await open_client(max_concurrent_requests=2)
     engine.lose()
     requests = [posted(client, "/generate") for _ in range(2)]
-    await until(lambda: len(engine.restart_queue.streams) == 2)
+    await reached(lambda: len(engine.restart_queue.streams) == 2)
     assert (await posted(client, "/generate")).status_code == 429
     engine.restart_queue.fail("over")
 
@@ -171,9 +166,9 @@ async def test_a_client_that_leaves_while_it_waits_is_dropped(make, engine, path
     async with Server(make()) as server:
         engine.lose()
         _, writer = await server.post(path)
-        await until(lambda: engine.restart_queue.streams)
+        await reached(lambda: engine.restart_queue.streams)
         writer.close()
-        await until(lambda: not engine.restart_queue.streams)
+        await reached(lambda: not engine.restart_queue.streams)
         engine.become_ready()
 
     assert engine.requests == []
@@ -186,10 +181,10 @@ async def test_a_request_that_waits_when_the_service_ends_gets_503(make, engine,
     async with Server(app) as server:
         engine.lose()
         reader, writer = await server.post(path)
-        await until(lambda: engine.restart_queue.streams)
+        await reached(lambda: engine.restart_queue.streams)
         lifecycle.stage = Stage.ENDING
         lifecycle.cancel_requests()
-        reply = await asyncio.wait_for(reader.read(), 5)
+        reply = await asyncio.wait_for(reader.read(), GIVE_UP)
         writer.close()
 
     assert reply.startswith(b"HTTP/1.1 503")
@@ -201,7 +196,7 @@ async def test_a_request_that_waits_when_the_service_ends_gets_503(make, engine,
 async def test_requests_do_not_wait_for_the_first_start(open_client, engine, state):
     client = await open_client()
     engine.reports[0].state, engine.reports[0].phase = state, "loading"
-    reply = await asyncio.wait_for(posted(client, "/generate"), 2)
+    reply = await asyncio.wait_for(posted(client, "/generate"), GIVE_UP)
 
     assert reply.status_code == 503
 

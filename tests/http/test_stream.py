@@ -10,6 +10,7 @@ from server.engine.core.request import FinishReason
 from server.http.dialects.tgi.replies import StreamEvent
 from tests.http.conftest import frames
 from tests.http.fakes import EOS_ID, FakeEngine, event, put, say
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -267,7 +268,7 @@ async def test_a_disconnect_aborts_the_request(make_app, engine, path):
     await asyncio.sleep(0.02)
 
     connection.gone.set()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(GIVE_UP):
         await task
 
     assert engine.aborted == [1]

@@ -199,7 +199,7 @@ def test_any_tokens_stream_to_the_text_of_a_whole_decode(service, tokenizer, dia
     path, stream_path, make_body, text_of_reply, text_of_stream = DIALECTS[dialect]
     first, *rest = tokenizer.encode("\U0001f600")
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(
         ids=token_lists(tokenizer),
         sizes=st.lists(st.integers(1, 5), max_size=12),

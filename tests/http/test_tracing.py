@@ -15,6 +15,7 @@ from server.engine.link.protocol import EngineState
 from server.http import tracing
 from tests.http.fakes import event, put, say, silent
 from tests.http.serving import Server
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -210,12 +211,12 @@ async def test_a_request_whose_client_disconnects_has_a_span(make_traced, engine
     app = make_traced()
     async with Server(app, "httptools") as server:
         _, writer = await server.post(path, {"inputs": PROMPT})
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(GIVE_UP):
             while not engine.running:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         writer.close()
-        await asyncio.wait_for(engine.abort_seen.wait(), 2)
+        await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
         await asyncio.sleep(0.05)
     await asyncio.to_thread(app.state.tracing.close)
 
@@ -295,6 +296,6 @@ async def test_an_absent_collector_delays_neither_answers_nor_the_end(
     app = make_app(otlp_endpoint="http://127.0.0.1:1")
     async with Server(app, "httptools") as server:
         reader, writer = await server.post("/generate", {"inputs": "x"})
-        await asyncio.wait_for(reader.readuntil(b"}"), 2)
+        await asyncio.wait_for(reader.readuntil(b"}"), GIVE_UP)
         writer.close()
-    await asyncio.wait_for(asyncio.to_thread(app.state.tracing.close), 3)
+    await asyncio.wait_for(asyncio.to_thread(app.state.tracing.close), GIVE_UP)

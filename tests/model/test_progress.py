@@ -8,6 +8,7 @@ import pytest
 
 from model import progress
 from model.progress import Progress, Status, bytes_text, duration_text, watched
+from tests.waiting import GIVE_UP
 
 MIB = 2**20
 
@@ -125,7 +126,7 @@ def test_another_thread_shows_what_timed_work_does(monkeypatch):
     shown = threading.Event()
 
     with watched(Status(lambda text: text.startswith("work, ") and shown.set()), "work"):
-        assert shown.wait(30)
+        assert shown.wait(GIVE_UP)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ def job(api="tgi", tokens=3, arrival=None):
     return Job(APIS[api]().body("hello", tokens, Options("m")), tokens, 9, arrival)
 
 
+SHORT_SECONDS = 0.3
+
+
 def send(script, api="tgi", timeout=5.0, **fields):
     """Send one request to a server with this script; return its record and the server."""
 
@@ -97,7 +100,7 @@ def test_the_times_of_events_are_those_of_the_pieces_that_complete_them():
     ],
 )
 def test_every_failure_has_a_category(script, error, detail):
-    record, _ = send(script, timeout=0.3)
+    record, _ = send(script, timeout=SHORT_SECONDS)
 
     assert record.error == error
     assert detail in record.detail

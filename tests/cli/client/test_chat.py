@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.cli import fake_server as fake
+from tests.waiting import GIVE_UP
 
 MODELS = fake.plain({"data": [{"id": "small"}]})
 
@@ -136,7 +137,7 @@ def test_a_conversation_keeps_its_messages_until_a_new_one_begins(terminal, serv
     assert [m["content"] for m in messages(server)] == ["three"]
 
     chat.type_in("/exit\r")
-    assert chat.process.wait(10) == 0
+    assert chat.process.wait(GIVE_UP) == 0
     assert server.connections == 1
 
 
@@ -169,7 +170,7 @@ def test_an_interrupt_at_the_prompt_drops_the_line_and_the_end_of_input_ends(ter
             break
     chat.type_in("\x04")
 
-    assert chat.process.wait(10) == 0
+    assert chat.process.wait(GIVE_UP) == 0
     assert [path for path, *_ in server.requests] == ["/v1/models"]
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.cli import fake_server as fake
+from tests.waiting import GIVE_UP
 
 MODELS = fake.plain({"data": [{"id": "small"}, {"id": "large"}]})
 NO_ROUTE = fake.plain({"error": "not found"}, "404 Not Found")
@@ -178,5 +179,5 @@ def test_a_reader_that_has_enough_ends_the_command_silently(start):
         process.stdout.read(10)
         process.stdout.close()
 
-        assert process.wait(20) == 0
+        assert process.wait(GIVE_UP) == 0
         assert process.stderr.read() == b""

@@ -601,6 +601,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestBlockManagerMachine.settings = settings(max_examples=80, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -10,6 +10,7 @@ import pytest
 from server.engine.link import child_process
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.spawn import end, spawn
+from tests.waiting import GIVE_UP, reached
 
 SLEEP = ("sleep", "60")
 
@@ -32,12 +33,6 @@ class Child:
         return len(self.codes) <= self.restarts
 
 
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - nothing signals it
-            await asyncio.sleep(0.005)
-
-
 def run(coroutine):
     asyncio.run(asyncio.wait_for(coroutine, 100))
 
@@ -47,12 +42,12 @@ def test_the_process_reads_its_configuration_and_its_input_stays_open(tmp_path):
         target = tmp_path / "line"
         child = Child(("sh", "-c", f"read line; echo $line > {target}; read more; exit 5"))
         child.process.start()
-        await until(lambda: target.exists() and target.read_text() == "configuration\n")
+        await reached(lambda: target.exists() and target.read_text() == "configuration\n")
         await asyncio.sleep(0.1)
         assert child.codes == []
 
         child.process.process.stdin.close()
-        await until(lambda: child.codes == [5])
+        await reached(lambda: child.codes == [5])
         assert child.process.process is None
 
     run(scenario())
@@ -62,7 +57,7 @@ def test_a_process_that_keeps_ending_is_restarted_with_growing_delays():
     async def scenario():
         child = Child(("false",), restarts=3)
         child.process.start()
-        await until(lambda: len(child.codes) == 4)
+        await reached(lambda: len(child.codes) == 4)
         await asyncio.sleep(0.1)
 
         assert child.codes == [1] * 4
@@ -88,7 +83,7 @@ def test_a_restart_that_the_operating_system_refuses_is_tried_again(monkeypatch)
 
         monkeypatch.setattr(child.process, "_configure", fails_twice)
         child.process.process.kill()
-        await until(lambda: len(attempts) == 3 and child.process.process is not None)
+        await reached(lambda: len(attempts) == 3 and child.process.process is not None)
         child.process.kill()
 
         assert child.codes == [-signal.SIGKILL]
@@ -133,7 +128,7 @@ def test_killing_ends_a_pending_stop():
         stop = asyncio.ensure_future(child.process.stop(30))
         await asyncio.sleep(0)
         child.process.kill()
-        await asyncio.wait_for(stop, 20)
+        await asyncio.wait_for(stop, GIVE_UP)
 
     run(scenario())
 
@@ -142,7 +137,7 @@ def test_no_restart_follows_a_stop():
     async def scenario():
         child = Child(("false",), restarts=1)
         child.process.start()
-        await until(lambda: child.codes)
+        await reached(lambda: child.codes)
         await child.process.stop(1)
         await asyncio.sleep(0.2)
 
@@ -156,7 +151,7 @@ def test_an_interrupt_of_the_process_group_does_not_end_a_child_that_starts():
     try:
         child.send_signal(signal.SIGINT)
         child.stdin.close()
-        assert child.wait(timeout=20) == 0
+        assert child.wait(timeout=GIVE_UP) == 0
     finally:
         child.kill()
 
@@ -171,7 +166,7 @@ def test_children_do_not_import_from_the_working_directory():
     script = "import sys; sys.exit(not sys.flags.safe_path or '' in sys.path)"
     child = spawn((sys.executable, "-c", script))
     try:
-        assert child.wait(timeout=20) == 0
+        assert child.wait(timeout=GIVE_UP) == 0
     finally:
         end(child)
 

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from server.engine.link.sockets import Connection
+from tests.waiting import GIVE_UP
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_messages_from_before_and_after_attaching_arrive_in_order_and_in_small_b
         parent.attach(asyncio.get_running_loop(), batches.append)
         for data in numbers(300)[200:]:
             child.send(data)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(GIVE_UP):
             while sum(map(len, batches)) < 300:  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.01)
 
@@ -58,7 +59,7 @@ def test_a_handler_that_raises_does_not_stop_later_messages(sides):
             child.send(data)
         await asyncio.sleep(0.1)
         parent.attach(asyncio.get_running_loop(), handle)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(GIVE_UP):
             while sum(map(len, batches)) < 200:  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.01)
 

@@ -12,7 +12,9 @@ from server.engine.link.child_process import ChildStartError
 from server.engine.link.engine_process.watchdog import HANG_EXIT_CODE
 from server.engine.link.front_end.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from tests.engine.link.front_end.test_client import collect, run, running, submit, until
+from tests.control import Control
+from tests.engine.link.front_end.test_client import collect, run, running, submit
+from tests.waiting import reached
 
 
 @pytest.mark.parametrize(
@@ -28,15 +30,14 @@ def test_a_step_that_never_ends_is_noticed_logged_and_replaced(capfd, caplog, to
     async def scenario():
         async with running(hang_seconds=1.0) as client:
             assert len(await collect(submit(client, [1, 2], 3))) == 3
-            process, began = client.engines[0]._child.process, time.monotonic()
+            process = client.engines[0]._child.process
             events = await collect(submit(client, [1, token]))
 
             assert events[-1].finish_reason is FinishReason.ERROR
-            assert time.monotonic() - began < 4.0
             assert client.state is EngineState.RESTARTING  # before the process has ended
             with pytest.raises(EngineUnavailableError):
                 submit(client, [1])
-            await until(lambda: client.state is EngineState.READY)
+            await reached(lambda: client.state is EngineState.READY)
             assert client.restarts == 1
             assert process.returncode == (HANG_EXIT_CODE if token == 668 else -signal.SIGKILL)
             assert len(await collect(submit(client, [1, 2], 3))) == 3
@@ -68,7 +69,7 @@ def test_an_engine_that_never_reads_a_request_is_replaced(caplog):
             events = await collect(submit(client, [1]))
 
             assert events[-1].finish_reason is FinishReason.ERROR
-            await until(lambda: client.restarts == 1)
+            await reached(lambda: client.restarts == 1)
 
     run(scenario())
 
@@ -88,12 +89,12 @@ def test_a_first_start_that_hangs_with_the_global_lock_is_a_start_error():
 def test_a_stopped_engine_is_replaced_whether_it_has_requests_or_not(has_request):
     async def scenario():
         async with running("slow", hang_seconds=0.8) as client:
-            await until(lambda: client.engines[0]._beat)
+            await reached(lambda: client.engines[0]._beat)
             stream = submit(client, [1], 400) if has_request else None
             os.kill(client.engines[0]._child.process.pid, signal.SIGSTOP)
             if stream is not None:
                 assert (await collect(stream))[-1].finish_reason is FinishReason.ERROR
-            await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+            await reached(lambda: client.restarts == 1 and client.state is EngineState.READY)
 
     run(scenario())
 
@@ -130,11 +131,13 @@ def test_a_blocked_event_loop_of_the_watcher_is_not_held_against_the_engine():
 def test_a_killed_engine_is_noticed_within_a_second():
     async def scenario():
         async with running() as client:
-            os.kill(client.engines[0]._child.process.pid, signal.SIGKILL)
-            killed = time.monotonic()
-            await until(lambda: client.state is EngineState.RESTARTING, 5.0)
+            with Control() as control:
+                os.kill(client.engines[0]._child.process.pid, signal.SIGKILL)
+                killed = time.monotonic()
+                await reached(lambda: client.state is EngineState.RESTARTING)
+                seconds = time.monotonic() - killed
 
-            assert time.monotonic() - killed < 1.0
+            assert seconds < control.allowed(1.0)
 
     run(scenario())
 
@@ -144,10 +147,10 @@ def test_a_hung_process_that_cannot_be_killed_makes_the_service_fail(monkeypatch
 
     async def scenario():
         async with running(hang_seconds=0.8) as client:
-            await until(lambda: client.engines[0]._beat)
+            await reached(lambda: client.engines[0]._beat)
             monkeypatch.setattr(client.engines[0]._child, "kill_after", lambda seconds: None)
             os.kill(client.engines[0]._child.process.pid, signal.SIGSTOP)
-            await until(lambda: client.state is EngineState.STOPPED)
+            await reached(lambda: client.state is EngineState.STOPPED)
             assert "cannot be ended" in client.phase
 
     run(scenario())

@@ -202,7 +202,7 @@ def test_the_first_steps_report_queue_time_and_cached_tokens_once(checkpoint):
 
     started = [s for step in engine.channel.steps for s in step.started]
     assert [(s.request_id, s.num_cached_tokens) for s in started] == [(2, 32)]
-    assert 0.0 <= started[0].queue_seconds < 1.0
+    assert started[0].queue_seconds >= 0.0
 
 
 def test_a_cache_of_a_single_token_is_refused(checkpoint):

@@ -10,6 +10,7 @@ from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from tests.http.fakes import event, put, say, silent
 from tests.http.serving import Server
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,7 @@ def lines(caplog):
 
 
 async def one_line(lines):
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(GIVE_UP):
         while not lines():  # noqa: ASYNC110 - no event signals that a line was logged
             await asyncio.sleep(0.005)
     (line,) = lines()
@@ -106,7 +107,7 @@ async def test_a_request_whose_client_disconnects_has_status_499(make_app, engin
     engine.script = script
     async with Server(make_app(), "httptools") as server:
         _, writer = await server.post(path, BODY)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(GIVE_UP):
             while not engine.running:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)

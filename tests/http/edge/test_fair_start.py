@@ -10,6 +10,7 @@ import pytest
 from server.http.edge.fair_start import FairStart
 from server.http.edge.probes import HEALTH_PATHS
 from tests.http.serving import Server, head
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -103,7 +104,7 @@ async def test_a_cancelled_request_does_not_delay_or_block_others(after):
     app.may_end.set()
     await asyncio.gather(first, third)
     (last,) = app.arrive("d")
-    await asyncio.wait_for(last, 30)
+    await asyncio.wait_for(last, GIVE_UP)
 
 
 async def test_a_cancelled_request_that_waits_does_not_bring_the_next_start_forward():
@@ -152,6 +153,6 @@ async def test_a_health_check_behind_a_burst_of_connections_does_not_wait_for_al
                 # Blocks the loop: all of them are in the queue of the listening socket before one is accepted.
                 client = socket.create_connection(("127.0.0.1", server.port))
                 clients.enter_context(client).sendall(head(path, 0))
-            await asyncio.wait_for(is_done.wait(), 30)
+            await asyncio.wait_for(is_done.wait(), GIVE_UP)
 
     assert begun.index("/health") < burst / 2

@@ -11,7 +11,8 @@ from server.http.load.admission import FREE_BYTES, Admission
 from server.http.transport import HTTP11Protocol
 from tests.http.conftest import CONFIG
 from tests.http.fakes import INFO, silent
-from tests.http.serving import Server, head, read_reply, until
+from tests.http.serving import Server, head, read_reply
+from tests.waiting import GIVE_UP, reached
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +34,7 @@ async def server(make_app):
 
 
 async def status(reader):
-    return int((await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)).split()[1])
+    return int((await asyncio.wait_for(reader.readuntil(b"\r\n"), GIVE_UP)).split()[1])
 
 
 async def test_bytes_beyond_the_budget_are_refused_until_others_are_given_back(admission):
@@ -88,7 +89,7 @@ async def test_more_sequences_than_places_are_a_users_mistake(admission):
 async def test_a_request_is_refused_before_its_body_is_read_if_the_service_is_full(server, engine):
     engine.script = silent
     running = [await server.post("/generate") for _ in range(4)]
-    await until(lambda: len(engine.running) == 4)
+    await reached(lambda: len(engine.running) == 4)
     reader, writer = await server.connect()
 
     writer.write(head("/generate", 1_000_000))
@@ -107,7 +108,7 @@ async def test_bodies_that_would_exceed_the_budget_are_refused_on_every_route(se
 
     other.write(head(path, FREE_BYTES + 11))
 
-    text = (await asyncio.wait_for(other_reader.readuntil(b"\r\n\r\n"), 10)).decode()
+    text = (await asyncio.wait_for(other_reader.readuntil(b"\r\n\r\n"), GIVE_UP)).decode()
     assert text.startswith("HTTP/1.1 429")
     assert "retry-after: 1" in text
     writer.close()
@@ -143,7 +144,7 @@ async def test_small_requests_are_served_while_the_budget_is_used_up(server):
 
     reader, served = await server.post("/generate")
 
-    assert "generated_text" in await asyncio.wait_for(read_reply(reader), 10)
+    assert "generated_text" in await asyncio.wait_for(read_reply(reader), GIVE_UP)
     for _, writer in (*slow, (reader, served)):
         writer.close()
 
@@ -156,7 +157,7 @@ async def test_a_body_counts_until_its_prompt_is_submitted(make_app, engine):
     async with Server(app, HTTP11Protocol) as server:
         for count in (1, 2):
             running.append(await server.post("/generate", body))
-            await until(lambda count=count: len(engine.running) == count)
+            await reached(lambda count=count: len(engine.running) == count)
         for _, writer in running:
             writer.close()
 

@@ -105,7 +105,7 @@ async def test_latencies_and_lengths_of_a_request_are_observed(client, engine, s
     samples = await scrape()
     assert samples["tessera_time_to_first_token_seconds_count",] == 1
     assert samples["tessera_inter_token_latency_seconds_count",] == 3
-    assert 0.01 < samples["tessera_inter_token_latency_seconds_sum",] < 1
+    assert samples["tessera_inter_token_latency_seconds_sum",] > 0.01
     assert samples["tessera_request_duration_seconds_count",] == 1
     assert samples["tessera_request_queue_seconds_sum",] == 0.002
     assert samples["tessera_request_prompt_tokens_sum",] == 5

@@ -9,6 +9,7 @@ from server.engine.core.request import FinishReason
 from server.http.metrics.usage import RequestUsage
 from tests.http.conftest import frames
 from tests.http.fakes import USAGE, event, put, say
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -106,7 +107,7 @@ async def test_a_reply_ended_by_a_stop_string_waits_for_the_engines_figures(
 
     slow_to_stop.set()
 
-    response = await asyncio.wait_for(task, 1)
+    response = await asyncio.wait_for(task, GIVE_UP)
     assert response.json()["generated_text"] == "one two"
     assert usage_of(response)["device_seconds"] == EXPECTED["device_seconds"]
 
@@ -122,7 +123,7 @@ async def test_a_stream_ended_by_a_stop_string_waits_for_the_engines_figures(
 
     slow_to_stop.set()
 
-    events = frames(await asyncio.wait_for(task, 1))
+    events = frames(await asyncio.wait_for(task, GIVE_UP))
     assert len(events) == 7
     assert events[-1]["generated_text"] == "one two"
     assert events[-1]["details"]["finish_reason"] == "stop_sequence"
@@ -144,7 +145,7 @@ async def test_a_client_that_leaves_before_the_figures_are_known_is_counted_as_a
     await asyncio.sleep(0.01)
     slow_to_stop.set()
 
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, GIVE_UP)
     assert engine.running == set()
     assert b"one two" not in b"".join(connection.bodies)
 

@@ -8,7 +8,8 @@ import pytest
 
 from server.http.text.tokenizing import LONG, TokenizerThreads, run_in_place
 from server.http.transport import HTTP11Protocol
-from tests.http.serving import Server, read_reply, until
+from tests.http.serving import Server, read_reply
+from tests.waiting import GIVE_UP, reached
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +22,7 @@ def hold():
 
     def work():
         started.append(None)
-        assert may_end.wait(10)
+        assert may_end.wait(GIVE_UP)
         return "done"
 
     work.started, work.may_end = started, may_end
@@ -33,10 +34,10 @@ async def test_a_short_text_does_not_wait_for_long_ones(hold):
     threads = TokenizerThreads(2)
     waiting = [asyncio.ensure_future(threads.run(hold, LONG)) for _ in range(5)]
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         assert await threads.run(lambda: "short", LONG - 1) == "short"
 
-    await until(lambda: len(hold.started) == 1)
+    await reached(lambda: len(hold.started) == 1)
     hold.may_end.set()
     assert await asyncio.gather(*waiting) == ["done"] * 5
 
@@ -52,7 +53,7 @@ async def test_work_of_a_caller_that_has_left_is_never_run(hold):
     hold.may_end.set()
 
     assert await kept == "done"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         assert await threads.run(lambda: "next", LONG) == "next"
     assert len(hold.started) == 1
 
@@ -61,14 +62,14 @@ async def test_a_place_is_taken_until_the_function_returns_though_its_caller_has
     pool, places = ThreadPoolExecutor(2), asyncio.Semaphore(1)
     await places.acquire()
     task = asyncio.ensure_future(run_in_place(pool, places, hold))
-    await until(lambda: hold.started)
+    await reached(lambda: hold.started)
 
     task.cancel()
     await asyncio.sleep(0.01)
 
     assert places.locked()
     hold.may_end.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         await places.acquire()
 
 
@@ -91,7 +92,7 @@ async def test_requests_whose_clients_left_are_not_tokenized(
         for _ in range(20):
             body = {"inputs": "a" * LONG, "parameters": parameters}
             writers.append((await server.post(path, body))[1])
-        await until(lambda: tokenized)
+        await reached(lambda: tokenized)
         await asyncio.sleep(0.05)
         for writer in writers:
             writer.close()
@@ -101,7 +102,7 @@ async def test_requests_whose_clients_left_are_not_tokenized(
             "/generate", {"inputs": "b" * LONG, "parameters": parameters}
         )
 
-        assert "generated_text" in await asyncio.wait_for(read_reply(reader), 10)
+        assert "generated_text" in await asyncio.wait_for(read_reply(reader), GIVE_UP)
         writer.close()
 
     assert tokenized == ["a", "b"]

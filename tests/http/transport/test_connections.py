@@ -9,6 +9,7 @@ from server.http.transport import connections as module
 from server.http.transport.connections import connection_capacity
 from tests.http.fakes import silent
 from tests.http.serving import Server, head
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +30,7 @@ async def server(make_app):
 
 async def ask(reader, writer):
     writer.write(GET)
-    return await asyncio.wait_for(reader.readuntil(b"}"), 5)
+    return await asyncio.wait_for(reader.readuntil(b"}"), GIVE_UP)
 
 
 async def is_closed(reader):
@@ -70,14 +71,14 @@ async def test_no_running_request_is_ended_for_a_new_connection(server, engine):
         reader, writer = await server.connect()
         writer.write(head("/generate", len(BODY)) + BODY)
         running.append((reader, writer))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         while len(engine.running) < 4:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.005)
 
     reader, writer = await server.connect()
     writer.write(GET)
     try:
-        answer = (await asyncio.wait_for(reader.read(), 5)).decode().lower()
+        answer = (await asyncio.wait_for(reader.read(), GIVE_UP)).decode().lower()
     except ConnectionError:  # it was closed before the request was read
         answer = None
 
@@ -87,7 +88,7 @@ async def test_no_running_request_is_ended_for_a_new_connection(server, engine):
         assert "connection: close\r\n" in answer
     assert len(engine.running) == 4
     running[0][1].close()
-    await asyncio.wait_for(engine.abort_seen.wait(), 5)
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
     assert b"200" in await ask(*await server.connect())
     for _, writer in running:
         writer.close()
@@ -98,12 +99,12 @@ async def test_a_refused_client_gets_503(server, engine):
     for _ in range(4):
         _, writer = await server.connect()
         writer.write(head("/generate", len(BODY)) + BODY)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         while len(engine.running) < 4:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.005)
 
     reader, _ = await server.connect()
-    answer = (await asyncio.wait_for(reader.read(), 5)).decode()
+    answer = (await asyncio.wait_for(reader.read(), GIVE_UP)).decode()
 
     assert answer.startswith("HTTP/1.1 503 Service Unavailable\r\n")
     assert "Retry-After: 1\r\n" in answer

@@ -10,6 +10,7 @@ from server.engine.core.request import FinishReason
 from server.http.transport import connection as connection_module
 from tests.http.fakes import event, put, say, silent
 from tests.http.serving import Server, head, read_reply
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +48,7 @@ async def exchange(server, *parts):
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(0.002)
-    data = await asyncio.wait_for(reading, 10)
+    data = await asyncio.wait_for(reading, GIVE_UP)
     writer.close()
     return data
 
@@ -145,7 +146,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(open_server, sent, an
     data = await exchange(server, sent)
 
     assert statuses(data) == answer
-    assert 0.08 < loop.time() - start < 1
+    assert loop.time() - start > 0.08
 
 
 async def test_a_head_that_comes_byte_by_byte_is_not_waited_for(open_server):
@@ -165,7 +166,7 @@ async def test_a_connection_without_requests_is_closed(open_server):
 
     assert statuses(data) == [200]
     assert b"connection: close" not in data.lower()
-    assert 0.08 < loop.time() - start < 1
+    assert loop.time() - start > 0.08
 
 
 async def test_a_request_that_runs_longer_than_the_timeouts_is_answered(open_server, engine):
@@ -173,7 +174,7 @@ async def test_a_request_that_runs_longer_than_the_timeouts_is_answered(open_ser
     engine.script = say([72] * 4, FinishReason.LENGTH, wait=0.06)
     reader, writer = await server.post("/generate")
 
-    assert "generated_text" in await asyncio.wait_for(read_reply(reader), 5)
+    assert "generated_text" in await asyncio.wait_for(read_reply(reader), GIVE_UP)
     writer.close()
 
 
@@ -197,7 +198,7 @@ async def test_a_client_that_accepts_no_bytes_is_disconnected(make_app, engine, 
         await asyncio.sleep(0.01)
         writer.transport.pause_reading()
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(GIVE_UP):
             while server.connections:  # noqa: ASYNC110 - no event signals it
                 await asyncio.sleep(0.02)
         writer.transport.abort()
@@ -261,8 +262,8 @@ async def test_an_unread_body_is_skipped_or_ends_the_connection(anyio_backend, m
         answer = await reader.readuntil(b"\r\n\r\nok")
         with contextlib.suppress(ConnectionError):
             writer.write(b"x" * size + GET)
-            await asyncio.wait_for(writer.drain(), 10)
-        rest = await asyncio.wait_for(read_some(reader), 10)
+            await asyncio.wait_for(writer.drain(), GIVE_UP)
+        rest = await asyncio.wait_for(read_some(reader), GIVE_UP)
         writer.close()
 
     assert statuses(answer) == [429]
@@ -282,14 +283,14 @@ async def test_a_request_behind_a_running_one_does_not_hide_a_disconnect(open_se
     _, writer = await server.post("/generate")
     writer.write(head("/generate", len(BODY)) + BODY)
     writer.write(head("/generate", len(BODY)) + BODY[:5])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(GIVE_UP):
         while not engine.running:  # noqa: ASYNC110 - no event signals it
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.02)
 
     writer.close()
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
     await asyncio.sleep(0.02)
     assert len(engine.requests) == 1
     assert not engine.running
@@ -310,7 +311,7 @@ async def test_too_many_requests_behind_a_running_one_are_dropped(open_server, e
     writer.write((head("/generate", len(body)) + body) * 20)
     await asyncio.sleep(0.1)
     may_end.set()
-    data = await asyncio.wait_for(read_all(reader), 10)
+    data = await asyncio.wait_for(read_all(reader), GIVE_UP)
     writer.close()
 
     expected = 2 if len(body) > 100_000 else 1 + connection_module.MAX_PIPELINED

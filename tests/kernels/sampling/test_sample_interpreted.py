@@ -67,7 +67,7 @@ def sampling_rows(vocab: int):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_tokens_equal_those_of_the_host(data):
     vocab = data.draw(st.sampled_from([1, 2, 31, 101, 160]))

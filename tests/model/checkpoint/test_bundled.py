@@ -90,7 +90,7 @@ def test_the_configuration_is_a_llama_of_the_size_in_the_card():
     assert config.network.num_parameters == _read("evaluation.json")["parameters"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text())
 def test_the_tokenizer_round_trips_every_text(text):
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))

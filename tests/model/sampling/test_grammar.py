@@ -84,7 +84,7 @@ def test_json_has_the_white_space_of_json_dumps_only(accepts, text):
     assert not accepts("json_schema", OBJECT, text)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(choices=st.lists(st.text(max_size=8), min_size=1, max_size=4), other=st.text(max_size=8))
 def test_every_choice_is_accepted_and_nothing_else(accepts, choices, other):
     assert all(accepts("choice", choices, choice) for choice in choices)

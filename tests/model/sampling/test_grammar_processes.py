@@ -18,6 +18,7 @@ from model.sampling.grammar import (
 from model.sampling.grammar_process import Setup
 from model.sampling.grammar_processes import GrammarProcesses
 from model.sampling.token_masker import TokenMasker
+from tests.waiting import GIVE_UP
 
 RULES = MatcherRules(ends_from=0, most_tokens=60, follows_forced=True)
 SCHEMA = {
@@ -153,4 +154,4 @@ def test_the_processes_end_with_their_connections(processes):
     matcher = new(processes)
     matcher.worker._steps.close()
 
-    assert matcher.worker._process.wait(10) is not None
+    assert matcher.worker._process.wait(GIVE_UP) is not None

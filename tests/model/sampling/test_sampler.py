@@ -74,7 +74,7 @@ def test_sampling_does_not_change_the_logits(forward) -> None:
 # --- independence -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.permutations(range(2 * NUM_KINDS)), st.integers(1, 2 * NUM_KINDS))
 def test_a_rows_result_is_bitwise_equal_alone_and_in_a_batch(seed, order, count) -> None:
     logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)

@@ -138,7 +138,7 @@ hostile_text = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts=st.lists(hostile_text, min_size=3, max_size=3))
 def test_special_tokens_in_messages_stay_text(name, texts) -> None:
     tokenizer, chat = loaded(name)

@@ -50,7 +50,7 @@ def sequences(size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, size + 3), max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(KINDS), st.booleans())
 def test_the_concatenated_stream_equals_the_text_of_all_tokens(
     tokenizers_by_kind, data, kind, skip
@@ -61,7 +61,7 @@ def test_the_concatenated_stream_equals_the_text_of_all_tokens(
     assert "".join(push_all(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from([k for k in KINDS if "fallback" not in k]), st.booleans())
 def test_the_text_of_any_tokens_matches_the_library(tokenizers_by_kind, data, kind, skip) -> None:
     tokenizer = tokenizers_by_kind[kind]
@@ -70,7 +70,7 @@ def test_the_text_of_any_tokens_matches_the_library(tokenizers_by_kind, data, ki
     assert tokenizer.decode(ids, skip) == tokenizer.library.decode(ids, skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(["byte_fallback", "byte_fallback_strip"]), st.booleans())
 def test_byte_fallback_text_matches_the_library_unless_adjacent_bytes_are_partly_invalid(
     tokenizers_by_kind, data, kind, skip

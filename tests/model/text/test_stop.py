@@ -27,7 +27,7 @@ def first_match(text: str, stop: list[str]) -> StopMatch | None:
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(letters, stops, st.lists(st.integers(0, 40), max_size=10))
 @example("aab", ["aaa", "ab"], [1, 2])
 def test_a_match_equals_that_of_a_search_in_the_whole_text(text, stop, at) -> None:
@@ -38,7 +38,7 @@ def test_a_match_equals_that_of_a_search_in_the_whole_text(text, stop, at) -> No
     assert next((match for match in found if match), None) == first_match(text, stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(letters, st.text(alphabet="ab", min_size=1, max_size=4), st.integers(1, 7))
 def test_one_stop_string_matches_where_str_find_finds_it(text, stop, size) -> None:
     checker = StopChecker([stop])

@@ -128,7 +128,7 @@ def test_canonical_composition_shortens_by_less_than_the_factor():
         max_size=60,
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_text_has_fewer_tokens_than_the_bound_says(library, text):
     longest = longest_token(library)
 

@@ -98,4 +98,4 @@ class FreeBlocksMachine(RuleBasedStateMachine):
 
 
 TestFreeBlocksMachine = FreeBlocksMachine.TestCase
-TestFreeBlocksMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFreeBlocksMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -16,6 +16,7 @@ from server.engine.link.engine_process.watchdog import (
     LoopWatch,
     Watchdog,
 )
+from tests.waiting import GIVE_UP, until
 
 
 class Watch:
@@ -30,13 +31,6 @@ class Watch:
 
     def close(self):
         self.closed = True
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_hang_is_logged_with_its_stacks_and_ends_the_process(caplog, capfd):
@@ -54,7 +48,7 @@ def test_a_hang_is_logged_with_its_stacks_and_ends_the_process(caplog, capfd):
 def test_a_process_whose_log_is_blocked_ends_nevertheless(monkeypatch):
     unblocked = threading.Event()
     monkeypatch.setattr(watchdog_module, "_REPORT_SECONDS", 0.05)
-    monkeypatch.setattr(watchdog_module, "_report", lambda reason: unblocked.wait(10))
+    monkeypatch.setattr(watchdog_module, "_report", lambda reason: unblocked.wait(GIVE_UP))
     codes = []
     Watchdog(Watch("it hangs"), codes.append).start()
     until(lambda: codes)
@@ -106,7 +100,7 @@ asyncio.run(main())
 
 def test_a_process_with_a_stuck_event_loop_ends_by_itself_and_says_where():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=GIVE_UP, check=False
     )
 
     assert done.returncode == HANG_EXIT_CODE

@@ -20,6 +20,7 @@ from server.engine.link.front_end.client import EngineClient, EngineUnavailableE
 from server.engine.link.protocol import AbortTarget, EngineState
 from server.engine.link.spawn import spawn
 from tests.engine.link.fake_engine import next_token
+from tests.waiting import reached
 
 COMMAND = (sys.executable, "-m", "tests.engine.link.fake_engine")
 
@@ -53,13 +54,6 @@ async def collect(stream):
     async for batch in stream:
         events += batch
     return events
-
-
-async def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        await asyncio.sleep(0.005)
 
 
 def expected_tokens(prompt, count):
@@ -143,7 +137,7 @@ def test_requests_are_aborted_by_their_external_ids():
             assert await client.abort_external(target("once")) == set()
             await anext(streams[""])  # it has no id to be aborted by
             streams[""].abort()
-            await until(lambda: client.stats.num_free_blocks == client.stats.num_blocks)
+            await reached(lambda: client.stats.num_free_blocks == client.stats.num_blocks)
 
     run(scenario())
 
@@ -159,7 +153,7 @@ def test_an_aborted_request_frees_its_blocks_and_others_continue():
 
             assert (await collect(stream))[-1].finish_reason is FinishReason.ABORT
             assert len(await other) == 10
-            await until(lambda: client.stats.num_free_blocks == client.stats.num_blocks)
+            await reached(lambda: client.stats.num_free_blocks == client.stats.num_blocks)
             assert client.stats.num_running == client.stats.num_waiting == 0
 
     run(scenario())
@@ -172,15 +166,13 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_is_restarted():
             for stream in streams:
                 await anext(stream)
             os.kill(client.engines[0]._child.process.pid, signal.SIGKILL)
-            killed = time.monotonic()
             ends = await asyncio.gather(*(collect(s) for s in streams))
 
-            assert time.monotonic() - killed < 5.0
             assert {events[-1].finish_reason for events in ends} == {FinishReason.ERROR}
             assert client.state is EngineState.RESTARTING
             with pytest.raises(EngineUnavailableError, match="restarting"):
                 submit(client, [1])
-            await until(lambda: client.state is EngineState.READY)
+            await reached(lambda: client.state is EngineState.READY)
             assert client.restarts == 1
             assert len(await collect(submit(client, [1], 3))) == 3
 
@@ -195,7 +187,7 @@ def test_requests_without_output_are_generated_by_the_restarted_engine():
             os.kill(process, signal.SIGSTOP)
             lost = submit(client, [1, 2, 3])
             os.kill(process, signal.SIGKILL)
-            await until(lambda: client.state is EngineState.RESTARTING)
+            await reached(lambda: client.state is EngineState.RESTARTING)
             late = submit(client, [4, 5])
             events = [await collect(lost), await collect(late)]
 
@@ -225,7 +217,7 @@ def test_a_failed_first_start_reports_the_reason_and_is_not_repeated(behaviour, 
         async with running(behaviour, ready=False) as client:
             with pytest.raises(ChildStartError, match=message):
                 await client.wait_until_ready()
-            await until(lambda: client.state is EngineState.STOPPED)
+            await reached(lambda: client.state is EngineState.STOPPED)
             assert client.restarts == 0
 
     run(scenario())
@@ -306,8 +298,8 @@ def test_the_engine_ends_when_its_front_end_dies():
         parent.kill()
         await parent.wait()
 
-        await until(lambda: not Path(f"/proc/{pid}").exists())
-        await until(lambda: not Path(directory).exists())
+        await reached(lambda: not Path(f"/proc/{pid}").exists())
+        await reached(lambda: not Path(directory).exists())
 
     run(scenario())
 
@@ -325,7 +317,7 @@ def test_a_failed_relaunch_of_the_engine_is_retried(monkeypatch):
 
             monkeypatch.setattr(client.engines[0]._child, "launch", failing)
             client.engines[0]._child.process.kill()
-            await until(lambda: len(attempts) == 3 and client.state is EngineState.READY)
+            await reached(lambda: len(attempts) == 3 and client.state is EngineState.READY)
 
             assert len(await collect(submit(client, [1], 3))) == 3
 
@@ -343,7 +335,7 @@ def test_a_process_spawned_earlier_is_used_only_for_the_first_engine():
             assert client.engines[0]._child.process is ahead
 
             ahead.kill()
-            await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+            await reached(lambda: client.restarts == 1 and client.state is EngineState.READY)
             assert client.engines[0]._child.process is not ahead
         finally:
             await client.stop()
@@ -369,9 +361,9 @@ def test_an_engine_that_hangs_during_a_restart_is_restarted():
                 dataclasses.replace(client.engines[0].config, model_path="sleep"),
             )
             client.engines[0]._child.process.kill()
-            await until(lambda: client.restarts == 2)
+            await reached(lambda: client.restarts == 2)
             client.engines[0].config, client.engines[0].hang_seconds = ok, 2.0
-            await until(lambda: client.state is EngineState.READY, 10)
+            await reached(lambda: client.state is EngineState.READY)
 
     run(scenario())
 
@@ -391,7 +383,7 @@ def test_an_unrecoverable_error_ends_the_engine_process():
             events = await collect(submit(client, [667]))
 
             assert events[-1].finish_reason is FinishReason.ERROR
-            await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+            await reached(lambda: client.restarts == 1 and client.state is EngineState.READY)
             assert len(await collect(submit(client, [1], 3))) == 3
 
     run(scenario())
@@ -403,7 +395,7 @@ def test_the_gauges_of_a_dead_engine_are_reset_and_its_counters_stay():
             stream = submit(client, [1, 2, 3], 400)
             await anext(stream)
             client.engines[0]._child.process.kill()
-            await until(lambda: client.state is EngineState.RESTARTING)
+            await reached(lambda: client.state is EngineState.RESTARTING)
 
             assert client.stats.num_running == 0
             assert client.stats.kv_usage == 0.0
@@ -417,10 +409,8 @@ def test_stopping_before_the_engine_is_ready_does_not_wait_for_it():
     async def scenario():
         async with running("sleep", ready=False) as client:
             process = client.engines[0]._child.process
-            started = time.monotonic()
 
-        assert time.monotonic() - started < 2.0
-        assert process.poll() is not None
+        assert process.poll() not in (None, 0)  # it would sleep for an hour
 
     run(scenario())
 

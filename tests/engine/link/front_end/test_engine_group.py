@@ -21,8 +21,8 @@ from tests.engine.link.front_end.test_client import (
     expected_tokens,
     run,
     submit,
-    until,
 )
+from tests.waiting import reached
 
 CONFIG = EngineConfig(model_path="slow", model_id="fake", block_size=4)
 FAST = EngineConfig(model_path="ok", model_id="fake", block_size=4)
@@ -51,7 +51,7 @@ async def through_a_hub(config, environments):
         with contextlib.closing(contextlib.ExitStack()) as stack:
             stack.callback(remote.stop)
             await remote.start()
-            await until(lambda: remote.state is EngineState.READY)
+            await reached(lambda: remote.state is EngineState.READY)
             yield remote, hub
     finally:
         await hub.stop()
@@ -84,14 +84,14 @@ def test_requests_are_divided_and_have_the_replies_of_a_single_engine(running, e
         async with running(CONFIG, engines) as (front_end, owner):
             prompts = [[i, i + 1, i + 2] for i in range(3 * engines)]
             streams = [submit(front_end, prompt, 6) for prompt in prompts]
-            await until(lambda: sum(engines_of(owner)) == len(streams))
+            await reached(lambda: sum(engines_of(owner)) == len(streams))
             assert engines_of(owner) == [3] * engines
             replies = await asyncio.gather(*map(collect, streams))
 
             for prompt, events in zip(prompts, replies, strict=True):
                 assert [e.token_id for e in events] == expected_tokens(prompt, 6)
             assert engines_of(owner) == [0] * engines
-            await until(lambda: front_end.stats.generation_tokens == 6 * len(streams))
+            await reached(lambda: front_end.stats.generation_tokens == 6 * len(streams))
             assert front_end.stats.num_blocks == front_end.info.num_blocks == 256 * engines
             assert {report.stats.engine for report in front_end.reports} == set(range(engines))
 
@@ -105,7 +105,7 @@ def test_a_prompt_goes_where_its_prefix_is_cached(running):
             for _ in range(3):
                 for prompt in prompts:
                     await collect(submit(front_end, prompt, 2))
-            await until(lambda: front_end.stats.prompt_tokens == 18 * 40)
+            await reached(lambda: front_end.stats.prompt_tokens == 18 * 40)
 
             hits = [report.stats.prefix_cache_hit_tokens for report in owner.reports]
             assert sum(hits) == 12 * 36  # the last block is computed
@@ -129,7 +129,7 @@ def test_a_killed_engine_ends_only_its_own_streams_and_comes_back(running):
             assert sorted(reasons) == sorted([FinishReason.LENGTH] * 2 + [FinishReason.ERROR] * 2)
             errors = {end.error for end in ends if end.error}
             assert errors == {"the engine stopped unexpectedly and is being started again"}
-            await until(lambda: front_end.num_ready == 2)
+            await reached(lambda: front_end.num_ready == 2)
             assert front_end.phase == "ready"
 
     run(scenario())
@@ -140,10 +140,10 @@ def test_while_an_engine_is_away_the_other_takes_all_requests(running):
         async with running(CONFIG) as (front_end, owner):
             owner.engines[0]._child._backoff = 1.0
             kill(owner, 0)
-            await until(lambda: front_end.num_ready == 1)
+            await reached(lambda: front_end.num_ready == 1)
             assert front_end.phase.startswith("1 of 2 engines are ready; engine 0: starting again")
             streams = [submit(front_end, [i], 3) for i in range(4)]
-            await until(lambda: sum(engines_of(owner)) == 4)
+            await reached(lambda: sum(engines_of(owner)) == 4)
             assert engines_of(owner) == [0, 4]
             for i, stream in enumerate(streams):
                 assert [e.token_id for e in await collect(stream)] == expected_tokens([i], 3)
@@ -158,7 +158,7 @@ def test_lost_requests_without_output_go_to_the_other_engine(running):
             long = [
                 submit(front_end, [670, i], 3) for i in range(2)
             ]  # half a second to the first token
-            await until(lambda: engines_of(owner) == [1, 1])
+            await reached(lambda: engines_of(owner) == [1, 1])
             owner.engines[0]._child._backoff = 5.0
             kill(owner, 0)
             replies = await asyncio.gather(*map(collect, long))
@@ -176,7 +176,7 @@ def test_requests_wait_if_no_engine_is_left_and_are_refused_without_a_wait(runni
             front_end.restart_queue.seconds = 20.0
             for engine in range(ENGINES):
                 kill(owner, engine)
-            await until(lambda: front_end.state is EngineState.RESTARTING)
+            await reached(lambda: front_end.state is EngineState.RESTARTING)
             waiting = submit(front_end, [1], 3)
             front_end.restart_queue.seconds = 0.0
             with pytest.raises(EngineUnavailableError, match="the engine is restarting"):
@@ -192,17 +192,17 @@ def test_aborts_reach_the_engine_that_has_the_request(running):
     async def scenario():
         async with running(CONFIG) as (front_end, owner):
             streams = [submit(front_end, [i], 400) for i in range(4)]
-            await until(lambda: front_end.stats.num_running == 4)
+            await reached(lambda: front_end.stats.num_running == 4)
             streams[0].abort()
             streams[1].abort()
-            await until(lambda: front_end.stats.num_running == 2)
+            await reached(lambda: front_end.stats.num_running == 2)
             assert engines_of(owner) == [1, 1]
             streams[2].stop()
             streams[3].stop()
             for stream in streams[2:]:
                 assert (await collect(stream))[-1].finish_reason is FinishReason.STOP
             assert engines_of(owner) == [0, 0]
-            await until(lambda: front_end.stats.num_free_blocks == front_end.stats.num_blocks)
+            await reached(lambda: front_end.stats.num_free_blocks == front_end.stats.num_blocks)
 
     run(scenario())
 
@@ -221,13 +221,13 @@ def test_requests_on_all_engines_are_aborted_by_their_external_ids(running):
                 )
                 for i in range(4)
             ]
-            await until(lambda: sum(engines_of(owner)) == 4)
+            await reached(lambda: sum(engines_of(owner)) == 4)
             target = AbortTarget(frozenset({"job 0", "job 1", "nobody"}))
             assert await front_end.abort_external(target) == {"job 0", "job 1"}
             assert await front_end.abort_external(AbortTarget()) == {"job 2", "job 3"}
             for stream in streams:
                 assert (await collect(stream))[-1].finish_reason is FinishReason.ABORT
-            await until(lambda: front_end.stats.num_running == 0)
+            await reached(lambda: front_end.stats.num_running == 0)
 
     run(scenario())
 
@@ -237,7 +237,7 @@ def test_stopping_ends_all_engines_and_requests_with_one_reason(running):
         async with running(CONFIG) as (front_end, owner):
             front_end.restart_queue.seconds = 10.0
             streams = [submit(front_end, [i], 400) for i in range(4)]
-            await until(lambda: sum(engines_of(owner)) == 4)
+            await reached(lambda: sum(engines_of(owner)) == 4)
             processes = [engine._child.process for engine in owner.engines]
             await owner.stop()
             ends = [(await collect(stream))[-1] for stream in streams]

@@ -22,8 +22,8 @@ from tests.engine.link.front_end.test_client import (
     expected_tokens,
     run,
     submit,
-    until,
 )
+from tests.waiting import reached
 
 
 class Pool:
@@ -43,7 +43,7 @@ class Pool:
         remote = RemoteEngine(connection.sockets.address, connection.first_id, hang_seconds)
         self.closing.callback(remote.stop)
         await remote.start()
-        await until(lambda: remote.state is EngineState.READY)
+        await reached(lambda: remote.state is EngineState.READY)
         return remote, connection
 
     def raw(self):
@@ -74,13 +74,13 @@ def test_a_front_end_whose_loop_hangs_is_cut_off_and_its_requests_are_aborted():
             remote, healthy = await service.front_end()
             hung, connection = await service.front_end()
             submit(hung, [1, 2], 400)
-            await until(lambda: service.hub.stats.num_running == 1)
+            await reached(lambda: service.hub.stats.num_running == 1)
             hung._heartbeats.cancel()  # as if its event loop did not run
             service.hub.hang_seconds = 1.0
-            await until(lambda: service.failures)
+            await reached(lambda: service.failures)
 
             assert service.failures[0].startswith("has been silent for 1.")
-            await until(lambda: service.hub.stats.num_running == 0)
+            await reached(lambda: service.hub.stats.num_running == 0)
             assert not healthy.failed
             assert len(await collect(submit(remote, [3], 3))) == 3
             service.hub.disconnect(connection)
@@ -95,7 +95,7 @@ def test_a_front_end_that_never_attaches_has_longer_but_not_for_ever():
             await asyncio.sleep(1.5)
             assert service.failures == []
             service.hub.hang_seconds = 0.2
-            await until(lambda: service.failures)
+            await reached(lambda: service.failures)
             service.hub.disconnect(connection)
 
     run(scenario())
@@ -106,13 +106,15 @@ def test_a_front_end_that_does_not_read_is_cut_off_before_much_is_queued(monkeyp
 
     async def scenario():
         async with pool() as service:
-            remote, _ = await service.front_end(hang_seconds=2.0)
+            remote, _ = await service.front_end()
             _, connection = service.raw()
-            await until(lambda: connection.attached)
+            await reached(lambda: connection.attached)
             connection.requests[0][connection.first_id] = RequestHeader(connection.first_id)
-            events = await collect(submit(remote, [1, 2, 3], 400))
+            # One after the other: all at once would be more than a front end that reads may have unread.
+            for _ in range(40):
+                events = await collect(submit(remote, [1, 2, 3], 10))
+                assert [e.token_id for e in events] == expected_tokens([1, 2, 3], 10)
 
-            assert [e.token_id for e in events] == expected_tokens([1, 2, 3], 400)
             assert service.failures
             assert "has not read" in service.failures[0]
             assert connection.sent_bytes < 25_000
@@ -139,7 +141,7 @@ def test_a_front_end_without_requests_gets_only_statistics(has_statistics):
             assert busy.sent_bytes - before[0] == len(b"bytes of the step")
             assert idle.sent_bytes == before[1]
             if has_statistics:  # a moment later, and without the tokens
-                await until(lambda: idle.sent_bytes > before[1])
+                await reached(lambda: idle.sent_bytes > before[1])
 
     run(scenario())
 
@@ -163,7 +165,7 @@ def test_a_hostile_front_end_is_cut_off_and_the_others_go_on():
                 service.failures.clear()
                 hostile, connection = service.raw()
                 hostile.send(data)
-                await until(lambda: service.failures)
+                await reached(lambda: service.failures)
 
                 assert reason in service.failures[0], data
                 service.hub.disconnect(connection)
@@ -229,7 +231,7 @@ def test_a_front_end_whose_hub_hangs_ends_its_requests_and_refuses_new_ones():
             service.hub.on_steps = lambda engine, steps: None
             events = await collect(stream)
 
-            assert 0.8 < time.monotonic() - began < 5.0
+            assert time.monotonic() - began > 0.8
             assert events[-1].finish_reason is FinishReason.ERROR
             assert remote.state is EngineState.STOPPED
             assert "silent" in await remote.hub_lost

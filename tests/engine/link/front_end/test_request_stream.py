@@ -8,6 +8,7 @@ from server.engine.core.messages import StepMessage
 from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
 from server.engine.link.front_end.client import EngineHandle
 from server.engine.link.front_end.request_stream import RequestStream
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +60,7 @@ async def test_a_reader_gets_events_that_arrive_together_in_one_call(stream):
     assert calls == [[1], [2, 3]]
     put(stream, 4, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, GIVE_UP)
     assert calls == [[1], [2, 3], [4]]
 
 
@@ -68,7 +69,7 @@ async def test_a_new_reader_gets_earlier_events_first(stream):
     put(stream, 1)
     put(stream, 2, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), 10)
+    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), GIVE_UP)
 
     assert calls == [[1, 2]]
 
@@ -81,9 +82,9 @@ async def test_a_reader_that_stops_leaves_the_remaining_events_to_the_next(strea
     put(stream, 2)
     put(stream, 3, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, GIVE_UP)
     assert calls == [[1]]
-    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), 10)
+    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), GIVE_UP)
     assert calls == [[1], [2, 3]]
 
 
@@ -93,7 +94,7 @@ async def test_follow_raises_the_exception_of_the_reader(stream):
     put(stream, 1)
 
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, GIVE_UP)
 
 
 async def test_a_reader_that_aborts_its_stream_gets_the_last_event(stream, aborted):
@@ -107,7 +108,7 @@ async def test_a_reader_that_aborts_its_stream_gets_the_last_event(stream, abort
     task = await follow(stream, take)
     put(stream, 1)
 
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, GIVE_UP)
     assert calls == [[1], [None]]
     assert aborted == [7]
 
@@ -139,7 +140,7 @@ async def test_settling_a_stream_stops_the_request_and_waits_for_its_usage(
     stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.STOP, usage=usage))
     stream.deliver()
 
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, GIVE_UP)
     assert stream.usage is usage
     assert (stopped, aborted) == ([7], [])
 
@@ -147,7 +148,7 @@ async def test_settling_a_stream_stops_the_request_and_waits_for_its_usage(
 async def test_a_finished_stream_is_settled_at_once(stream, stopped):
     put(stream, 1, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(stream.settle(), 1)
+    await asyncio.wait_for(stream.settle(), GIVE_UP)
 
     assert stopped == []
 
@@ -167,4 +168,4 @@ async def test_streams_that_get_events_of_the_same_steps_have_the_same_time_of_d
 
     assert len(times) == 3
     assert len(set(times.values())) == 1
-    await asyncio.wait_for(tasks[-1], 1)
+    await asyncio.wait_for(tasks[-1], GIVE_UP)

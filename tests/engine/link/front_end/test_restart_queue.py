@@ -10,6 +10,7 @@ from server.engine.core.messages import AbortRequests, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.front_end.client import EngineHandle, EngineUnavailableError
 from server.engine.link.protocol import AbortTarget, EngineState
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -130,7 +131,7 @@ async def test_a_request_waits_for_a_limited_time():
     engine.lose()
     late = engine.request()
 
-    assert await asyncio.wait_for(late.accepted(), 2) is False
+    assert await asyncio.wait_for(late.accepted(), GIVE_UP) is False
     for stream in (lost, late):
         assert (await collect(stream))[-1].finish_reason is FinishReason.ERROR
     engine.become(EngineState.READY)
@@ -141,7 +142,7 @@ async def test_a_request_does_not_wait_past_its_deadline(engine):
     engine.lose()
     stream = engine.request(deadline=time.monotonic() + 0.05)
 
-    assert await asyncio.wait_for(stream.accepted(), 2)
+    assert await asyncio.wait_for(stream.accepted(), GIVE_UP)
     assert (await collect(stream))[-1].finish_reason is FinishReason.TIMEOUT
 
 

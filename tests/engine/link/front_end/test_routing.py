@@ -196,4 +196,4 @@ class Routing(RuleBasedStateMachine):
 
 
 TestRouting = Routing.TestCase
-TestRouting.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRouting.settings = settings(max_examples=60, stateful_step_count=30)

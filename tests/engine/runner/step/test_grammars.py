@@ -411,7 +411,7 @@ def enforceable(maker):
         return schema
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_random_schemas_sampling_preemption_and_aborts_leave_only_valid_outputs(
     crowded, tokenizer, data

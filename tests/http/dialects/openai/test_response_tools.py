@@ -209,9 +209,7 @@ async def client_of_tools(open_client, tokenizer):
     return await open_client(chat_template=ChatTemplate({"default": AWARE}, tokenizer))
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(
         st.sampled_from([CALL, OTHER_CALL, "Hm. ", "é", "<tool", CALL[:30], CALL[:-6], "}", "\n", "<|im_end|>"]),
