@@ -24,7 +24,7 @@ AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_
 	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-avx2 test-slow compilations test-latency test-gpu check audit sbom lock format docs site bench clean
+.PHONY: other-torch help setup dev serve test test-avx2 test-library test-slow compilations test-latency test-gpu check audit sbom lock format docs site bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -62,6 +62,12 @@ test-avx2: export FBGEMM_ENABLE_INSTRUCTIONS = AVX2
 test-avx2: export OPENBLAS_CORETYPE = Haswell
 test-avx2: dev ## Run the tests that depend on the processor's instructions as on one without AVX-512
 	$(PYTEST)
+
+# For the processors that CI lacks; the second run has the best build for those without AVX-512.
+test-library: TESTS = tests/kernels/cpu tests/model/executors/test_cpu_library.py
+test-library: dev ## Test the builds of the C library that this processor runs, and record that they pass
+	$(PYTEST) --record-build
+	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --record-build
 
 # Of these, many load a processor, and some measure how long a process has been silent.
 test-slow: JOBS = 2

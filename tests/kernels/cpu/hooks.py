@@ -1,12 +1,45 @@
-"""A pytest hook that says which builds of the C library a run tests: those that this processor can run."""
+"""pytest hooks that say which builds of the C library a run tests, and record that one has passed.
+
+`--record-build` enters the loaded build in `builds.json` if every test of the run passes. It is for the processors that
+continuous integration lacks: `make test-library` runs it once for each build that the processor can run.
+"""
 
 from __future__ import annotations
 
 import platform
 
+import pytest
 import torch
 
 from kernels.cpu import library
+from server.cli.bench.result import processor_name
+from tests.kernels.cpu import builds
+
+_RECORDS = "record_build"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--record-build`."""
+    parser.addoption(
+        "--record-build",
+        action="store_true",
+        help=f"enter the C library's loaded build in {builds.RECORD.name} if all tests pass",
+    )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Enter the loaded build if it was asked for and every test passed."""
+    if not config.getoption(_RECORDS):
+        return
+    name = loaded_build()
+    passed = len(terminalreporter.stats.get("passed", []))
+    if exitstatus or name is None or not passed:
+        terminalreporter.write_line(f"{builds.RECORD.name}: nothing entered")
+        return
+    builds.write(name, processor_name(), passed)
+    terminalreporter.write_line(f"{builds.RECORD.name}: {name} passed {passed} tests")
 
 
 def runnable_builds() -> list[str]:
@@ -21,6 +54,14 @@ def runnable_builds() -> list[str]:
     ]
 
 
+def loaded_build() -> str | None:
+    """Return the name of the build that tests of this process run; None without a library."""
+    if isinstance(library.load(), str):
+        return None
+    chosen = _chosen(torch.backends.cpu.get_cpu_capability())
+    return chosen and chosen.name
+
+
 def _chosen(capability: str) -> library.Build | None:
     return library.choose(platform.machine(), library.cpu_features(), capability)
 
@@ -30,10 +71,9 @@ def pytest_report_header() -> str:
     loaded = library.load()
     if isinstance(loaded, str):
         return f"C library: none, because {loaded}"
-    chosen = _chosen(torch.backends.cpu.get_cpu_capability())
-    name = chosen and chosen.name
-    builds = runnable_builds()
-    others = [it for it in builds if it != name]
-    rest = [it.name for it in library.BUILDS if it.name not in builds]
+    name = loaded_build()
+    runnable = runnable_builds()
+    others = [it for it in runnable if it != name]
+    rest = [it.name for it in library.BUILDS if it.name not in runnable]
     compared = f", compared with {', '.join(others)} by one test" if others else ""
     return f"C library: tests run {name}{compared}; this processor cannot run {', '.join(rest)}"
