@@ -34,18 +34,17 @@ from server.engine.link.engine_process.process_setup import (
 from server.engine.link.engine_process.watchdog import LoopWatch, Watchdog
 from server.engine.link.front_end.client import EngineClient
 from server.engine.link.front_end.hub import EngineHub
-from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.log import LogFormat, configure_logging
 
 if TYPE_CHECKING:
     import socket
-    import subprocess
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from server.cli.front_end.pool import FrontEndPool
     from server.cli.settings import Settings
+    from server.engine.link.spawn import LinkedProcess
     from server.http.config import HTTPConfig
     from server.http.serving import HTTPServer
 
@@ -55,7 +54,7 @@ log = logging.getLogger("tessera")
 def serve(
     settings: Settings,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    spawned: subprocess.Popen[bytes] | None = None,
+    spawned: LinkedProcess | None = None,
     began: float | None = None,
     listening: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -108,7 +107,6 @@ def serve(
                 engine, listeners, tokenizer_folder, limits, settings.log_format
             )
             loop_factory = server.loop_factory
-        remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(engine, server, listeners[0], began))

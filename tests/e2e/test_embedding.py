@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from server.engine.link.socket_folder import SocketFolder
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from server.cli.settings import Settings
 from server.embedding import embedded_service
 from server.engine.core.start_checks import StartupError
-from server.engine.link.socket_folder import SocketFolder
 from server.http.metrics.specs import Outcome
 from tests.http.serving import until
 

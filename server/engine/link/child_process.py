@@ -12,8 +12,9 @@ from server.engine.link.spawn import end, spawn
 
 if TYPE_CHECKING:
     import signal
-    import subprocess
     from collections.abc import Callable, Mapping, Sequence
+
+    from server.engine.link.spawn import LinkedProcess
 
 log = logging.getLogger("tessera")
 
@@ -50,8 +51,8 @@ class ChildProcess:
     Args:
         name: for errors and log lines, "engine process" for example.
         command: program and arguments.
-        configure: called at each launch, once the process exists. Acquires what the process needs and returns its
-            configuration, one line of JSON. An `OSError` cancels the launch.
+        configure: called at each launch with the new process. Acquires what the process needs, takes over its link
+            if it uses that, and returns its configuration, one line of JSON. An `OSError` cancels the launch.
         on_exit: called with the exit code of a process that ended by itself or was killed from outside. Releases what
             `configure` acquired and returns whether to restart.
         pass_fds: file descriptors that the process inherits.
@@ -63,14 +64,14 @@ class ChildProcess:
         self,
         name: str,
         command: Sequence[str],
-        configure: Callable[[], bytes],
+        configure: Callable[[LinkedProcess], bytes],
         on_exit: Callable[[int], bool],
         *,
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
     ) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: LinkedProcess | None = None
         self._name = name
         self._command = command
         self._configure = configure
@@ -92,7 +93,7 @@ class ChildProcess:
         try:
             process, self._spawned = self._spawned or self._spawn(), None
             try:
-                line = self._configure()
+                line = self._configure(process)
             except OSError:
                 end(process)
                 raise
@@ -107,7 +108,7 @@ class ChildProcess:
         if self._loop is not None:
             self._watch(process, self._loop)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> LinkedProcess:
         return spawn(self._command, self._pass_fds, self._environment)
 
     def start(self) -> None:
@@ -144,6 +145,7 @@ class ChildProcess:
                 timeout.cancel()
                 if not self._ended.done():
                     log.critical("the %s %d cannot be killed", self._name, self.process.pid)
+                    self.process.link.close()
                     self.process = None
         finally:
             self.kill()
@@ -158,7 +160,7 @@ class ChildProcess:
         else:
             process.kill()
 
-    def _kill_if_current(self, process: subprocess.Popen[bytes]) -> None:
+    def _kill_if_current(self, process: LinkedProcess) -> None:
         if process is self.process:
             process.kill()
 
@@ -172,7 +174,7 @@ class ChildProcess:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _watch(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+    def _watch(self, process: LinkedProcess, loop: asyncio.AbstractEventLoop) -> None:
         def wait_for_exit() -> None:
             process.wait()
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -180,7 +182,7 @@ class ChildProcess:
 
         threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
 
-    def _handle_exit(self, process: subprocess.Popen[bytes]) -> None:
+    def _handle_exit(self, process: LinkedProcess) -> None:
         if process is not self.process:  # `kill` ended it
             return
         if self._ended is not None:

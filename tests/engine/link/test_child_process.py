@@ -23,7 +23,7 @@ class Child:
         self.restarts = restarts
         self.process = ChildProcess("child", command, self.configure, self.on_exit)
 
-    def configure(self):
+    def configure(self, _process):
         self.launched.append(time.monotonic())
         return b"configuration"
 
@@ -80,11 +80,11 @@ def test_a_restart_that_the_operating_system_refuses_is_tried_again(monkeypatch)
         child.process.start()
         configure, attempts = child.process._configure, []
 
-        def fails_twice():
+        def fails_twice(started):
             attempts.append(1)
             if len(attempts) < 3:
                 raise OSError("no descriptors")
-            return configure()
+            return configure(started)
 
         monkeypatch.setattr(child.process, "_configure", fails_twice)
         child.process.process.kill()
@@ -99,7 +99,7 @@ def test_a_restart_that_the_operating_system_refuses_is_tried_again(monkeypatch)
 def test_a_first_launch_that_fails_leaves_no_process():
     ahead = spawn(SLEEP)
 
-    def refuse():
+    def refuse(_process):
         raise OSError("no descriptors")
 
     child = ChildProcess("child", SLEEP, refuse, bool, spawned=ahead)
@@ -158,7 +158,7 @@ def test_an_interrupt_of_the_process_group_does_not_end_a_child_that_starts():
         child.stdin.close()
         assert child.wait(timeout=20) == 0
     finally:
-        child.kill()
+        end(child)
 
 
 def test_the_parent_still_gets_interrupts_after_it_has_started_a_child():

@@ -33,13 +33,14 @@ from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineReport, EngineState
 from server.engine.link.silence import SilenceTimer, tick_seconds
+from server.engine.link.sockets import Connection
 from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from server.engine.link.sockets import Connection
+    from server.engine.link.spawn import LinkedProcess
 
 log = logging.getLogger("tessera.client")
 
@@ -79,7 +80,6 @@ class EngineSupervisor:
     Args:
         config: of the engine, for the first start and for restarts.
         owner: of the requests.
-        bind: opens the connection to a new process, at a new address.
         hang_seconds: an engine that sends no heartbeat for this long, or is idle for this long while requests are in
             flight, is killed and restarted; also the limit of a step, see
             `server.engine.core.progress.Progress.allowed_seconds`.
@@ -92,16 +92,14 @@ class EngineSupervisor:
         self,
         config: EngineConfig,
         owner: EngineOwner,
-        bind: Callable[[], Connection],
         hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
         environment: Mapping[str, str] | None = None,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
     ) -> None:
         self.report = EngineReport()
         self.config = config
         self._owner = owner
-        self._bind = bind
         several = config.num_engines > 1
         self._name = f"engine {config.engine}" if several else "engine"
         self._child = ChildProcess(
@@ -197,8 +195,8 @@ class EngineSupervisor:
         self.report.state, self.report.phase = state, phase
         self._owner.on_change(self.number)
 
-    def _configure(self) -> bytes:
-        self._connection = self._bind()
+    def _configure(self, process: LinkedProcess) -> bytes:
+        self._connection = Connection(process.link.detach())
         if self._loop is not None:
             self._connection.attach(self._loop, self._on_messages)
         self._hung = ""
@@ -206,7 +204,7 @@ class EngineSupervisor:
         self._silence.seconds = self._idleness.seconds = 0.0
         return msgspec.json.encode(
             EngineLaunch(
-                address=self._connection.address, config=self.config, hang_seconds=self.hang_seconds
+                link=process.link_descriptor, config=self.config, hang_seconds=self.hang_seconds
             )
         )
 

@@ -10,21 +10,18 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from server.engine.link.child_process import ChildStartError
 from server.engine.link.engine_process.supervisor import EngineSupervisor
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.routing import Router
 from server.engine.link.protocol import EngineState, RequestPrompt
 from server.engine.link.silence import tick_seconds
-from server.engine.link.socket_folder import SocketFolder
-from server.engine.link.sockets import Connection
 from server.engine.link.spawn import ENGINE_COMMAND
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Mapping, Sequence
 
     from server.engine.core.messages import EngineConfig, StepMessage
+    from server.engine.link.spawn import LinkedProcess
 
 log = logging.getLogger("tessera.client")
 
@@ -40,7 +37,6 @@ class EngineGroup(EngineReports):
 
     Attributes:
         engines: the supervisors, by the number of the engine.
-        directory: holds the sockets; mode 0700, so that no other user can connect.
         hang_seconds: see the argument.
 
     Args:
@@ -49,9 +45,6 @@ class EngineGroup(EngineReports):
         command: starts an engine process.
         spawned: an engine process without a configuration, for the first start of the first engine; None spawns one.
         environments: for each engine, the variables of its process that differ from those of this one.
-
-    Raises:
-        ChildStartError: the operating system refuses the directory.
     """
 
     def __init__(
@@ -59,22 +52,15 @@ class EngineGroup(EngineReports):
         config: EngineConfig,
         hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
         environments: Sequence[Mapping[str, str]] = ({},),
     ) -> None:
         super().__init__()  # the other base class of `EngineClient`
-        try:
-            self._folder = SocketFolder()
-        except OSError as error:
-            raise ChildStartError(f"no directory for sockets: {error}") from error
-        self.directory = self._folder.path
         self.hang_seconds = hang_seconds
-        self._num_connections = 0
         self.engines = [
             EngineSupervisor(
                 dataclasses.replace(config, engine=i, num_engines=len(environments)),
                 self,
-                self._bind,
                 hang_seconds,
                 command,
                 environment,
@@ -181,15 +167,8 @@ class EngineGroup(EngineReports):
         part = found.cache_salt, found.deterministic
         return self.engines[self._router.choose(found.prompt_token_ids, part, self._loads(), ready)]
 
-    def _bind(self, max_bytes: int = -1) -> Connection:
-        """Open a connection at a new address: ZeroMQ may remove the files of a closed one late."""
-        self._num_connections += 1
-        address = str(self.directory / str(self._num_connections))
-        return Connection(address, parent=True, max_bytes=max_bytes)
-
     def _close(self) -> None:
-        """Remove the directory."""
-        self._folder.remove()
+        """Release what the subclass has opened."""
 
     async def _watch_for_hangs(self) -> None:
         """Look for hung processes once per period."""

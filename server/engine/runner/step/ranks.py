@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
+    from kernels.collective.endpoint import RankEndpoint
     from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
@@ -54,11 +55,11 @@ class Ranks(Protocol):
 
     Attributes:
         size: number of ranks, the leader included.
-        store: path by which the ranks find each other; see `TorchCommunicator`.
+        endpoint: of the leader.
     """
 
     size: int
-    store: str
+    endpoint: RankEndpoint
 
     def tell(self, command: RankCommand) -> None:
         """Send a command to all other ranks; never blocks."""
