@@ -47,7 +47,9 @@ class NCCLCommunicator(OrderedSum):
         self._detached = False
         self._host = SharedMemoryCommunicator(endpoint)
         # The file has no name. It stays: NCCL connects the ranks when they first communicate.
-        store = distributed.FileStore(f"/proc/self/fd/{endpoint.store}", self.size)
+        store = distributed.FileStore(  # type: ignore[attr-defined]  # not in `__all__`
+            f"/proc/self/fd/{endpoint.store}", self.size
+        )
         distributed.init_process_group("nccl", store=store, rank=self.rank, world_size=self.size)
         self._one_shot = _one_shot(self._host, device)
         self.fuses_norm = self._one_shot is not None

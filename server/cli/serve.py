@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from model.errors import ModelError
 from server.cli.command_settings import engine_config, find_model
@@ -166,16 +166,20 @@ async def _serve(
     listener: socket.socket,
     began: float,
 ) -> None:
-    """Serve until a signal; raises the error of an engine or a front end that cannot start."""
+    """Serve until a signal; raises the error of an engine or a front end that cannot start, or be started again."""
     watchdog = Watchdog(LoopWatch(asyncio.get_running_loop(), engine.hang_seconds))
     watchdog.start()
     await engine.start()
     serving = asyncio.ensure_future(front_ends.run_until_stopped())
     ready = asyncio.ensure_future(_wait_until_ready(engine, front_ends, listener, began))
     try:
-        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        waiting: set[asyncio.Future[Any]] = {serving, ready, engine.failed}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
+        await asyncio.wait({serving, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if engine.failed.done():
+            raise ChildStartError(f"{engine.failed.result()}; the service ends")
         await serving
     finally:
         front_ends.stop()

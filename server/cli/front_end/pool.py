@@ -45,15 +45,21 @@ class _FrontEnd:
         hub: of the service.
         inherited: descriptors that the process inherits.
         config: returns the configuration of the process, given `link` and `first_id`.
+        on_failure: see `ChildProcess`.
     """
 
     def __init__(
-        self, hub: EngineHub, inherited: Sequence[int], config: Callable[..., FrontEndConfig]
+        self,
+        hub: EngineHub,
+        inherited: Sequence[int],
+        config: Callable[..., FrontEndConfig],
+        on_failure: Callable[[str], None],
     ) -> None:
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.child = ChildProcess(
-            "front end", FRONT_END_COMMAND, self._configure, self._on_exit, pass_fds=inherited
-        )
+            "front end", FRONT_END_COMMAND, self._configure, self._on_exit,
+            on_failure=on_failure, pass_fds=inherited,
+        )  # fmt: skip
         self._hub = hub
         self._config = config
         self._connection: FrontEndConnection
@@ -66,7 +72,7 @@ class _FrontEnd:
         return msgspec.json.encode(config)
 
     def _on_attached(self) -> None:
-        self.child.reset_backoff()
+        self.child.report_success()
         if not self.serving.done():
             self.serving.set_result(None)
 
@@ -143,9 +149,15 @@ class FrontEndPool:
                 log_level=logging.getLevelName(logging.getLogger().level).lower(),
                 log_format=self._log_format,
             )
-            self._front_ends.append(_FrontEnd(self._hub, (listener.fileno(), counters), config))
+            inherited = listener.fileno(), counters
+            self._front_ends.append(_FrontEnd(self._hub, inherited, config, self._on_failure))
             self._front_ends[-1].child.start()
         await asyncio.gather(*(front_end.serving for front_end in self._front_ends))
+
+    def _on_failure(self, reason: str) -> None:
+        """Make the service end once no front end has been started for long."""
+        if all(it.child.is_hopeless for it in self._front_ends):
+            self._hub.fail(f"no front end could be started again: {reason}")
 
     async def run_until_stopped(self) -> None:
         """Wait for a signal or `stop`, then let the front ends end as `server.http.lifecycle` says.

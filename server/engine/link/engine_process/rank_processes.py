@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Final
+import time
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from server.engine.runner.step.ranks import RankCommand
 
 log = logging.getLogger("tessera.engine")
+
+_LAST_SECONDS: Final = 5.0
 
 RANK_COMMAND: Final = module_command("server.engine.link.engine_process.rank_process")
 
@@ -151,6 +154,13 @@ class RankProcesses:
         data = self._encoder.encode(command)
         for connection in self._connections:
             connection.send(data)
+
+    def end_engine(self) -> NoReturn:
+        """See `server.engine.runner.step.ranks.Ranks.end_engine`."""
+        time.sleep(
+            _LAST_SECONDS
+        )  # the thread that watches the rank logs its status, and ends this process
+        os._exit(1)
 
     def close(self) -> None:
         """End the processes."""

@@ -66,6 +66,9 @@ class EngineOwner(Protocol):
     def on_loss(self, engine: int, error: str) -> None:
         """End an engine's requests in flight with an error, or send them elsewhere: the engine has lost them."""
 
+    def on_failure(self, engine: int, reason: str) -> None:
+        """Handle that a process ended or could not be started; it is started again later."""
+
 
 class EngineSupervisor:
     """Owns an engine process and the connection to it; its owner has the requests in flight.
@@ -107,6 +110,7 @@ class EngineSupervisor:
             command,
             self._configure,
             self._on_exit,
+            on_failure=self._on_failure,
             environment=environment,
             spawned=spawned,
         )
@@ -123,6 +127,7 @@ class EngineSupervisor:
         self._idleness = SilenceTimer(tick_seconds(hang_seconds))
         self._hung = ""  # why the running process is about to end
         self._was_ready = False  # before it was stopped
+        self._start_error = ""  # of the newest start, if that failed
 
     @property
     def number(self) -> int:
@@ -256,7 +261,8 @@ class EngineSupervisor:
             report.stats = EngineStats(
                 engine=self.number, num_blocks=num_blocks, num_free_blocks=num_blocks
             )
-            self._child.reset_backoff()
+            self._child.report_success()
+            self._start_error = ""
             self._set_state(EngineState.READY, "ready")
             if self._started is not None and not self._started.done():
                 self._started.set_result(None)
@@ -267,6 +273,7 @@ class EngineSupervisor:
         # Clients see the phase. The error may contain paths of this machine and goes to the log only.
         self._set_state(self.report.state, "the engine could not start")
         if self.report.info is not None:
+            self._start_error = error
             log.error("the %s cannot restart: %s", self._name, error)
         elif self._started is not None and not self._started.done():
             prefix = f"{self._name}: " if self.config.num_engines > 1 else ""
@@ -301,6 +308,20 @@ class EngineSupervisor:
             self.number, "the engine stopped unexpectedly and is being started again"
         )
         return True
+
+    def _on_failure(self, reason: str) -> None:
+        self._owner.on_failure(self.number, self._start_error or reason)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether another restart is unlikely to succeed."""
+        return self._child.is_hopeless
+
+    def give_up(self) -> None:
+        """Start no process any more, and end all requests."""
+        self._child.kill()
+        self._set_state(EngineState.STOPPED, "the engine could not be started again")
+        self._owner.on_loss(self.number, self.report.phase)
 
     def _force_restart(self, reason: str, kill_after: float) -> None:
         """End all requests and refuse new ones, since the engine process must end; it is then restarted.

@@ -38,6 +38,8 @@ class EngineGroup(EngineReports):
     Attributes:
         engines: the supervisors, by the number of the engine.
         hang_seconds: see the argument.
+        failed: done, with the reason, when the service can do nothing but end: no engine can be started again. Exists
+            from `start` on.
 
     Args:
         config: of each engine, for the first start and for restarts; `engine` and `num_engines` are set here.
@@ -72,6 +74,7 @@ class EngineGroup(EngineReports):
         self._keeps_prefixes = config.enable_prefix_caching
         self._router = Router(len(self.engines), config.block_size)
         self._hang_watch: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[str]
 
     def launch(self) -> None:
         """Start the engine processes and send them their configurations; returns at once.
@@ -88,6 +91,7 @@ class EngineGroup(EngineReports):
         Raises:
             ChildStartError: the operating system refuses.
         """
+        self.failed = asyncio.get_running_loop().create_future()
         for engine in self.engines:
             engine.start()
         self._hang_watch = asyncio.create_task(self._watch_for_hangs())
@@ -138,6 +142,19 @@ class EngineGroup(EngineReports):
         """Handle the loss of an engine's requests; see `EngineOwner`."""
         self._router.begin(engine)
         self._on_loss(engine, error)
+
+    def on_failure(self, engine: int, reason: str) -> None:
+        """Give up once no engine has been started for long; see `EngineOwner`."""
+        if all(it.is_hopeless for it in self.engines):
+            for it in self.engines:
+                it.give_up()
+            name = f"engine {engine}" if len(self.engines) > 1 else "the engine"
+            self.fail(f"{name} could not be started again: {reason}")
+
+    def fail(self, reason: str) -> None:
+        """Make the service end; see `failed`."""
+        if not self.failed.done():
+            self.failed.set_result(reason)
 
     def _loads(self) -> list[int]:
         """Return the number of requests in flight of each engine."""

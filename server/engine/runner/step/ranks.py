@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import msgspec
 import torch
 
+from kernels.collective.communicator import RankLostError
 from model.executors.columns import Bucket
 from model.executors.step import StepInput, StepOutput
 from server.engine.runner.step.executor import StepExecutor
@@ -64,6 +65,9 @@ class Ranks(Protocol):
     def tell(self, command: RankCommand) -> None:
         """Send a command to all other ranks; never blocks."""
 
+    def end_engine(self) -> NoReturn:
+        """End this process, because a rank has ended."""
+
 
 class LeadingExecutor(StepExecutor):
     """Computes with the leader's part of a model, and makes the other ranks do the same.
@@ -86,7 +90,11 @@ class LeadingExecutor(StepExecutor):
     def step(self, step: StepInput, sampled: Tensor | None) -> StepOutput:
         """See `StepExecutor.step`."""
         self._tell(step, sampled, step.bucket)
-        return super().step(step, sampled)
+        try:
+            return super().step(step, sampled)
+        except RankLostError:
+            # The requests are not at fault: they are lost with the engine, and may be sent to the next one.
+            self._ranks.end_engine()
 
     def share_tokens(self, ids: Tensor, count: int) -> None:
         """See `StepExecutor.share_tokens`: the ranks get them with the next command, before they are read."""
