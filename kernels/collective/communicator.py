@@ -12,10 +12,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kernels.errors import KernelError
 from kernels.norms.pytorch import sum_in_order
 
 
-class RankLostError(RuntimeError):
+class RankLostError(KernelError):
     """A rank has ended, so that no collective operation can be completed any more.
 
     Args:

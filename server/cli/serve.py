@@ -177,7 +177,8 @@ async def _serve(
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-        await asyncio.wait({serving, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.remove(ready)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if engine.failed.done():
             raise ChildStartError(f"{engine.failed.result()}; the service ends")
         await serving

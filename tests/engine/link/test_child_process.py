@@ -21,7 +21,10 @@ class Child:
         self.launched = []
         self.codes = []
         self.restarts = restarts
-        self.process = ChildProcess("child", command, self.configure, self.on_exit)
+        self.failures = []
+        self.process = ChildProcess(
+            "child", command, self.configure, self.on_exit, on_failure=self.failures.append
+        )
 
     def configure(self, _process):
         self.launched.append(time.monotonic())
@@ -70,6 +73,30 @@ def test_a_process_that_keeps_ending_is_restarted_with_growing_delays():
         assert [gap >= delay for gap, delay in zip(gaps, (0.1, 0.2, 0.4), strict=True)] == [
             True
         ] * 3
+
+    run(scenario())
+
+
+def test_failures_in_sequence_make_a_process_hopeless_until_it_reports_success(tmp_path):
+    async def scenario():
+        program = tmp_path / "program"
+        program.write_text("#!/bin/sh\nexec sleep 60\n")
+        program.chmod(0o755)
+        child = Child((str(program),), restarts=100)
+        child.process.start()
+        program.unlink()
+        child.process.process.kill()
+        await until(lambda: len(child.failures) == 3)
+
+        assert child.failures[0] == "the child ended with code -9"
+        assert "the child cannot be started" in child.failures[1]
+        assert child.process.num_failures == 3
+        assert not child.process.is_hopeless
+        child.process.num_failures = child_process.MOST_FAILURES
+        await until(lambda: child.process.is_hopeless)
+        child.process.report_success()
+        assert not child.process.is_hopeless
+        child.process.kill()
 
     run(scenario())
 

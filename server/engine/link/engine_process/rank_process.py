@@ -42,6 +42,7 @@ def main() -> None:
     end_with_parent()
     threading.Thread(target=_listen, args=(launches,), name="leader-watch", daemon=True).start()
     with garbage_collection_paused():
+        from kernels.collective.communicator import RankLostError  # noqa: PLC0415 - torch
         from server.engine.runner.start.startup import start_rank  # noqa: PLC0415 - torch
         from server.engine.runner.step.ranks import RankCommand  # noqa: PLC0415 - torch
     launch = launches.get()
@@ -55,7 +56,11 @@ def main() -> None:
     freeze_startup_objects()
     while True:
         for data in connection.receive(wait=math.inf):
-            executor.run(decoder.decode(data))
+            try:
+                executor.run(decoder.decode(data))
+            except RankLostError as error:
+                log.critical("rank %d ends: %s", launch.endpoint.rank, error)
+                raise SystemExit(1) from None
 
 
 def _listen(launches: queue.SimpleQueue[RankLaunch]) -> None:

@@ -335,6 +335,47 @@ def test_a_failed_relaunch_of_the_engine_is_retried(monkeypatch):
     run(scenario())
 
 
+def test_an_engine_that_cannot_be_started_again_is_given_up_with_the_reason(monkeypatch):
+    monkeypatch.setattr("server.engine.link.child_process.MOST_FAILURES", 2)
+
+    async def scenario():
+        async with running() as client:
+            engine = client.engines[0]
+            client.restart_queue.seconds = 60.0
+            engine.config = dataclasses.replace(engine.config, model_path="fail")
+            engine._child.process.kill()
+            await until(lambda: client.state is EngineState.RESTARTING)
+            waiting = asyncio.create_task(collect(submit(client, [1], 3)))
+
+            reason = await client.failed
+
+            assert reason == "the engine could not be started again: shard 2 is truncated"
+            assert client.state is EngineState.STOPPED
+            assert (await waiting)[-1].finish_reason is FinishReason.ERROR
+            assert engine._child.process is None
+            with pytest.raises(EngineUnavailableError, match="could not be started again"):
+                submit(client, [1])
+
+    run(scenario())
+
+
+def test_an_engine_that_starts_again_is_not_given_up(monkeypatch):
+    monkeypatch.setattr("server.engine.link.child_process.MOST_FAILURES", 1)
+
+    async def scenario():
+        async with running() as client:
+            for restarts in (1, 2, 3):
+                client.engines[0]._child.process.kill()
+                await until(
+                    lambda n=restarts: (
+                        client.reports[0].restarts == n and client.state is EngineState.READY
+                    )
+                )
+            assert not client.failed.done()
+
+    run(scenario())
+
+
 def test_a_process_spawned_earlier_is_used_only_for_the_first_engine():
     async def scenario():
         ahead = spawn(COMMAND)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -272,5 +273,26 @@ def test_each_engine_has_its_own_environment():
             for engine, expected in zip(client.engines, environments, strict=True):
                 found = variables(engine._child.process.pid)
                 assert found["CUDA_VISIBLE_DEVICES"] == expected["CUDA_VISIBLE_DEVICES"]
+
+    run(scenario())
+
+
+def test_engines_are_given_up_only_together(running, monkeypatch):
+    monkeypatch.setattr("server.engine.link.child_process.MOST_FAILURES", 1)
+
+    async def scenario():
+        async with running() as (front_end, owner):
+            broken, other = owner.engines
+            broken.config = dataclasses.replace(broken.config, model_path="fail")
+            kill(owner, 0)
+            await until(lambda: broken.is_hopeless)
+            assert not owner.failed.done()
+            assert len(await collect(submit(front_end, [1], 3))) == 3
+
+            other.config = broken.config
+            kill(owner, 1)
+
+            assert "could not be started again: shard 2 is truncated" in await owner.failed
+            await until(lambda: front_end.state is EngineState.STOPPED)
 
     run(scenario())
