@@ -6,6 +6,7 @@ The sockets come from `server.engine.link.spawn`. A message is its length, 4 byt
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import math
@@ -37,6 +38,10 @@ _MOST_PARTS: Final = 64  # of one call; systems allow 1024
 
 # The system gives less than is asked for if its own limit is lower.
 _BUFFER_BYTES: Final = 1 << 20
+
+_FLAGS: Final = getattr(socket, "MSG_NOSIGNAL", 0)
+_NO_MEMORY: Final = (errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_SECONDS: Final = 0.0005
 
 # How often the thread that writes looks whether the connection was closed; closing it wakes the thread as well.
 _WRITE_SECONDS: Final = 1.0
@@ -103,15 +108,18 @@ class Connection:
         unsent = self._unsent
         try:
             while unsent:
-                sent = self._socket.sendmsg(itertools.islice(unsent, _MOST_PARTS))
+                parts = itertools.islice(unsent, _MOST_PARTS)
+                sent = self._socket.sendmsg(parts, (), _FLAGS)
                 while unsent and sent >= len(unsent[0]):
                     sent -= len(unsent.popleft())
                 if sent:
                     unsent[0] = memoryview(unsent[0])[sent:]
         except BlockingIOError:
             return False
-        except OSError:  # the peer has gone
-            unsent.clear()
+        except OSError as error:
+            if error.errno in _NO_MEMORY:
+                return False
+            unsent.clear()  # the peer has gone
         self._changed.notify_all()
         return True
 
@@ -121,6 +129,9 @@ class Connection:
         ready.register(self._fd, select.POLLOUT)
         while True:
             ready.poll(_WRITE_SECONDS * 1000)
+            time.sleep(
+                _PAUSE_SECONDS
+            )  # lets the peer read; and without memory the socket is ready at once
             with self._changed:
                 if self._closed or self._write():
                     self._writing = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import math
 import socket
 import threading
@@ -160,6 +161,29 @@ def test_a_thread_that_cannot_be_started_delays_messages_only_until_the_next(sid
     child.send(b"next")
 
     assert received(parent, 2) == [LARGE, b"next"]
+
+
+def test_a_system_without_memory_for_a_message_delays_it(sides, monkeypatch):
+    parent, child = sides
+    refusals = iter(range(3))
+
+    class Refusing:
+        def __init__(self, found):
+            self.found = found
+
+        def __getattr__(self, name):
+            return getattr(self.found, name)
+
+        def sendmsg(self, *arguments):
+            if next(refusals, None) is not None:
+                raise OSError(errno.ENOBUFS, "no buffer space")
+            return self.found.sendmsg(*arguments)
+
+    monkeypatch.setattr(child, "_socket", Refusing(child._socket))
+    child.send(b"late")
+    child.send(b"later")
+
+    assert received(parent, 2) == [b"late", b"later"]
 
 
 def test_sending_to_a_peer_that_has_gone_or_on_a_closed_connection_does_nothing():
