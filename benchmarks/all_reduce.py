@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.collective.communicator import TorchCommunicator
+    from kernels.collective.nccl import NCCLCommunicator
 
 _COLUMNS = 4096
 _SIZES = [8192 * rows for rows in (1, 4, 8, 16, 64, 256)]
@@ -47,7 +47,9 @@ def _record(compute: Callable[[], object], calls: int = _CALLS) -> torch.cuda.CU
     return graph
 
 
-def _microseconds(compute: Callable[[], object], replays: int = 50) -> float:
+def _microseconds(
+    communicator: NCCLCommunicator, compute: Callable[[], object], replays: int = 50
+) -> float:
     """Return the time of a call, the largest of all ranks."""
     graph = _record(compute)
     for _ in range(5):
@@ -60,10 +62,10 @@ def _microseconds(compute: Callable[[], object], replays: int = 50) -> float:
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return slowest(start.elapsed_time(end) * 1000 / replays / _CALLS)
+    return slowest(communicator, start.elapsed_time(end) * 1000 / replays / _CALLS)
 
 
-def _check(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> None:
+def _check(communicator: NCCLCommunicator, one_shot: OneShotSum, x: Tensor) -> None:
     """Raise unless replays have the bits of the sum in the order of the ranks, while the parts change."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     graph = _record(lambda: out.copy_(one_shot(x)), calls=3)
@@ -79,7 +81,7 @@ def _check(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> 
         raise AssertionError(f"{wrong.item()} elements of the sums of {list(x.shape)} differ")
 
 
-def _check_norm(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> None:
+def _check_norm(communicator: NCCLCommunicator, one_shot: OneShotSum, x: Tensor) -> None:
     """Raise unless replays add the sum to the residual stream and normalize it, with the same bits on all ranks."""
     generator = torch.Generator(x.device).manual_seed(0)
     start = torch.randn(x.shape, device=x.device, generator=generator).bfloat16()
@@ -106,7 +108,7 @@ def _check_norm(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor
             raise AssertionError(f"the ranks' norms of {list(x.shape)} differ")
 
 
-def measure(communicator: TorchCommunicator, sizes: list[int]) -> list[dict[str, Any]]:
+def measure(communicator: NCCLCommunicator, sizes: list[int]) -> list[dict[str, Any]]:
     """Check and measure each size, bytes, on every rank."""
     device = torch.device("cuda", communicator.rank)
     one_shot = OneShotSum(communicator.rank, communicator.size, device)
@@ -120,7 +122,7 @@ def measure(communicator: TorchCommunicator, sizes: list[int]) -> list[dict[str,
         _check_norm(communicator, one_shot, x)
         row: dict[str, Any] = {"ranks": communicator.size, "bytes": num_bytes}
         for name, compute in _contenders(one_shot, x).items():
-            row[f"{name}_us"] = round(_microseconds(compute), 2)
+            row[f"{name}_us"] = round(_microseconds(communicator, compute), 2)
         rows.append(row)
     return rows
 

@@ -16,9 +16,9 @@ import contextlib
 import gc
 import itertools
 import math
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,8 @@ class _RequestChannel(Channel):
         num_ended: sequences that have ended.
     """
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(Connection(descriptor))
         self.inbox: list[FrontEndMessage] = []
         self.num_tokens = 0
         self.num_ended = 0
@@ -88,10 +88,10 @@ class _Measurement:
     Args:
         rows: sequences that decode together.
         options: of the command.
-        address: of the connection to the sink.
+        descriptor: of the connection to the sink, which the measurement owns.
     """
 
-    def __init__(self, rows: int, options: argparse.Namespace, address: str) -> None:
+    def __init__(self, rows: int, options: argparse.Namespace, descriptor: int) -> None:
         self._rows, self._options = rows, options
         # The first sequences get tokens while the prompts of the others are computed.
         prefills = 2 * rows * options.prompt_tokens // _BUDGET + 8
@@ -99,7 +99,7 @@ class _Measurement:
         if options.outputs:
             self._outputs = options.outputs
         length = options.prompt_tokens + self._outputs
-        self._channel = _RequestChannel(address)
+        self._channel = _RequestChannel(descriptor)
         config = EngineConfig(
             model_path=str(resolve(BUNDLED)), model_id="bundled", device="cpu", quantization="none", max_num_seqs=rows,
             max_num_batched_tokens=max(_BUDGET, 2 * rows), max_model_len=length,
@@ -182,21 +182,22 @@ def _parts(engine: Engine) -> tuple[Any, SchedulerConfig]:
 
 
 @contextlib.contextmanager
-def _sink() -> Iterator[str]:
-    """Run a process that drops messages; yield the address of the connection to it."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"{folder}/sink"
-        command = [sys.executable, "-m", "benchmarks.host_steps", _SINK, address]
-        process = subprocess.Popen(command)
-        try:
-            yield address
-        finally:
-            process.terminate()
-            process.wait()
+def _sink() -> Iterator[int]:
+    """Run a process that drops messages; yield the descriptor of the connection to it."""
+    ours, theirs = socket.socketpair()
+    descriptor = theirs.fileno()
+    command = [sys.executable, "-m", "benchmarks.host_steps", _SINK, str(descriptor)]
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[descriptor])
+    try:
+        yield ours.detach()
+    finally:
+        process.terminate()
+        process.wait()
 
 
-def _drop_messages(address: str) -> None:
-    connection = Connection(address, parent=True)
+def _drop_messages(descriptor: int) -> None:
+    connection = Connection(descriptor)
     while True:
         for _ in connection.receive(wait=math.inf):
             pass
@@ -204,7 +205,7 @@ def _drop_messages(address: str) -> None:
 
 def measure(rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of steps of a number of rows; its times are those of the fastest round."""
-    with _sink() as address, contextlib.closing(_Measurement(rows, options, address)) as run:
+    with _sink() as descriptor, contextlib.closing(_Measurement(rows, options, descriptor)) as run:
         best = min(run.run(), key=lambda found: found["process_us"])
     record = {name: round(value, 1) for name, value in best.items()}
     return {
@@ -220,7 +221,7 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure and write the result file."""
     if sys.argv[1:2] == [_SINK]:
-        _drop_messages(sys.argv[2])
+        _drop_messages(int(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
@@ -234,7 +235,7 @@ def main() -> None:
     add_bookkeeping(parser)
     options = parser.parse_args()
     rows = [measure(count, options) for count in options.rows]
-    libraries = ("torch", "numpy", "msgspec", "pyzmq")
+    libraries = ("torch", "numpy", "msgspec")
     write_report("host-steps", rows, libraries, folder=options.out, revision=options.commit)
 
 

@@ -28,6 +28,7 @@ from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.engine_process.process import Channel
 from server.engine.link.engine_process.process_setup import exit_with_parent
 from server.engine.link.protocol import EngineLaunch
+from server.engine.link.sockets import Connection
 
 NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
@@ -115,8 +116,8 @@ def main() -> None:
     """Run until the front end sends a shutdown message or exits."""
     launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
     config, (rate,) = launch.config, sys.argv[1:]
-    channel = Channel(launch.address)
-    threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
+    channel = Channel(Connection(launch.link))
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1,

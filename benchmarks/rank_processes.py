@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
+import contextlib
+import dataclasses
+from multiprocessing.reduction import DupFd as Inherited
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import distributed, multiprocessing
 
 from benchmarks.report import add_bookkeeping, write_report
-from kernels.collective.communicator import TorchCommunicator
-from server.engine.link.engine_process.process_setup import disable_nvlink_multicast
+from kernels.collective.nccl import NCCLCommunicator
+from server.engine.link.engine_process.process_setup import (
+    disable_nvlink_multicast,
+    keep_nccl_on_loopback,
+)
+from server.engine.link.engine_process.rank_processes import RankEndpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.queues import Queue
 
-Measure: TypeAlias = "Callable[[TorchCommunicator, list[int]], list[dict[str, Any]]]"
+    from kernels.collective.endpoint import RankEndpoint
+
+Measure: TypeAlias = "Callable[[NCCLCommunicator, list[int]], list[dict[str, Any]]]"
 
 _MOST_SECONDS = 600
 
@@ -35,17 +43,17 @@ def run_ranks(measure: Measure, size: int, numbers: list[int]) -> list[dict[str,
     """
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_run, args=(rank, size, folder, results, measure, numbers), daemon=True
+    with contextlib.closing(RankEndpoints(size)) as endpoints:
+        processes = []
+        for endpoint in endpoints.ranks:
+            fds = {fd: Inherited(fd) for fd in endpoints.inherited(endpoint.rank)}
+            process = context.Process(
+                target=_run, args=(endpoint, fds, results, measure, numbers), daemon=True
             )
-            for rank in range(size)
-        ]
-        for process in processes:
             process.start()
-        for process in processes:
-            process.join(_MOST_SECONDS)
+            processes.append(process)
+    for process in processes:
+        process.join(_MOST_SECONDS)
     codes = [process.exitcode for process in processes]
     if any(codes) or None in codes:
         raise RuntimeError(f"the processes of the ranks ended with {codes}")
@@ -54,19 +62,26 @@ def run_ranks(measure: Measure, size: int, numbers: list[int]) -> list[dict[str,
 
 
 def _run(
-    rank: int,
-    size: int,
-    folder: str,
+    inherited: RankEndpoint,
+    fds: dict[int, Any],
     results: Queue[Any],
     measure: Measure,
     numbers: list[int],
 ) -> None:
     disable_nvlink_multicast()
-    device = torch.device("cuda", rank)
+    keep_nccl_on_loopback()
+    here = {fd: inherited_fd.detach() for fd, inherited_fd in fds.items()}
+    endpoint = dataclasses.replace(
+        inherited,
+        peers=tuple(here.get(it, -1) for it in inherited.peers),
+        memory=here[inherited.memory],
+        store=here[inherited.store],
+    )
+    device = torch.device("cuda", endpoint.rank)
     torch.cuda.set_device(device)
-    communicator = TorchCommunicator(rank, size, f"{folder}/store", device)
+    communicator = NCCLCommunicator(endpoint, device)
     rows = measure(communicator, numbers)
-    if not rank:
+    if not endpoint.rank:
         results.put(rows)
     distributed.barrier()
     distributed.destroy_process_group()
@@ -93,8 +108,6 @@ def main(topic: str, doc: str, option: str, default: list[int], measure: Measure
     )
 
 
-def slowest(milliseconds: float) -> float:
+def slowest(communicator: NCCLCommunicator, milliseconds: float) -> float:
     """Return the largest time of all ranks."""
-    found = torch.tensor([milliseconds])
-    distributed.all_reduce(found, distributed.ReduceOp.MAX)
-    return float(found)
+    return float(communicator.all_gather(torch.tensor([milliseconds])).max())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.collective.communicator import TorchCommunicator
+    from kernels.collective.nccl import NCCLCommunicator
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
 _COMPARED = 4096
@@ -52,7 +52,7 @@ def _times(compute: Callable[..., Tensor], tensors: list[Tensor], repeats: int =
     return [sorted(column)[repeats // 2] for column in zip(*found[1:], strict=True)]
 
 
-def _check(communicator: TorchCommunicator, device: torch.device) -> None:
+def _check(communicator: NCCLCommunicator, device: torch.device) -> None:
     """Raise unless the result and the gradients of a short sequence are those of one GPU."""
     whole = [it.requires_grad_() for it in _inputs(_COMPARED, device)]
     results = []
@@ -74,7 +74,7 @@ def _check(communicator: TorchCommunicator, device: torch.device) -> None:
         torch.testing.assert_close(part, expected, rtol=2e-2, atol=2e-2)
 
 
-def measure(communicator: TorchCommunicator, lengths: list[int]) -> list[dict[str, Any]]:
+def measure(communicator: NCCLCommunicator, lengths: list[int]) -> list[dict[str, Any]]:
     """Check, then measure each length on all ranks together and on the first alone."""
     device = torch.device("cuda", communicator.rank)
     _check(communicator, device)
@@ -89,7 +89,7 @@ def measure(communicator: TorchCommunicator, lengths: list[int]) -> list[dict[st
         parts = [
             zigzag_split(it, communicator.rank, communicator.size).contiguous() for it in tensors
         ]
-        ring = [slowest(it) for it in _times(kernels.ring_attention, parts)]
+        ring = [slowest(communicator, it) for it in _times(kernels.ring_attention, parts)]
         rows.append(
             row | {"ring_forward_ms": round(ring[0], 2), "ring_backward_ms": round(ring[1], 2)}
         )

@@ -84,7 +84,7 @@ def main() -> None:
             measure(options.streams, rate, options.tokens, options) for _ in range(options.rounds)
         ]
         rows.append(min(rounds, key=lambda row: row["cpu_us_per_token"]))
-    libraries = ("uvicorn", "uvloop", "httptools", "starlette", "msgspec", "pyzmq")
+    libraries = ("uvicorn", "uvloop", "httptools", "starlette", "msgspec")
     write_report("streaming", rows, libraries, folder=options.out, revision=options.commit)
 
 

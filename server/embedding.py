@@ -26,7 +26,6 @@ from server.cli.service_parts import (
 )
 from server.cli.settings import Settings
 from server.engine.link.front_end.client import EngineClient
-from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.http.app import create_app
 from server.http.text.chat import load_chat_template
@@ -91,7 +90,7 @@ async def embedded_service(
 ) -> AsyncIterator[EmbeddedService]:
     """Start the engine processes and an application that uses them, on the running event loop.
 
-    On leaving, the engine processes end and their sockets are removed; requests that are still running get an error. If
+    On leaving, the engine processes end; requests that are still running get an error. If
     this process is killed, the engine ends too. Signals, logging and the event loop stay the caller's.
 
     Args:
@@ -134,8 +133,7 @@ async def embedded_service(
 
 
 def _prepare(settings: Settings) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
-    """Read the files of the model, which may be downloaded first; remove what killed services have left behind."""
-    remove_abandoned()
+    """Read the files of the model, which may be downloaded first."""
     check_tracing(settings)
     settings = with_model_name(settings)
     model_path, model = find_model(settings)

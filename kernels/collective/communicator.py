@@ -7,24 +7,24 @@ order of the ranks, so that every rank has the same bits, whatever else the tens
 from __future__ import annotations
 
 import contextlib
-import logging
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
+from kernels.errors import KernelError
 from kernels.norms.pytorch import sum_in_order
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    from kernels.collective.one_shot import OneShotSum
+class RankLostError(KernelError):
+    """A rank has ended, so that no collective operation can be completed any more.
 
-_logger = logging.getLogger(__name__)
+    Args:
+        rank: that ended.
+    """
 
-# PyTorch 2.13 renamed it; 2.11 has only the old name.
-_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has ended")
 
 
 class Communicator(Protocol):
@@ -130,7 +130,7 @@ class AbsentRanks(OrderedSum):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""
-        return _repeated(x, self.size)
+        return repeated(x, self.size)
 
     def broadcast(self, x: Tensor) -> None:
         """See `Communicator.broadcast`."""
@@ -140,84 +140,6 @@ class AbsentRanks(OrderedSum):
         return number
 
 
-def _repeated(x: Tensor, size: int) -> Tensor:
+def repeated(x: Tensor, size: int) -> Tensor:
+    """Return what ranks gather that all have x, [size, ...] for x of [...]."""
     return x.expand(size, *x.shape).contiguous()
-
-
-class TorchCommunicator(OrderedSum):
-    """Communicates by `torch.distributed`: gloo for tensors on a CPU, NCCL for those on a GPU.
-
-    Args:
-        rank: of this process.
-        size: number of ranks.
-        store: path of a file that does not exist yet, the same for all ranks; they find each other by it.
-        device: of the tensors; a GPU of its own for each rank.
-    """
-
-    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
-        self.rank, self.size = rank, size
-        self._detached = False
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        distributed.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=size
-        )
-        self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
-        self.fuses_norm = self._one_shot is not None
-
-    def summands(self, x: Tensor) -> Tensor:
-        """See `Communicator.summands`; the sum if one launch can compute it, which is for small tensors on GPUs."""
-        if self._one_shot is None or self._detached or not self._one_shot.supports(x):
-            return self.all_gather(x)
-        return self._one_shot(x)[None]
-
-    def add_and_normalize(
-        self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
-    ) -> Tensor | None:
-        """See `Communicator.add_and_normalize`; for small tensors on GPUs."""
-        if self._one_shot is None or self._detached or not self._one_shot.normalizes(hidden):
-            return None
-        return self._one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
-
-    @contextlib.contextmanager
-    def detached(self) -> Iterator[None]:
-        """See `Communicator.detached`."""
-        self._detached = True
-        try:
-            yield
-        finally:
-            self._detached = False
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """See `Communicator.all_gather`."""
-        if self._detached:
-            return _repeated(x, self.size)
-        out = x.new_empty(self.size, *x.shape)
-        _gather(out.flatten(0, 1), x.contiguous())
-        return out
-
-    def broadcast(self, x: Tensor) -> None:
-        """See `Communicator.broadcast`."""
-        if not self._detached:
-            distributed.broadcast(x, 0)
-
-    def minimum(self, number: int) -> int:
-        """See `Communicator.minimum`."""
-        found = torch.tensor([number])
-        distributed.all_reduce(found, distributed.ReduceOp.MIN)
-        return int(found)
-
-
-def _one_shot(rank: int, size: int, device: torch.device) -> OneShotSum | None:
-    """Return the all-reduce in one launch if all ranks have it; else log why this one has not, and return None."""
-    from kernels.collective.one_shot import OneShotSum  # noqa: PLC0415 - a host without a GPU may have no Triton
-
-    found = None
-    try:
-        found = OneShotSum(rank, size, device)
-    except (ImportError, RuntimeError) as error:
-        _logger.warning("rank %d sums by NCCL, which is slower for small steps: %s", rank, error)
-    most_warps = torch.tensor([found.most_warps if found else 0])
-    distributed.all_reduce(most_warps, distributed.ReduceOp.MIN)
-    if found:
-        found.most_warps = int(most_warps)
-    return found if most_warps.item() else None

@@ -16,8 +16,9 @@ from server.cli.command_groups.command import Command, Invocation
 from server.cli.parsing.parser import Parser
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Sequence
+
+    from server.engine.link.spawn import LinkedProcess
 
 _EXAMPLES = """\
 examples:
@@ -32,9 +33,7 @@ examples:
 `tessera COMMAND --help` explains the flags of a command."""
 
 
-def main(
-    arguments: Sequence[str], began: float, engine: subprocess.Popen[bytes] | None = None
-) -> None:
+def main(arguments: Sequence[str], began: float, engine: LinkedProcess | None = None) -> None:
     """Run the command that the arguments name.
 
     Args:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from server.cli.deferred_signals import deferred_signals
 from server.cli.output import INTERRUPTED, fail
-from server.engine.link.spawn import end, spawn, use_safe_path
+from server.engine.link.spawn import LinkedProcess, end, spawn, use_safe_path
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Sequence
 
 
@@ -59,7 +58,7 @@ def serve_main() -> None:
 
 def _serve(arguments: list[str], began: float) -> None:
     """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
-    engine: subprocess.Popen[bytes] | None = None
+    engine: LinkedProcess | None = None
 
     def leave(*_: object) -> None:
         # No exception: within the import of an extension module it would become another one, with a traceback. There is

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from model.errors import ModelError
 from server.cli.command_settings import engine_config, find_model
@@ -34,18 +34,17 @@ from server.engine.link.engine_process.process_setup import (
 from server.engine.link.engine_process.watchdog import LoopWatch, Watchdog
 from server.engine.link.front_end.client import EngineClient
 from server.engine.link.front_end.hub import EngineHub
-from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.log import LogFormat, configure_logging
 
 if TYPE_CHECKING:
     import socket
-    import subprocess
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from server.cli.front_end.pool import FrontEndPool
     from server.cli.settings import Settings
+    from server.engine.link.spawn import LinkedProcess
     from server.http.config import HTTPConfig
     from server.http.serving import HTTPServer
 
@@ -55,7 +54,7 @@ log = logging.getLogger("tessera")
 def serve(
     settings: Settings,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    spawned: subprocess.Popen[bytes] | None = None,
+    spawned: LinkedProcess | None = None,
     began: float | None = None,
     listening: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -108,7 +107,6 @@ def serve(
                 engine, listeners, tokenizer_folder, limits, settings.log_format
             )
             loop_factory = server.loop_factory
-        remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(engine, server, listeners[0], began))
@@ -168,16 +166,21 @@ async def _serve(
     listener: socket.socket,
     began: float,
 ) -> None:
-    """Serve until a signal; raises the error of an engine or a front end that cannot start."""
+    """Serve until a signal; raises the error of an engine or a front end that cannot start, or be started again."""
     watchdog = Watchdog(LoopWatch(asyncio.get_running_loop(), engine.hang_seconds))
     watchdog.start()
     await engine.start()
     serving = asyncio.ensure_future(front_ends.run_until_stopped())
     ready = asyncio.ensure_future(_wait_until_ready(engine, front_ends, listener, began))
     try:
-        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        waiting: set[asyncio.Future[Any]] = {serving, ready, engine.failed}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
+        waiting.remove(ready)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if engine.failed.done():
+            raise ChildStartError(f"{engine.failed.result()}; the service ends")
         await serving
     finally:
         front_ends.stop()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import tempfile
 import threading
@@ -18,7 +17,6 @@ from starlette.routing import Mount
 from server.cli.settings import Settings
 from server.embedding import embedded_service
 from server.engine.core.start_checks import StartupError
-from server.engine.link.socket_folder import SocketFolder
 from server.http.metrics.specs import Outcome
 from tests.waiting import GIVE_UP, reached
 
@@ -37,11 +35,11 @@ def children():
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """Keep the sockets of this test's services apart from those of others."""
+    """Keep the temporary files of this test's services apart from those of others."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def socket_folders():
+def files():
     return set(Path(tempfile.gettempdir()).iterdir())
 
 
@@ -58,7 +56,7 @@ async def metric(client, name):
 
 
 def test_it_answers_and_leaves_no_process_thread_or_folder():
-    before = children(), socket_folders(), set(threading.enumerate())
+    before = children(), files(), set(threading.enumerate())
 
     async def use():
         async with embedded_service(SMALL) as service, client_of(service.app) as client:
@@ -71,7 +69,7 @@ def test_it_answers_and_leaves_no_process_thread_or_folder():
                 "/v1/completions",
                 json={"prompt": "x", "max_tokens": 8, "structured_outputs": {"choice": ["yes"]}},
             )
-            assert len(socket_folders()) == 1
+            assert not files(), "nothing that could be removed while the service runs"
             assert len(children() - before[0]) >= 2, "an engine and a compiler of grammars"
             return early, reply, constrained
 
@@ -81,25 +79,14 @@ def test_it_answers_and_leaves_no_process_thread_or_folder():
     assert reply.status_code == 200
     assert reply.json()["generated_text"]
     assert constrained.json()["choices"][0]["text"] == "yes"
-    assert (children(), socket_folders()) == before[:2]
+    assert (children(), files()) == before[:2]
     for thread in set(threading.enumerate()) - before[2]:
         thread.join(timeout=GIVE_UP)
         assert not thread.is_alive(), thread
 
 
-def test_folders_of_killed_services_are_removed():
-    killed = SocketFolder()
-    os.close(killed._lock)  # as the system does when the process ends
-
-    async def use():
-        async with embedded_service(SMALL):
-            assert killed.path not in socket_folders()
-
-    asyncio.run(use())
-
-
 def test_a_wrong_setting_is_an_exception_and_leaves_nothing():
-    before = children(), socket_folders()
+    before = children(), files()
 
     async def use():
         async with embedded_service(SMALL.model_copy(update={"max_model_len": 10**6})):
@@ -107,7 +94,7 @@ def test_a_wrong_setting_is_an_exception_and_leaves_nothing():
 
     with pytest.raises(StartupError, match="--max-model-len 1000000 is more than"):
         asyncio.run(use())
-    assert (children(), socket_folders()) == before
+    assert (children(), files()) == before
 
 
 @pytest.mark.parametrize("stream", [False, True])

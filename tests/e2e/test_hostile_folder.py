@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("server", "kernels", "model")
-MODULES = ("msgspec", "torch", "json", "zmq", "pickle", "selectors", "tqdm", "triton")
+MODULES = ("msgspec", "torch", "json", "pickle", "selectors", "tqdm", "triton")
 GRAMMAR = {
     "inputs": "x",
     "parameters": {

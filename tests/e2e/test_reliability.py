@@ -1,44 +1,84 @@
 """The commands of tests.reliability for a short time; `docs/reliability.md` has the long runs."""
 
 import asyncio
+import contextlib
 import json
-import stat
+import os
+import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import uvloop
 
+from tests.e2e.conftest import CLIENT
 from tests.reliability.chaos import is_idle
 from tests.reliability.exchange import encode_post
 from tests.reliability.fast_client import ClientRun
 from tests.reliability.managed_service import ManagedService
-from tests.reliability.processes import Role, listening_ports, process_tree, socket_inodes
+from tests.reliability.processes import Role, process_tree, reachable_sockets
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
 
-def unix_sockets(pids):
-    """Return the paths of the UNIX sockets that processes have bound to files."""
-    inodes = socket_inodes(pids)
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return {Path(f[7]) for f in lines if len(f) > 7 and f[6] in inodes and f[7].startswith("/")}
+CHOICE = {"prompt": "x", "max_tokens": 8, "structured_outputs": {"choice": ["yes"]}}
 
 
-def assert_only_http_listens(root, port):
+def assert_only_http_is_reachable(root, port):
     pids = [process.pid for process in process_tree(root)]
     assert len(pids) > 1
-    assert listening_ports(pids) == {port}
-    sockets = unix_sockets(pids)
-    assert len(sockets) >= 2
-    for path in sockets:
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert reachable_sockets(pids) == {f"tcp {port}"}
 
 
-def test_only_the_http_port_listens_and_sockets_are_in_a_private_folder(bundled_service):
-    assert_only_http_listens(bundled_service.process.pid, bundled_service.port)
+def test_only_the_http_port_can_be_reached_also_with_a_compiler_of_grammars(bundled_service):
+    reply = CLIENT.post(f"{bundled_service.url}/v1/completions", json=CHOICE, timeout=60)
+    assert reply.status_code == 200
+
+    assert_only_http_is_reachable(bundled_service.process.pid, bundled_service.port)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [(["--tensor-parallel=2", "--dtype=float32"], 3), (["--data-parallel=2", "--frontends=2"], 5)],
+)
+def test_only_the_http_port_can_be_reached_with_several_processes(
+    start_service, options, processes
+):
+    service = start_service("--device=cpu", *options)
+    service.wait_until_healthy(120)
+    reply = CLIENT.post(f"{service.url}/v1/completions", json=CHOICE, timeout=60)
+    assert reply.status_code == 200
+
+    assert len(process_tree(service.process.pid)) > processes
+    assert_only_http_is_reachable(service.process.pid, service.port)
+
+
+def test_the_probe_finds_every_kind_of_socket_that_can_be_reached(tmp_path):
+    path, abstract = str(tmp_path / "s"), f"\0probe-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        for family, kind, address in (
+            (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            (socket.AF_UNIX, socket.SOCK_STREAM, path),
+            (socket.AF_UNIX, socket.SOCK_DGRAM, abstract),
+        ):
+            before = reachable_sockets([os.getpid()])
+            it = stack.enter_context(socket.socket(family, kind))
+            it.bind(address)
+            if kind == socket.SOCK_STREAM:
+                it.listen()
+            (found,) = reachable_sockets([os.getpid()]) - before
+            name = it.getsockname()
+            expected = name[1] if family == socket.AF_INET else name
+            if isinstance(expected, bytes):
+                expected = "@" + expected[1:].decode()
+            assert found.split()[1] == str(expected)
+        pair = socket.socketpair()
+        stack.enter_context(pair[0])
+        stack.enter_context(pair[1])
+        assert reachable_sockets([os.getpid()]) == before | {found}
 
 
 @pytest.fixture
@@ -57,7 +97,10 @@ def fake_service(tmp_path):
 @pytest.mark.slow
 def test_only_the_http_port_listens_with_several_front_ends(fake_service):
     assert len(fake_service.processes(Role.FRONT_END)) == 2
-    assert_only_http_listens(fake_service.process.pid, fake_service.port)
+    pids = [process.pid for process in process_tree(fake_service.process.pid)]
+    # The second one is the test's, which counts objects.
+    counts = fake_service.folder / "counts"
+    assert reachable_sockets(pids) == {f"tcp {fake_service.port}", f"unix {counts}"}
 
 
 @pytest.mark.slow

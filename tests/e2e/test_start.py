@@ -152,7 +152,7 @@ def test_an_engine_process_without_a_configuration_ends_silently(capfd):
 
 
 def test_the_engine_process_is_spawned_before_slow_imports():
-    slow = {"pydantic", "asyncio", "zmq", "logging", "argparse"}
+    slow = {"pydantic", "asyncio", "logging", "argparse"}
     code = (
         f"import sys, server.cli.main, server.engine.link.spawn; print({slow} & set(sys.modules))"
     )

@@ -124,18 +124,3 @@ def test_a_pause_longer_than_the_limit_ends_nothing(start, front_ends, paused):
     assert processes(service) == pids
     assert service.metric("tessera_engine_restarts_total") == 0
     assert httpx.post(f"{service.url}/generate", json=body(3), timeout=GIVE_UP).status_code == 200
-
-
-def test_the_folder_of_a_service_killed_with_all_its_processes_is_removed_by_the_next(start):
-    service = start()
-    descriptors = Path(f"/proc/{service.process.pid}/fd").iterdir()
-    (lock,) = {path for path in map(Path.readlink, descriptors) if path.name == "lock"}
-    pids = processes(service)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            os.kill(pid, number)
-    service.process.wait()
-    assert lock.exists()
-    start("--frontends=1")
-
-    assert not lock.parent.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import CLIENT, Service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 BODY = {"inputs": "def add(a, b):", "parameters": {"max_new_tokens": 24}}
 
@@ -23,7 +23,7 @@ def service():
 
 
 def generate(service):
-    return CLIENT.post(f"{service.url}/generate", json=BODY, timeout=60)
+    return CLIENT.post(f"{service.url}/generate", json=BODY, timeout=180)
 
 
 def children(pid):
@@ -70,7 +70,46 @@ def test_a_killed_engine_ends_its_ranks(service):
 
     os.kill(engine, signal.SIGKILL)
 
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{rank}").exists():
+    deadline = time.monotonic() + 60
+    while runs(rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(pid):
+    """Return whether a process exists, other than as a zombie that its new parent has not reaped yet."""
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_stopped_rank_ends_its_engine_and_both_are_replaced(start_service):
+    service = start_service(
+        "--device=cpu", "--tensor-parallel=2", "--dtype=float32", "--engine-hang-seconds=5"
+    )
+    service.wait_until_healthy()
+    # The first step of a size may take ten times as long.
+    assert generate(service).status_code == 200
+    (rank,) = children(service.engine_pid())
+    os.kill(rank, signal.SIGSTOP)
+
+    deadline = time.monotonic() + 200
+    while generate(service).status_code != 200:
+        assert time.monotonic() < deadline, service.log()
+
+    assert service.metric("tessera_engine_restarts_total") >= 1
+    assert not runs(rank)
+
+
+def test_a_killed_engine_ends_ranks_that_are_stopped(service):
+    engine = service.engine_pid()
+    (rank,) = children(engine)
+    os.kill(rank, signal.SIGSTOP)
+
+    os.kill(engine, signal.SIGKILL)
+
+    deadline = time.monotonic() + 60
+    while runs(rank):
         assert time.monotonic() < deadline
         time.sleep(0.05)

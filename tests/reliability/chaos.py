@@ -240,7 +240,7 @@ def main() -> None:
         print(f"  {count:7d}  {outcome}")
     extra = {"seed": options.seed, "outcomes": chaos.outcomes(), "violations": chaos.violations()}
     extra["failures"] = chaos.failures
-    libraries = ("uvicorn", "uvloop", "pyzmq", "torch")
+    libraries = ("uvicorn", "uvloop", "torch")
     print()
     print("\n".join(f"{name}: {value}" for name, value in summary.items()))
     for failure in chaos.failures:

@@ -91,14 +91,22 @@ def socket_inodes(pids: Iterable[int]) -> set[str]:
     return inodes
 
 
-def listening_ports(pids: Iterable[int]) -> set[int]:
-    """Return the TCP ports on which the processes listen, on any address, IPv4 and IPv6."""
+def reachable_sockets(pids: Iterable[int]) -> set[str]:
+    """Return the sockets of the processes that another process can connect or send to.
+
+    Returns:
+        `tcp PORT` and `udp PORT`, on any address, IPv4 and IPv6; and `unix NAME`, with an @ in front if it is abstract.
+    """
     inodes = socket_inodes(pids)
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:
-                    ports.add(int(fields[1].rsplit(":", 1)[1], 16))
-    return ports
+    found = set()
+    for table, is_reachable in (("tcp", "0A".__eq__), ("udp", bool)):
+        for fields in (*_net(table), *_net(f"{table}6")):
+            if fields[9] in inodes and is_reachable(fields[3]):
+                found.add(f"{table} {int(fields[1].rsplit(':', 1)[1], 16)}")
+    return found | {f"unix {it[7]}" for it in _net("unix") if it[6] in inodes and len(it) > 7}
+
+
+def _net(table: str) -> list[list[str]]:
+    with contextlib.suppress(OSError):
+        return [line.split() for line in (_PROC / "net" / table).read_text().splitlines()[1:]]
+    return []

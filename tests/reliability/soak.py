@@ -281,7 +281,7 @@ def main() -> None:
         rows, summary, failures = runner.run(soak.run())
     extra = {"summary": summary, "failures": failures, "samples": soak.samples()}
     write_report(
-        "soak", rows, ("uvicorn", "uvloop", "pyzmq", "torch"), device=options.device, folder=options.out,
+        "soak", rows, ("uvicorn", "uvloop", "torch"), device=options.device, folder=options.out,
         revision=options.commit, extra=extra, echo=False,
     )  # fmt: skip
     print("\n".join(f"{name}: {value}" for name, value in summary.items()))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    import subprocess
     from collections.abc import Callable, Sequence
 
     from server.cli.parsing.parser import Parser
+    from server.engine.link.spawn import LinkedProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Invocation:
     options: argparse.Namespace
     arguments: Sequence[str]
     began: float
-    engine: subprocess.Popen[bytes] | None = None
+    engine: LinkedProcess | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of a front-end process: one line of JSON on its standard input.
 
     Attributes:
-        address: of the connection to the hub.
+        link: inherited descriptor of the connection to the hub.
         first_id: first request id.
         listener: inherited descriptor of the socket that accepts HTTP connections.
-        counters: file of the counters that all processes of the service share.
-        rows: number of rows in that file.
+        counters: inherited descriptor of the counters that all processes of the service share.
+        rows: number of rows of the counters.
         row: index of this process's row.
         tokenizer_path: folder with tokenizer.json.
         hang_seconds: a hub that is silent for this long is lost.
@@ -33,10 +33,10 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
         log_format: "text" or "json".
     """
 
-    address: str
+    link: int
     first_id: int
     listener: int
-    counters: str
+    counters: int
     rows: int
     row: int
     tokenizer_path: str

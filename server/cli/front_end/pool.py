@@ -12,6 +12,7 @@ import msgspec
 
 from server.cli.front_end.config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
+from server.engine.link.shared_file import shared_file
 from server.engine.link.spawn import DUMP_SECONDS, ask_for_stacks, module_command
 from server.http.metrics.registry import mark_process
 from server.http.metrics.shared_counters import SharedCounters
@@ -19,10 +20,11 @@ from server.http.metrics.specs import NUM_CELLS
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from server.engine.link.front_end.hub import EngineHub, FrontEndConnection
+    from server.engine.link.spawn import LinkedProcess
     from server.http.config import HTTPConfig
     from server.log import LogFormat
 
@@ -41,30 +43,36 @@ class _FrontEnd:
 
     Args:
         hub: of the service.
-        listener: descriptor of the socket that the process inherits.
-        config: returns the configuration of the process, given `address` and `first_id`.
+        inherited: descriptors that the process inherits.
+        config: returns the configuration of the process, given `link` and `first_id`.
+        on_failure: see `ChildProcess`.
     """
 
     def __init__(
-        self, hub: EngineHub, listener: int, config: Callable[..., FrontEndConfig]
+        self,
+        hub: EngineHub,
+        inherited: Sequence[int],
+        config: Callable[..., FrontEndConfig],
+        on_failure: Callable[[str], None],
     ) -> None:
         self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.child = ChildProcess(
-            "front end", FRONT_END_COMMAND, self._configure, self._on_exit, pass_fds=[listener]
-        )
+            "front end", FRONT_END_COMMAND, self._configure, self._on_exit,
+            on_failure=on_failure, pass_fds=inherited,
+        )  # fmt: skip
         self._hub = hub
         self._config = config
         self._connection: FrontEndConnection
 
-    def _configure(self) -> bytes:
-        self._connection = self._hub.connect(self._on_attached, self._on_failure)
-        config = self._config(
-            address=self._connection.sockets.address, first_id=self._connection.first_id
+    def _configure(self, process: LinkedProcess) -> bytes:
+        self._connection = self._hub.connect(
+            process.link.detach(), self._on_attached, self._on_failure
         )
+        config = self._config(link=process.link_descriptor, first_id=self._connection.first_id)
         return msgspec.json.encode(config)
 
     def _on_attached(self) -> None:
-        self.child.reset_backoff()
+        self.child.report_success()
         if not self.serving.done():
             self.serving.set_result(None)
 
@@ -118,16 +126,21 @@ class FrontEndPool:
         """Start the front ends and wait until all of them serve.
 
         Raises:
-            ChildStartError: the operating system refuses a process, or a front end ended instead.
+            ChildStartError: the operating system refuses a process or the memory of the counters, or a front end
+                ended instead.
         """
-        counters, rows = self._hub.directory / "counters", len(self._listeners) + 1
+        rows = len(self._listeners) + 1
+        try:
+            counters = shared_file(SharedCounters.num_bytes(rows, NUM_CELLS))
+        except OSError as error:
+            raise ChildStartError(f"no memory for the counters: {error}") from error
         # The last row is for this process, which uses time and memory too.
         mark_process(SharedCounters.shared(counters, rows, NUM_CELLS, rows - 1))
         for row, listener in enumerate(self._listeners):
             config = functools.partial(
                 FrontEndConfig,
                 listener=listener.fileno(),
-                counters=str(counters),
+                counters=counters,
                 rows=rows,
                 row=row,
                 tokenizer_path=str(self._tokenizer_path),
@@ -136,9 +149,15 @@ class FrontEndPool:
                 log_level=logging.getLevelName(logging.getLogger().level).lower(),
                 log_format=self._log_format,
             )
-            self._front_ends.append(_FrontEnd(self._hub, listener.fileno(), config))
+            inherited = listener.fileno(), counters
+            self._front_ends.append(_FrontEnd(self._hub, inherited, config, self._on_failure))
             self._front_ends[-1].child.start()
         await asyncio.gather(*(front_end.serving for front_end in self._front_ends))
+
+    def _on_failure(self, reason: str) -> None:
+        """Make the service end once no front end has been started for long."""
+        if all(it.child.is_hopeless for it in self._front_ends):
+            self._hub.fail(f"no front end could be started again: {reason}")
 
     async def run_until_stopped(self) -> None:
         """Wait for a signal or `stop`, then let the front ends end as `server.http.lifecycle` says.

@@ -52,11 +52,9 @@ def main() -> None:
     if config is None:
         return
     configure_logging(config.log_level, config.log_format)
-    threading.Thread(
-        target=exit_with_parent, args=(config.address,), name="parent-watch", daemon=True
-    ).start()
-    engine = RemoteEngine(config.address, config.first_id, config.hang_seconds)
-    counters = SharedCounters.shared(Path(config.counters), config.rows, NUM_CELLS, config.row)
+    threading.Thread(target=exit_with_parent, name="parent-watch", daemon=True).start()
+    engine = RemoteEngine(config.link, config.first_id, config.hang_seconds)
+    counters = SharedCounters.shared(config.counters, config.rows, NUM_CELLS, config.row)
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
         chat_template = load_chat_template(Path(config.tokenizer_path), tokenizer, config.http)

@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from server.engine.link.spawn import end, spawn
 
 if TYPE_CHECKING:
     import signal
-    import subprocess
     from collections.abc import Callable, Mapping, Sequence
+
+    from server.engine.link.spawn import LinkedProcess
 
 log = logging.getLogger("tessera")
 
 # Delay before a restart. It doubles with each restart, so that a process that keeps crashing does not use up a core.
 _MIN_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 30.0
+MOST_FAILURES: Final = 8
+"""Ends and refused launches in sequence, without a success in between, after which a process counts as hopeless: half a
+minute of delays, and the time that the attempts take."""
 # A killed process that still exists after this time waits for a device that does not answer.
 _KILLED_SECONDS = 5.0
 
@@ -46,14 +50,16 @@ class ChildProcess:
 
     Attributes:
         process: the running process; None before `launch`, while a restart is pending, and after `stop` or `kill`.
+        num_failures: ends and refused launches in sequence, until `report_success`.
 
     Args:
         name: for errors and log lines, "engine process" for example.
         command: program and arguments.
-        configure: called at each launch, once the process exists. Acquires what the process needs and returns its
-            configuration, one line of JSON. An `OSError` cancels the launch.
+        configure: called at each launch with the new process. Acquires what the process needs, takes over its link
+            if it uses that, and returns its configuration, one line of JSON. An `OSError` cancels the launch.
         on_exit: called with the exit code of a process that ended by itself or was killed from outside. Releases what
             `configure` acquired and returns whether to restart.
+        on_failure: called with the reason, after each failure that a restart follows.
         pass_fds: file descriptors that the process inherits.
         environment: variables of the process that differ from those of this one; not those of `spawned`.
         spawned: a process that was spawned earlier, for the first launch.
@@ -63,18 +69,21 @@ class ChildProcess:
         self,
         name: str,
         command: Sequence[str],
-        configure: Callable[[], bytes],
+        configure: Callable[[LinkedProcess], bytes],
         on_exit: Callable[[int], bool],
         *,
+        on_failure: Callable[[str], None] = lambda _: None,
         pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
     ) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: LinkedProcess | None = None
         self._name = name
         self._command = command
         self._configure = configure
         self._on_exit = on_exit
+        self._on_failure = on_failure
+        self.num_failures = 0
         self._pass_fds = pass_fds
         self._environment = environment or {}
         self._spawned = spawned
@@ -92,7 +101,7 @@ class ChildProcess:
         try:
             process, self._spawned = self._spawned or self._spawn(), None
             try:
-                line = self._configure()
+                line = self._configure(process)
             except OSError:
                 end(process)
                 raise
@@ -107,7 +116,7 @@ class ChildProcess:
         if self._loop is not None:
             self._watch(process, self._loop)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> LinkedProcess:
         return spawn(self._command, self._pass_fds, self._environment)
 
     def start(self) -> None:
@@ -122,9 +131,15 @@ class ChildProcess:
         self._loop = asyncio.get_running_loop()
         self._watch(self.process, self._loop)
 
-    def reset_backoff(self) -> None:
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether another restart is unlikely to succeed."""
+        return self.num_failures > MOST_FAILURES
+
+    def report_success(self) -> None:
         """Restart without a long delay next time, because the process has started successfully."""
         self._backoff = _MIN_BACKOFF_SECONDS
+        self.num_failures = 0
 
     async def stop(self, seconds: float, number: signal.Signals | None = None) -> None:
         """Wait for the process to end, then kill it; there is no restart. A process that cannot be killed is left.
@@ -144,6 +159,7 @@ class ChildProcess:
                 timeout.cancel()
                 if not self._ended.done():
                     log.critical("the %s %d cannot be killed", self._name, self.process.pid)
+                    self.process.link.close()
                     self.process = None
         finally:
             self.kill()
@@ -158,7 +174,7 @@ class ChildProcess:
         else:
             process.kill()
 
-    def _kill_if_current(self, process: subprocess.Popen[bytes]) -> None:
+    def _kill_if_current(self, process: LinkedProcess) -> None:
         if process is self.process:
             process.kill()
 
@@ -172,7 +188,7 @@ class ChildProcess:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _watch(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+    def _watch(self, process: LinkedProcess, loop: asyncio.AbstractEventLoop) -> None:
         def wait_for_exit() -> None:
             process.wait()
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -180,7 +196,7 @@ class ChildProcess:
 
         threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
 
-    def _handle_exit(self, process: subprocess.Popen[bytes]) -> None:
+    def _handle_exit(self, process: LinkedProcess) -> None:
         if process is not self.process:  # `kill` ended it
             return
         if self._ended is not None:
@@ -189,20 +205,19 @@ class ChildProcess:
         self.process = None
         end(process)
         if self._on_exit(process.returncode):
-            seconds = self._restart_later()
-            log.error(
-                "the %s ended with code %d; restarting it in %.1f s",
-                self._name, process.returncode, seconds,
-            )  # fmt: skip
+            reason = f"the {self._name} ended with code {process.returncode}"
+            self._restart_later(reason, "restarting it")
 
-    def _restart_later(self) -> float:
+    def _restart_later(self, reason: str, action: str) -> None:
         assert self._loop is not None
         seconds, self._backoff = self._backoff, min(2 * self._backoff, _MAX_BACKOFF_SECONDS)
+        self.num_failures += 1
+        log.error("%s; %s in %.1f s", reason, action, seconds)
         self._restart = self._loop.call_later(seconds, self._relaunch)
-        return seconds
+        self._on_failure(reason)
 
     def _relaunch(self) -> None:
         try:
             self.launch()
         except ChildStartError as error:
-            log.error("%s; trying again in %.1f s", error, self._restart_later())
+            self._restart_later(str(error), "trying again")

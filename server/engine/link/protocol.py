@@ -26,12 +26,12 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of an engine process: one line of JSON on its standard input.
 
     Attributes:
-        address: of the `server.engine.link.sockets.Connection` to the parent.
+        link: descriptor of the `server.engine.link.sockets.Connection` to the parent, which the process inherits.
         config: of the engine.
         hang_seconds: see `server.engine.core.progress.Progress.allowed_seconds`.
     """
 
-    address: str
+    link: int
     config: EngineConfig
     hang_seconds: float = 60.0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,15 +71,52 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class LinkedProcess(subprocess.Popen[bytes]):
+    """A process with a pipe as its standard input and a pair of connected sockets, one for each side.
+
+    The sockets have no name, so no other process can connect to them, and nothing in the file system is needed.
+
+    Attributes:
+        link: socket of this process. Who talks to the other one detaches its descriptor; `end` closes it otherwise.
+        link_descriptor: of the other process's socket, in that process.
+
+    Args:
+        command: program and arguments.
+        pass_fds: file descriptors that the process inherits.
+        variables: its environment.
+
+    Raises:
+        OSError: the operating system refuses.
+    """
+
+    def __init__(
+        self, command: Sequence[str], pass_fds: Iterable[int], variables: Mapping[str, str]
+    ) -> None:
+        self.link, theirs = socket.socketpair()
+        self.link_descriptor = theirs.fileno()
+        fds = (*pass_fds, self.link_descriptor)
+        try:
+            with theirs:
+                super().__init__(command, stdin=subprocess.PIPE, pass_fds=fds, env=variables)
+        except BaseException:
+            self.link.close()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait for the end, as `subprocess.Popen` does."""
+        self.link.close()
+        super().__exit__(*exception)  # type: ignore[arg-type]  # passed on as they come
+
+
 def spawn(
     command: Sequence[str] = ENGINE_COMMAND,
     pass_fds: Iterable[int] = (),
     environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a process with a pipe as its standard input.
+) -> LinkedProcess:
+    """Start a process that reads its configuration, one line of JSON, from its standard input.
 
-    It starts with SIGINT blocked. It reads its configuration, one line of JSON, from the pipe. It ends when the pipe is
-    closed, before or after the configuration, and therefore does not outlive this process.
+    It starts with SIGINT blocked. It ends when that input is closed, before or after the configuration, and therefore
+    does not outlive this process.
 
     Args:
         command: program and arguments.
@@ -91,9 +129,7 @@ def spawn(
     use_safe_path()
     variables = os.environ | dict(environment or {})
     with interrupts_blocked():
-        return subprocess.Popen(  # noqa: S603 - our own command
-            command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds), env=variables
-        )
+        return LinkedProcess(command, pass_fds, variables)
 
 
 def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
@@ -102,11 +138,12 @@ def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGUSR1)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process if it still runs, wait for its end and close its standard input."""
+def end(process: LinkedProcess) -> None:
+    """Kill a process if it still runs, wait for its end and close its standard input, and `link` if nobody uses it."""
     if process.poll() is None:
         process.kill()
         process.wait()
+    process.link.close()
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the configuration was still in the buffer
         process.stdin.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import mmap
-from pathlib import Path
 
 _BYTES = 8
 
@@ -30,19 +29,22 @@ class SharedCounters:
         """Make the counters of a single process: one row of zeros."""
         return cls([memoryview(array.array("d", bytes(_BYTES * cells)))], 0)
 
+    @staticmethod
+    def num_bytes(rows: int, cells: int) -> int:
+        """Return the size of the memory that `shared` needs."""
+        return _BYTES * rows * cells
+
     @classmethod
-    def shared(cls, path: Path, rows: int, cells: int, mine: int) -> SharedCounters:
-        """Open the counters of several processes. If the file does not exist, create it with zeros.
+    def shared(cls, descriptor: int, rows: int, cells: int, mine: int) -> SharedCounters:
+        """Open the counters of several processes.
 
         Args:
-            path: the file.
+            descriptor: of memory of `num_bytes`, zeros before the first process writes.
             rows: number of processes.
             cells: numbers in a row.
             mine: index of this process's row.
         """
-        with path.open("a+b") as file:
-            file.truncate(_BYTES * rows * cells)
-            memory = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+        memory = memoryview(mmap.mmap(descriptor, cls.num_bytes(rows, cells))).cast("d")
         return cls([memory[i * cells : (i + 1) * cells] for i in range(rows)], mine)
 
     def total(self, cell: int) -> float:

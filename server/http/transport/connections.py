@@ -17,8 +17,8 @@ MAX_CONNECTIONS = 8192
 """Default limit of one front end, if the limit of descriptors allows it."""
 
 RESERVED_DESCRIPTORS = 128
-"""Kept for ZeroMQ's sockets, files of the model, pipes of child processes and logs. ZeroMQ ends the process if it finds
-none; a front end with a worker process and traces has 40 to 60 open."""
+"""Kept for files of the model, sockets and pipes of child processes and logs; a front end with a worker process and
+traces has 40 to 60 open."""
 
 _SWEEP_SECONDS = 1.0
 _REPORT_SECONDS = 10.0

@@ -21,7 +21,7 @@ from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.messages import EngineInfo, EngineReady, StartupFailed, StartupPhase
 from server.engine.core.progress import Progress
 from server.engine.core.schedule.scheduler import Scheduler
-from server.engine.link.engine_process.process import Channel, watch_engine
+from server.engine.link.engine_process.process import Channel, connect
 from server.engine.link.engine_process.process_setup import (
     dump_stacks_on_signal,
     exit_with_parent,
@@ -142,9 +142,8 @@ def main():
         config = replace(config, model_path=behaviour[0])
     dump_stacks_on_signal()
     progress = Progress()
-    watch_engine(launch, progress)
-    channel = Channel(launch.address, progress)
-    threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
+    channel = Channel(connect(launch, progress), progress)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     channel.send(StartupPhase("pretending to load"))
     if config.model_path == "fail":
         channel.send(StartupFailed("shard 2 is truncated"))

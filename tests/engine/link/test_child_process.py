@@ -22,9 +22,12 @@ class Child:
         self.launched = []
         self.codes = []
         self.restarts = restarts
-        self.process = ChildProcess("child", command, self.configure, self.on_exit)
+        self.failures = []
+        self.process = ChildProcess(
+            "child", command, self.configure, self.on_exit, on_failure=self.failures.append
+        )
 
-    def configure(self):
+    def configure(self, _process):
         self.launched.append(time.monotonic())
         return b"configuration"
 
@@ -69,17 +72,41 @@ def test_a_process_that_keeps_ending_is_restarted_with_growing_delays():
     run(scenario())
 
 
+def test_failures_in_sequence_make_a_process_hopeless_until_it_reports_success(tmp_path):
+    async def scenario():
+        program = tmp_path / "program"
+        program.write_text("#!/bin/sh\nexec sleep 60\n")
+        program.chmod(0o755)
+        child = Child((str(program),), restarts=100)
+        child.process.start()
+        program.unlink()
+        child.process.process.kill()
+        await reached(lambda: len(child.failures) == 3)
+
+        assert child.failures[0] == "the child ended with code -9"
+        assert "the child cannot be started" in child.failures[1]
+        assert child.process.num_failures == 3
+        assert not child.process.is_hopeless
+        child.process.num_failures = child_process.MOST_FAILURES
+        await reached(lambda: child.process.is_hopeless)
+        child.process.report_success()
+        assert not child.process.is_hopeless
+        child.process.kill()
+
+    run(scenario())
+
+
 def test_a_restart_that_the_operating_system_refuses_is_tried_again(monkeypatch):
     async def scenario():
         child = Child(SLEEP, restarts=1)
         child.process.start()
         configure, attempts = child.process._configure, []
 
-        def fails_twice():
+        def fails_twice(started):
             attempts.append(1)
             if len(attempts) < 3:
                 raise OSError("no descriptors")
-            return configure()
+            return configure(started)
 
         monkeypatch.setattr(child.process, "_configure", fails_twice)
         child.process.process.kill()
@@ -94,7 +121,7 @@ def test_a_restart_that_the_operating_system_refuses_is_tried_again(monkeypatch)
 def test_a_first_launch_that_fails_leaves_no_process():
     ahead = spawn(SLEEP)
 
-    def refuse():
+    def refuse(_process):
         raise OSError("no descriptors")
 
     child = ChildProcess("child", SLEEP, refuse, bool, spawned=ahead)
@@ -153,7 +180,7 @@ def test_an_interrupt_of_the_process_group_does_not_end_a_child_that_starts():
         child.stdin.close()
         assert child.wait(timeout=GIVE_UP) == 0
     finally:
-        child.kill()
+        end(child)
 
 
 def test_the_parent_still_gets_interrupts_after_it_has_started_a_child():

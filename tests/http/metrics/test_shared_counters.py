@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from server.engine.link.protocol import EngineReport
+from server.engine.link.shared_file import shared_file
 from server.http.metrics import process
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.process import EngineProcesses, Processes
@@ -16,8 +17,10 @@ from tests.http.fakes import INFO
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "counters"
+def memory():
+    descriptor = shared_file(1 << 12)
+    yield descriptor
+    os.close(descriptor)
 
 
 def test_private_counters_start_at_zero():
@@ -28,8 +31,8 @@ def test_private_counters_start_at_zero():
     assert counters.totals() == [0, 2, 0]
 
 
-def test_every_process_writes_its_row_and_sees_the_sums(path):
-    processes = [SharedCounters.shared(path, 3, 4, mine=row) for row in range(3)]
+def test_every_process_writes_its_row_and_sees_the_sums(memory):
+    processes = [SharedCounters.shared(memory, 3, 4, mine=row) for row in range(3)]
 
     for row, counters in enumerate(processes):
         counters.mine[0] += 1
@@ -39,18 +42,18 @@ def test_every_process_writes_its_row_and_sees_the_sums(path):
     assert processes[0].total(3) == 3
 
 
-def test_a_restarted_process_continues_its_row(path):
-    SharedCounters.shared(path, 2, 1, mine=1).mine[0] = 5
+def test_a_restarted_process_continues_its_row(memory):
+    SharedCounters.shared(memory, 2, 1, mine=1).mine[0] = 5
 
-    again = SharedCounters.shared(path, 2, 1, mine=1)
+    again = SharedCounters.shared(memory, 2, 1, mine=1)
     again.mine[0] += 1
 
-    assert SharedCounters.shared(path, 2, 1, mine=0).totals() == [6]
+    assert SharedCounters.shared(memory, 2, 1, mine=0).totals() == [6]
 
 
-def test_the_rows_of_a_histogram_add_up(path):
+def test_the_rows_of_a_histogram_add_up(memory):
     bounds = (1.0, 2.0)
-    processes = [SharedCounters.shared(path, 2, num_cells(bounds), mine=row) for row in range(2)]
+    processes = [SharedCounters.shared(memory, 2, num_cells(bounds), mine=row) for row in range(2)]
     for counters, values in zip(processes, ((0.5, 1.5), (1.5, 9.0)), strict=True):
         histogram = Histogram(bounds, counters.mine)
         for value in values:

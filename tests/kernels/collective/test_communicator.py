@@ -1,12 +1,14 @@
 """Sums and gathers of ranks: every rank has the same bits, in the order of the ranks."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 
-from kernels.collective import communicator
+from kernels.collective import nccl
 from kernels.collective.communicator import AbsentRanks
+from server.engine.link.engine_process.rank_processes import RankEndpoints
 from tests.model.network.ranks import ThreadRanks
 
 
@@ -51,10 +53,11 @@ class OneShot:
 @pytest.mark.parametrize("has_one", [True, False])
 def test_the_norm_is_in_the_launch_of_the_sum_where_gpus_read_each_others_memory(has_one):
     with (
-        mock.patch.object(communicator.distributed, "init_process_group"),
-        mock.patch.object(communicator, "_one_shot", return_value=OneShot() if has_one else None),
+        mock.patch.object(nccl.distributed, "init_process_group"),
+        mock.patch.object(nccl, "_one_shot", return_value=OneShot() if has_one else None),
+        contextlib.closing(RankEndpoints(2)) as endpoints,
     ):
-        ranks = communicator.TorchCommunicator(0, 2, "store", torch.device("cuda", 0))
+        ranks = nccl.NCCLCommunicator(endpoints.ranks[0], torch.device("cuda", 0))
     hidden, parts = torch.zeros(2, 3), torch.ones(1, 2, 3)
 
     assert ranks.fuses_norm == has_one

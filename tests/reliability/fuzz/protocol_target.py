@@ -8,7 +8,7 @@ receiver's name and messages.
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import socket
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
@@ -142,8 +142,8 @@ class ProtocolTarget:
     """See the module."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
-        self._remote = RemoteEngine(f"{self._folder.name}/1", 1)
+        ours, self._other_side = socket.socketpair()
+        self._remote = RemoteEngine(ours.detach(), 1)
 
     def make(self, rng: random.Random) -> bytes:
         """Mutate one or more messages for one receiver, as a tree of values or as bytes."""
@@ -167,9 +167,9 @@ class ProtocolTarget:
         getattr(self, f"_to_{receiver.replace(' ', '_')}")(batch)
 
     def close(self) -> None:
-        """Close the sockets and remove their folder."""
+        """Close the sockets."""
         self._remote.stop()
-        self._folder.cleanup()
+        self._other_side.close()
 
     def _to_client(self, batch: list[bytes]) -> None:
         client = EngineClient(_CONFIG)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import signal
@@ -50,13 +51,13 @@ class Channel:
     """The engine's side of the connection to the front end or the hub.
 
     Args:
-        address: from `EngineLaunch`.
+        connection: to the parent.
         progress: of the engine; a message counts as progress, for example of the start.
     """
 
-    def __init__(self, address: str, progress: Progress | None = None) -> None:
+    def __init__(self, connection: Connection, progress: Progress | None = None) -> None:
         self._progress = progress or Progress()
-        self.connection = Connection(address, parent=False, max_bytes=MAX_REQUEST_BYTES)
+        self.connection = connection
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontEndMessage)
 
@@ -93,7 +94,8 @@ class Channel:
 
     def close(self) -> None:
         """Wait until all messages are sent, then close the connection."""
-        self.connection.close(linger_ms=-1)
+        self.connection.flush(math.inf)
+        self.connection.close()
 
 
 def main() -> None:
@@ -104,7 +106,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     dump_stacks_on_signal()
     set_passive_openmp_wait()  # sets a variable of the environment, so before another thread may read it
-    launches: queue.SimpleQueue[EngineLaunch] = queue.SimpleQueue()
+    launches: queue.SimpleQueue[tuple[EngineLaunch, Connection]] = queue.SimpleQueue()
     progress = Progress()
     threading.Thread(
         target=_listen, args=(launches, progress), name="parent-watch", daemon=True
@@ -113,14 +115,15 @@ def main() -> None:
         from server.engine.runner.start.startup import release_memory, start_engine  # noqa: PLC0415 - torch
     imported = time.perf_counter() - began
 
-    launch = launches.get()
+    launch, connection = launches.get()
     log_phase("importing PyTorch", imported)
-    with contextlib.closing(Channel(launch.address, progress)) as channel:
-        engine, failure = None, ""
-        ranks = RankProcesses(launch.config) if launch.config.tensor_parallel > 1 else None
+    with contextlib.closing(Channel(connection, progress)) as channel:
+        engine, failure, ranks = None, "", None
         try:
+            if launch.config.tensor_parallel > 1:
+                ranks = RankProcesses(launch.config)
             engine = start_engine(launch.config, channel, ranks)
-        except StartupError as error:
+        except (StartupError, OSError) as error:
             failure = str(error)
         if engine is None:
             # After the handler: until then, the exception's frames hold the model. Who reads the reason can use the
@@ -137,7 +140,9 @@ def main() -> None:
             ranks.close()
 
 
-def _listen(launches: queue.SimpleQueue[EngineLaunch], progress: Progress) -> None:
+def _listen(
+    launches: queue.SimpleQueue[tuple[EngineLaunch, Connection]], progress: Progress
+) -> None:
     """Read the configuration, initialize the GPU during the imports, and end the process when its parent ends."""
     launch = read_config(EngineLaunch)
     if launch is None:
@@ -147,14 +152,16 @@ def _listen(launches: queue.SimpleQueue[EngineLaunch], progress: Progress) -> No
     configure_logging(config.log_level, config.log_format, suffix)
     if config.device != "cpu":
         threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
-    watch_engine(launch, progress)
-    launches.put(launch)
-    exit_with_parent(launch.address)
+    connection = connect(launch, progress)
+    launches.put((launch, connection))
+    exit_with_parent()
 
 
-def watch_engine(launch: EngineLaunch, progress: Progress) -> None:
-    """Send heartbeats, and end this process if the engine hangs, from a thread."""
-    Watchdog(EngineWatch(launch.address, progress, launch.hang_seconds)).start()
+def connect(launch: EngineLaunch, progress: Progress) -> Connection:
+    """Open the connection to the parent; from a thread, send heartbeats and end this process if the engine hangs."""
+    connection = Connection(launch.link, MAX_REQUEST_BYTES)
+    Watchdog(EngineWatch(connection, progress, launch.hang_seconds)).start()
+    return connection
 
 
 if __name__ == "__main__":

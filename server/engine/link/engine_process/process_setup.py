@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
 import resource
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 ConfigT = TypeVar("ConfigT")
 
 _ENOUGH_DESCRIPTORS = 1 << 16
+_PR_SET_PDEATHSIG = 1
 
 
 def set_passive_openmp_wait() -> None:
@@ -46,6 +46,19 @@ def disable_nvlink_multicast() -> None:
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def keep_nccl_on_loopback() -> None:
+    """Make NCCL listen on the loopback interface alone. Call it before it is initialized.
+
+    Its ranks, which are on one host, find each other over TCP, on the first interface of the machine by default.
+    `NCCL_SOCKET_IFNAME` of the operator has precedence. Child processes inherit the setting.
+    """
+    os.environ.setdefault(
+        "NCCL_SOCKET_IFNAME", "=lo"
+    )  # no other interface whose name begins with it
+    # A service of NCCL for its diagnostic program, on port 28028.
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")
 
 
 def raise_descriptor_limit() -> None:
@@ -83,6 +96,15 @@ def freeze_startup_objects() -> None:
     gc.freeze()
 
 
+def end_with_parent() -> None:
+    """Make the system kill this process when the thread that started it ends, on Linux.
+
+    It also ends a process that was stopped, and so cannot notice that its standard input ends.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def dump_stacks_on_signal() -> None:
     """Make SIGUSR1, and signals of a crash, write the stacks of all threads to standard error.
 
@@ -107,14 +129,9 @@ def read_config(kind: type[ConfigT]) -> ConfigT | None:
     return msgspec.json.decode(line, type=kind)
 
 
-def exit_with_parent(address: str) -> None:
-    """Block until standard input ends, which means that the parent has gone, then end this process.
-
-    Args:
-        address: of the connection to the parent. Its directory is removed: a parent that was killed has not done it.
-    """
+def exit_with_parent() -> None:
+    """Block until standard input ends, which means that the parent has gone, then end this process."""
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
             pass
-    shutil.rmtree(Path(address).parent, ignore_errors=True)
     os._exit(0)

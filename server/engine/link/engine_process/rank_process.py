@@ -18,6 +18,7 @@ import msgspec
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process.process_setup import (
     dump_stacks_on_signal,
+    end_with_parent,
     exit_with_parent,
     freeze_startup_objects,
     garbage_collection_paused,
@@ -38,22 +39,28 @@ def main() -> None:
     dump_stacks_on_signal()
     set_passive_openmp_wait()
     launches: queue.SimpleQueue[RankLaunch] = queue.SimpleQueue()
+    end_with_parent()
     threading.Thread(target=_listen, args=(launches,), name="leader-watch", daemon=True).start()
     with garbage_collection_paused():
+        from kernels.collective.communicator import RankLostError  # noqa: PLC0415 - torch
         from server.engine.runner.start.startup import start_rank  # noqa: PLC0415 - torch
         from server.engine.runner.step.ranks import RankCommand  # noqa: PLC0415 - torch
     launch = launches.get()
-    connection = Connection(launch.address, parent=False)
+    connection = Connection(launch.link)
     decoder = msgspec.msgpack.Decoder(RankCommand)
     try:
-        executor = start_rank(launch.config, launch.rank, launch.store)
+        executor = start_rank(launch.config, launch.endpoint)
     except StartupError as error:
-        log.critical("rank %d: %s", launch.rank, error)
+        log.critical("rank %d: %s", launch.endpoint.rank, error)
         raise SystemExit(1) from None
     freeze_startup_objects()
     while True:
         for data in connection.receive(wait=math.inf):
-            executor.run(decoder.decode(data))
+            try:
+                executor.run(decoder.decode(data))
+            except RankLostError as error:
+                log.critical("rank %d ends: %s", launch.endpoint.rank, error)
+                raise SystemExit(1) from None
 
 
 def _listen(launches: queue.SimpleQueue[RankLaunch]) -> None:
@@ -63,7 +70,7 @@ def _listen(launches: queue.SimpleQueue[RankLaunch]) -> None:
         os._exit(0)
     configure_logging(launch.config.log_level, launch.config.log_format)
     launches.put(launch)
-    exit_with_parent(launch.address)
+    exit_with_parent()
 
 
 if __name__ == "__main__":

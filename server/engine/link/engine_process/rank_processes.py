@@ -8,25 +8,33 @@ ends, its ranks do: each has a pipe from it as its standard input.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
+import socket
 import threading
-from typing import TYPE_CHECKING, Final
+import time
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
+from kernels.collective.endpoint import RankEndpoint, num_bytes
 from server.engine.core.messages import EngineConfig
-from server.engine.link.engine_process.process_setup import disable_nvlink_multicast
-from server.engine.link.socket_folder import SocketFolder
+from server.engine.link.engine_process.process_setup import (
+    disable_nvlink_multicast,
+    keep_nccl_on_loopback,
+)
+from server.engine.link.shared_file import shared_file
 from server.engine.link.sockets import Connection
-from server.engine.link.spawn import end, module_command, spawn
+from server.engine.link.spawn import LinkedProcess, end, module_command, spawn
 
 if TYPE_CHECKING:
-    import subprocess
-
     from server.engine.runner.step.ranks import RankCommand
 
 log = logging.getLogger("tessera.engine")
+
+_LAST_SECONDS: Final = 5.0
 
 RANK_COMMAND: Final = module_command("server.engine.link.engine_process.rank_process")
 
@@ -35,16 +43,64 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of a rank's process: one line of JSON on its standard input.
 
     Attributes:
-        address: of the `Connection` to the leader.
+        link: descriptor of the `Connection` to the leader, which the process inherits.
         config: of the engine.
-        rank: 1 or more.
-        store: as in `server.engine.runner.step.ranks.Ranks`.
+        endpoint: of the process; it inherits the descriptors.
     """
 
-    address: str
+    link: int
     config: EngineConfig
-    rank: int
-    store: str
+    endpoint: RankEndpoint
+
+
+class RankEndpoints:
+    """Owns the descriptors by which the ranks of a host communicate.
+
+    Attributes:
+        ranks: the endpoint of each rank.
+
+    Args:
+        size: number of ranks.
+
+    Raises:
+        OSError: the operating system refuses.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._descriptors: set[int] = set()
+        try:
+            memory = self._own(shared_file(num_bytes(size)))
+            store = self._own(shared_file())
+            peers = [[-1] * size for _ in range(size)]
+            for one, other in itertools.combinations(range(size), 2):
+                pair = socket.socketpair()
+                peers[one][other], peers[other][one] = (self._own(it.detach()) for it in pair)
+        except OSError:
+            self.close()
+            raise
+        self.ranks = [RankEndpoint(i, tuple(it), memory, store) for i, it in enumerate(peers)]
+
+    def _own(self, descriptor: int) -> int:
+        self._descriptors.add(descriptor)
+        return descriptor
+
+    def inherited(self, rank: int) -> list[int]:
+        """Return the descriptors that the process of a rank inherits."""
+        endpoint = self.ranks[rank]
+        return [it for it in (*endpoint.peers, endpoint.memory, endpoint.store) if it >= 0]
+
+    def close_all_but(self, rank: int) -> None:
+        """Close what only other ranks use, so that the end of their processes is noticed."""
+        self._close(self._descriptors - set(self.inherited(rank)))
+
+    def close(self) -> None:
+        """Close all that is still open."""
+        self._close(set(self._descriptors))
+
+    def _close(self, descriptors: set[int]) -> None:
+        self._descriptors -= descriptors
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class RankProcesses:
@@ -52,7 +108,7 @@ class RankProcesses:
 
     Attributes:
         size: number of ranks, the first included.
-        store: as in `server.engine.runner.step.ranks.Ranks`.
+        endpoint: of the first.
 
     Args:
         config: of the engine; `tensor_parallel` is more than 1.
@@ -62,32 +118,49 @@ class RankProcesses:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        disable_nvlink_multicast()
         self.size = config.tensor_parallel
-        self._folder = SocketFolder()
-        self.store = str(self._folder.path / "store")
+        disable_nvlink_multicast()
+        keep_nccl_on_loopback()
         self._encoder = msgspec.msgpack.Encoder()
         self._closing = False
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(1, self.size):
-            address = str(self._folder.path / f"rank-{rank}")
-            launch = RankLaunch(address=address, config=config, rank=rank, store=self.store)
-            self._connections.append(Connection(address, parent=True))
-            process = spawn(RANK_COMMAND)
-            self._processes.append(process)
-            assert process.stdin is not None
+        self._processes: list[LinkedProcess] = []
+        self._endpoints = RankEndpoints(self.size)
+        self.endpoint, *others = self._endpoints.ranks
+        try:
+            for endpoint in others:
+                self._start(config, endpoint)
+        except OSError:
+            self.close()
+            raise
+        self._endpoints.close_all_but(0)
+
+    def _start(self, config: EngineConfig, endpoint: RankEndpoint) -> None:
+        process = spawn(RANK_COMMAND, self._endpoints.inherited(endpoint.rank))
+        self._processes.append(process)
+        self._connections.append(Connection(process.link.detach()))
+        launch = RankLaunch(link=process.link_descriptor, config=config, endpoint=endpoint)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its status says why
             process.stdin.write(msgspec.json.encode(launch) + b"\n")
             process.stdin.flush()
-            threading.Thread(
-                target=self._watch, args=(rank, process), name=f"rank-{rank}-watch", daemon=True
-            ).start()
+        name = f"rank-{endpoint.rank}-watch"
+        threading.Thread(
+            target=self._watch, args=(endpoint.rank, process), name=name, daemon=True
+        ).start()
 
     def tell(self, command: RankCommand) -> None:
         """See `server.engine.runner.step.ranks.Ranks.tell`."""
         data = self._encoder.encode(command)
         for connection in self._connections:
             connection.send(data)
+
+    def end_engine(self) -> NoReturn:
+        """See `server.engine.runner.step.ranks.Ranks.end_engine`."""
+        time.sleep(
+            _LAST_SECONDS
+        )  # the thread that watches the rank logs its status, and ends this process
+        os._exit(1)
 
     def close(self) -> None:
         """End the processes."""
@@ -96,13 +169,12 @@ class RankProcesses:
             end(process)
         for connection in self._connections:
             connection.close()
-        self._folder.remove()
+        self._endpoints.close()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: LinkedProcess) -> None:
         """End this process when a rank's process ends: the engine's thread may wait for it in a collective."""
         status = process.wait()
         if self._closing:
             return
         log.critical("rank %d ended with status %d, and so does the engine", rank, status)
-        self._folder.remove()
         os._exit(1)

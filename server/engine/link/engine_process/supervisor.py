@@ -33,13 +33,14 @@ from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineReport, EngineState
 from server.engine.link.silence import SilenceTimer, tick_seconds
+from server.engine.link.sockets import Connection
 from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from server.engine.link.sockets import Connection
+    from server.engine.link.spawn import LinkedProcess
 
 log = logging.getLogger("tessera.client")
 
@@ -65,6 +66,9 @@ class EngineOwner(Protocol):
     def on_loss(self, engine: int, error: str) -> None:
         """End an engine's requests in flight with an error, or send them elsewhere: the engine has lost them."""
 
+    def on_failure(self, engine: int, reason: str) -> None:
+        """Handle that a process ended or could not be started; it is started again later."""
+
 
 class EngineSupervisor:
     """Owns an engine process and the connection to it; its owner has the requests in flight.
@@ -79,7 +83,6 @@ class EngineSupervisor:
     Args:
         config: of the engine, for the first start and for restarts.
         owner: of the requests.
-        bind: opens the connection to a new process, at a new address.
         hang_seconds: an engine that sends no heartbeat for this long, or is idle for this long while requests are in
             flight, is killed and restarted; also the limit of a step, see
             `server.engine.core.progress.Progress.allowed_seconds`.
@@ -92,16 +95,14 @@ class EngineSupervisor:
         self,
         config: EngineConfig,
         owner: EngineOwner,
-        bind: Callable[[], Connection],
         hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
         environment: Mapping[str, str] | None = None,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
     ) -> None:
         self.report = EngineReport()
         self.config = config
         self._owner = owner
-        self._bind = bind
         several = config.num_engines > 1
         self._name = f"engine {config.engine}" if several else "engine"
         self._child = ChildProcess(
@@ -109,6 +110,7 @@ class EngineSupervisor:
             command,
             self._configure,
             self._on_exit,
+            on_failure=self._on_failure,
             environment=environment,
             spawned=spawned,
         )
@@ -125,6 +127,7 @@ class EngineSupervisor:
         self._idleness = SilenceTimer(tick_seconds(hang_seconds))
         self._hung = ""  # why the running process is about to end
         self._was_ready = False  # before it was stopped
+        self._start_error = ""  # of the newest start, if that failed
 
     @property
     def number(self) -> int:
@@ -197,8 +200,8 @@ class EngineSupervisor:
         self.report.state, self.report.phase = state, phase
         self._owner.on_change(self.number)
 
-    def _configure(self) -> bytes:
-        self._connection = self._bind()
+    def _configure(self, process: LinkedProcess) -> bytes:
+        self._connection = Connection(process.link.detach())
         if self._loop is not None:
             self._connection.attach(self._loop, self._on_messages)
         self._hung = ""
@@ -206,7 +209,7 @@ class EngineSupervisor:
         self._silence.seconds = self._idleness.seconds = 0.0
         return msgspec.json.encode(
             EngineLaunch(
-                address=self._connection.address, config=self.config, hang_seconds=self.hang_seconds
+                link=process.link_descriptor, config=self.config, hang_seconds=self.hang_seconds
             )
         )
 
@@ -258,7 +261,8 @@ class EngineSupervisor:
             report.stats = EngineStats(
                 engine=self.number, num_blocks=num_blocks, num_free_blocks=num_blocks
             )
-            self._child.reset_backoff()
+            self._child.report_success()
+            self._start_error = ""
             self._set_state(EngineState.READY, "ready")
             if self._started is not None and not self._started.done():
                 self._started.set_result(None)
@@ -269,6 +273,7 @@ class EngineSupervisor:
         # Clients see the phase. The error may contain paths of this machine and goes to the log only.
         self._set_state(self.report.state, "the engine could not start")
         if self.report.info is not None:
+            self._start_error = error
             log.error("the %s cannot restart: %s", self._name, error)
         elif self._started is not None and not self._started.done():
             prefix = f"{self._name}: " if self.config.num_engines > 1 else ""
@@ -303,6 +308,20 @@ class EngineSupervisor:
             self.number, "the engine stopped unexpectedly and is being started again"
         )
         return True
+
+    def _on_failure(self, reason: str) -> None:
+        self._owner.on_failure(self.number, self._start_error or reason)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether another restart is unlikely to succeed."""
+        return self._child.is_hopeless
+
+    def give_up(self) -> None:
+        """Start no process any more, and end all requests."""
+        self._child.kill()
+        self._set_state(EngineState.STOPPED, "the engine could not be started again")
+        self._owner.on_loss(self.number, self.report.phase)
 
     def _force_restart(self, reason: str, kill_after: float) -> None:
         """End all requests and refuse new ones, since the engine process must end; it is then restarted.

@@ -19,13 +19,13 @@ import msgspec
 
 from server.engine.core.messages import EngineHung, Heartbeat
 from server.engine.link.silence import SilenceTimer, tick_seconds
-from server.engine.link.sockets import Sender
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
     from server.engine.core.progress import Progress
+    from server.engine.link.sockets import Connection
 
 log = logging.getLogger("tessera")
 
@@ -33,6 +33,7 @@ HANG_EXIT_CODE: Final = 86
 """Exit code of a process that found itself hung."""
 
 _REPORT_SECONDS: Final = 5.0
+_LAST_SECONDS: Final = 0.5
 
 
 class Watch(Protocol):
@@ -102,15 +103,14 @@ def dump_stacks() -> None:
 class EngineWatch:
     """Compares the duration of the engine's current activity with its limit, and sends heartbeats to the parent."""
 
-    def __init__(self, address: str, progress: Progress, hang_seconds: float) -> None:
+    def __init__(self, connection: Connection, progress: Progress, hang_seconds: float) -> None:
         self.period = tick_seconds(hang_seconds)
-        self._address = address
+        self._connection = connection
         self._progress = progress
         self._hang_seconds = hang_seconds
         self._silence = SilenceTimer(self.period)
         self._count = -1
         self._encoder = msgspec.msgpack.Encoder()
-        self._sender: Sender | None = None
 
     def check(self) -> str | None:
         """Send a heartbeat; return what hangs, after it was sent to the parent too."""
@@ -130,14 +130,11 @@ class EngineWatch:
         return f"the engine hangs: it has been {doing}, and {allowed:.1f} s are allowed"
 
     def close(self) -> None:
-        """Wait a moment until the messages are sent, then close the connection."""
-        if self._sender is not None:
-            self._sender.close()
+        """Wait a moment until the messages are sent."""
+        self._connection.flush(_LAST_SECONDS)
 
     def _send(self, message: Heartbeat | EngineHung) -> None:
-        if self._sender is None:  # opened on the watchdog's thread
-            self._sender = Sender(self._address)
-        self._sender.send(self._encoder.encode(message))
+        self._connection.send(self._encoder.encode(message))
 
 
 class LoopWatch:

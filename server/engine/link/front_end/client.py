@@ -41,6 +41,8 @@ from server.engine.link.sockets import Connection
 
 log = logging.getLogger("tessera.client")
 
+_LAST_SECONDS = 0.1
+
 
 class EngineUnavailableError(Exception):
     """The engine accepts no requests at the moment; the text says why."""
@@ -253,15 +255,15 @@ class RemoteEngine(EngineHandle):
         hub_lost: done, with the reason, when the hub hangs; exists from `start` on. The state is `STOPPED` then.
 
     Args:
-        address: of the connection to the hub.
+        descriptor: of the connection to the hub, which this object owns from now on.
         first_id: first request id; this and the next 2**40 - 1 ids belong to this front end.
         hang_seconds: a hub that sends nothing for this long is lost.
     """
 
-    def __init__(self, address: str, first_id: int, hang_seconds: float = 60.0) -> None:
+    def __init__(self, descriptor: int, first_id: int, hang_seconds: float = 60.0) -> None:
         super().__init__(first_id)
         self.reports = [EngineReport(phase="starting a front end")]
-        self._connection = Connection(address, parent=False)
+        self._connection = Connection(descriptor)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(HubMessage)
         self._attached: asyncio.Future[None] | None = None
@@ -294,7 +296,8 @@ class RemoteEngine(EngineHandle):
             self._send(AbortRequests(running))
         for reply in self._aborting.values():
             reply.cancel()
-        self._connection.close(linger_ms=100)  # for the aborts
+        self._connection.flush(_LAST_SECONDS)  # the aborts
+        self._connection.close()
 
     async def abort_external(self, target: AbortTarget) -> set[str]:
         """Abort in the hub, through which the requests of all front ends pass. See `EngineHandle`."""

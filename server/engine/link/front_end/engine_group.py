@@ -10,21 +10,18 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from server.engine.link.child_process import ChildStartError
 from server.engine.link.engine_process.supervisor import EngineSupervisor
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.routing import Router
 from server.engine.link.protocol import EngineState, RequestPrompt
 from server.engine.link.silence import tick_seconds
-from server.engine.link.socket_folder import SocketFolder
-from server.engine.link.sockets import Connection
 from server.engine.link.spawn import ENGINE_COMMAND
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Mapping, Sequence
 
     from server.engine.core.messages import EngineConfig, StepMessage
+    from server.engine.link.spawn import LinkedProcess
 
 log = logging.getLogger("tessera.client")
 
@@ -40,8 +37,9 @@ class EngineGroup(EngineReports):
 
     Attributes:
         engines: the supervisors, by the number of the engine.
-        directory: holds the sockets; mode 0700, so that no other user can connect.
         hang_seconds: see the argument.
+        failed: done, with the reason, when the service can do nothing but end: no engine can be started again. Exists
+            from `start` on.
 
     Args:
         config: of each engine, for the first start and for restarts; `engine` and `num_engines` are set here.
@@ -49,9 +47,6 @@ class EngineGroup(EngineReports):
         command: starts an engine process.
         spawned: an engine process without a configuration, for the first start of the first engine; None spawns one.
         environments: for each engine, the variables of its process that differ from those of this one.
-
-    Raises:
-        ChildStartError: the operating system refuses the directory.
     """
 
     def __init__(
@@ -59,22 +54,15 @@ class EngineGroup(EngineReports):
         config: EngineConfig,
         hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
         environments: Sequence[Mapping[str, str]] = ({},),
     ) -> None:
         super().__init__()  # the other base class of `EngineClient`
-        try:
-            self._folder = SocketFolder()
-        except OSError as error:
-            raise ChildStartError(f"no directory for sockets: {error}") from error
-        self.directory = self._folder.path
         self.hang_seconds = hang_seconds
-        self._num_connections = 0
         self.engines = [
             EngineSupervisor(
                 dataclasses.replace(config, engine=i, num_engines=len(environments)),
                 self,
-                self._bind,
                 hang_seconds,
                 command,
                 environment,
@@ -86,6 +74,7 @@ class EngineGroup(EngineReports):
         self._keeps_prefixes = config.enable_prefix_caching
         self._router = Router(len(self.engines), config.block_size)
         self._hang_watch: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[str]
 
     def launch(self) -> None:
         """Start the engine processes and send them their configurations; returns at once.
@@ -102,6 +91,7 @@ class EngineGroup(EngineReports):
         Raises:
             ChildStartError: the operating system refuses.
         """
+        self.failed = asyncio.get_running_loop().create_future()
         for engine in self.engines:
             engine.start()
         self._hang_watch = asyncio.create_task(self._watch_for_hangs())
@@ -153,6 +143,19 @@ class EngineGroup(EngineReports):
         self._router.begin(engine)
         self._on_loss(engine, error)
 
+    def on_failure(self, engine: int, reason: str) -> None:
+        """Give up once no engine has been started for long; see `EngineOwner`."""
+        if all(it.is_hopeless for it in self.engines):
+            for it in self.engines:
+                it.give_up()
+            name = f"engine {engine}" if len(self.engines) > 1 else "the engine"
+            self.fail(f"{name} could not be started again: {reason}")
+
+    def fail(self, reason: str) -> None:
+        """Make the service end; see `failed`."""
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
     def _loads(self) -> list[int]:
         """Return the number of requests in flight of each engine."""
         raise NotImplementedError
@@ -181,15 +184,8 @@ class EngineGroup(EngineReports):
         part = found.cache_salt, found.deterministic
         return self.engines[self._router.choose(found.prompt_token_ids, part, self._loads(), ready)]
 
-    def _bind(self, max_bytes: int = -1) -> Connection:
-        """Open a connection at a new address: ZeroMQ may remove the files of a closed one late."""
-        self._num_connections += 1
-        address = str(self.directory / str(self._num_connections))
-        return Connection(address, parent=True, max_bytes=max_bytes)
-
     def _close(self) -> None:
-        """Remove the directory."""
-        self._folder.remove()
+        """Release what the subclass has opened."""
 
     async def _watch_for_hangs(self) -> None:
         """Look for hung processes once per period."""

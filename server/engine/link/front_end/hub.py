@@ -44,8 +44,9 @@ from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
 from server.engine.link.spawn import ENGINE_COMMAND
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from server.engine.link.spawn import LinkedProcess
 
 # Request ids of one connection. The connection of a restarted front end has ids of its own.
 _IDS_PER_CONNECTION = 1 << 40
@@ -106,7 +107,7 @@ class EngineHub(EngineGroup):
         config: EngineConfig,
         hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
-        spawned: subprocess.Popen[bytes] | None = None,
+        spawned: LinkedProcess | None = None,
         environments: Sequence[Mapping[str, str]] = ({},),
     ) -> None:
         super().__init__(config, hang_seconds, command, spawned, environments)
@@ -115,14 +116,19 @@ class EngineHub(EngineGroup):
         self._stats_timer: asyncio.TimerHandle | None = None
         self._unsent_stats: set[int] = set()
         self._front_ends: list[FrontEndConnection] = []
+        self._num_connections = 0
         self._front_end_decoder = msgspec.msgpack.Decoder(_FrontEndMessage)
 
     def connect(
-        self, on_attached: Callable[[], None], on_failure: Callable[[str], None]
+        self,
+        descriptor: int,
+        on_attached: Callable[[], None],
+        on_failure: Callable[[str], None],
     ) -> FrontEndConnection:
         """Open the connection to a front end that is about to start.
 
         Args:
+            descriptor: of the socket, which the connection owns from now on.
             on_attached: called once the front end receives messages.
             on_failure: called at most once if its process must be killed, with a text that completes the sentence
                 "the front end ...". `disconnect` follows when the process has ended.
@@ -130,7 +136,8 @@ class EngineHub(EngineGroup):
         Raises:
             OSError: the operating system refuses.
         """
-        sockets = self._bind(MAX_REQUEST_BYTES)
+        sockets = Connection(descriptor, MAX_REQUEST_BYTES)
+        self._num_connections += 1
         first_id = self._num_connections * _IDS_PER_CONNECTION
         silence = SilenceTimer(tick_seconds(self.hang_seconds))
         requests: list[dict[int, RequestHeader]] = [{} for _ in self.engines]

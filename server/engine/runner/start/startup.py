@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernels import KernelError, detect
-from kernels.collective.communicator import TorchCommunicator
+from kernels.collective.connect import connect
 from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
@@ -41,6 +41,7 @@ from server.engine.runner.start.step_limits import step_limits
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from kernels.collective.endpoint import RankEndpoint
     from kernels.weight_format import WeightFormat
     from model.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
@@ -82,7 +83,7 @@ def start_engine(
     assert config.tensor_parallel == (ranks.size if ranks else 1)
     phases = Phases(channel)
     with _errors_explained(phases):
-        loaded = _load(config, phases, 0, None if ranks is None else ranks.store)
+        loaded = _load(config, phases, None if ranks is None else ranks.endpoint)
         model, model_config, limits, quantization = loaded
         runner, max_total_tokens = start_runner(model, config, limits, phases, ranks)
     device = runner.device
@@ -131,20 +132,19 @@ def start_engine(
     return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
 
 
-def start_rank(config: EngineConfig, rank: int, store: str) -> FollowingExecutor:
+def start_rank(config: EngineConfig, endpoint: RankEndpoint) -> FollowingExecutor:
     """Load this rank's part of the model, allocate its KV cache and warm up.
 
     Args:
         config: of the engine.
-        rank: of this process, 1 or more.
-        store: as in `Ranks`.
+        endpoint: of this process, whose rank is 1 or more.
 
     Raises:
         StartupError: as for `start_engine`.
     """
     phases = Phases(_Silent(), shown=False)
     with _errors_explained(phases):
-        loaded = _load(config, phases, rank, store)
+        loaded = _load(config, phases, endpoint)
         return start_follower(loaded.model, config, loaded.limits, phases)
 
 
@@ -173,19 +173,18 @@ def _errors_explained(phases: Phases) -> Iterator[None]:
         raise StartupError(explain(error, phases.current)) from error
 
 
-def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) -> _Loaded:
+def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -> _Loaded:
     """Load the model or a rank's part of it.
 
     Args:
         config: of the engine.
         phases: reports the progress.
-        rank: of this process.
-        store: as in `Ranks`; None without other ranks.
+        endpoint: of this process; None without other ranks.
     """
     with phases("reading the configuration"):
         model_config = ModelConfig.from_folder(Path(config.model_path))
         check_start(config, model_config, has_gpu=torch.cuda.is_available())
-        device = _device(config.device, rank, config.tensor_parallel)
+        device = _device(config.device, endpoint.rank if endpoint else 0, config.tensor_parallel)
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
         limits = step_limits(config, model_config, detect(device))
@@ -193,9 +192,9 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
         dtype = resolve_dtype(config.dtype, model_config, device)
         threads = _set_threads(config, device, quantization)
     communicator = None
-    if store is not None:
+    if endpoint is not None:
         with phases("connecting the ranks"):
-            communicator = TorchCommunicator(rank, config.tensor_parallel, store, device)
+            communicator = connect(endpoint, device)
     with phases("loading the weights"), _weights_progress(phases) as progress:
         model = load_part(
             Path(config.model_path),

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 import msgspec
 import torch
 
+from kernels.collective.communicator import RankLostError
 from model.executors.columns import Bucket
 from model.executors.step import StepInput, StepOutput
 from server.engine.runner.step.executor import StepExecutor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
+    from kernels.collective.endpoint import RankEndpoint
     from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
@@ -54,14 +56,17 @@ class Ranks(Protocol):
 
     Attributes:
         size: number of ranks, the leader included.
-        store: path by which the ranks find each other; see `TorchCommunicator`.
+        endpoint: of the leader.
     """
 
     size: int
-    store: str
+    endpoint: RankEndpoint
 
     def tell(self, command: RankCommand) -> None:
         """Send a command to all other ranks; never blocks."""
+
+    def end_engine(self) -> NoReturn:
+        """End this process, because a rank has ended."""
 
 
 class LeadingExecutor(StepExecutor):
@@ -85,7 +90,11 @@ class LeadingExecutor(StepExecutor):
     def step(self, step: StepInput, sampled: Tensor | None) -> StepOutput:
         """See `StepExecutor.step`."""
         self._tell(step, sampled, step.bucket)
-        return super().step(step, sampled)
+        try:
+            return super().step(step, sampled)
+        except RankLostError:
+            # The requests are not at fault: they are lost with the engine, and may be sent to the next one.
+            self._ranks.end_engine()
 
     def share_tokens(self, ids: Tensor, count: int) -> None:
         """See `StepExecutor.share_tokens`: the ranks get them with the next command, before they are read."""

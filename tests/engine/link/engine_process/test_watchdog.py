@@ -118,7 +118,7 @@ def test_the_time_without_requests_does_not_count_for_the_next_activity(monkeypa
 
     progress = Begins()
     progress.begin(Activity.IDLE)
-    watch = EngineWatch("unused", progress, hang_seconds=1.0)
+    watch = EngineWatch(None, progress, hang_seconds=1.0)
     monkeypatch.setattr(watch, "_send", lambda message: None)
     watch._silence.seconds = 1e6
     watch._count = progress.count

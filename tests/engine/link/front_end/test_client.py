@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import sys
@@ -260,16 +261,20 @@ def test_requests_before_the_engine_is_ready_are_refused_with_the_phase():
     run(scenario())
 
 
-def test_stopping_ends_streams_and_leaves_no_process_and_no_folder():
+def test_stopping_ends_streams_and_leaves_no_process_and_no_descriptor():
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
     async def scenario():
+        before = descriptors()
         async with running("slow") as client:
             stream = submit(client, [1], 400)
             await anext(stream)
-            process, directory = client.engines[0]._child.process, client.directory
+            process = client.engines[0]._child.process
 
         assert (await collect(stream))[-1].finish_reason is FinishReason.ERROR
         assert process.poll() is not None
-        assert not directory.exists()
+        assert descriptors() == before
 
     run(scenario())
 
@@ -284,7 +289,7 @@ def test_the_engine_ends_when_its_front_end_dies():
         f"    client = EngineClient(config, 60.0, {COMMAND!r})\n"
         "    await client.start()\n"
         "    await client.wait_until_ready()\n"
-        "    print(client.engines[0]._child.process.pid, client.directory, flush=True)\n"
+        "    print(client.engines[0]._child.process.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
@@ -293,13 +298,11 @@ def test_the_engine_ends_when_its_front_end_dies():
         parent = await asyncio.create_subprocess_exec(
             sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
         )
-        line = (await parent.stdout.readline()).decode()
-        pid, directory = int(line.split()[0]), line.split()[1]
+        pid = int(await parent.stdout.readline())
         parent.kill()
         await parent.wait()
 
         await reached(lambda: not Path(f"/proc/{pid}").exists())
-        await reached(lambda: not Path(directory).exists())
 
     run(scenario())
 
@@ -320,6 +323,47 @@ def test_a_failed_relaunch_of_the_engine_is_retried(monkeypatch):
             await reached(lambda: len(attempts) == 3 and client.state is EngineState.READY)
 
             assert len(await collect(submit(client, [1], 3))) == 3
+
+    run(scenario())
+
+
+def test_an_engine_that_cannot_be_started_again_is_given_up_with_the_reason(monkeypatch):
+    monkeypatch.setattr("server.engine.link.child_process.MOST_FAILURES", 2)
+
+    async def scenario():
+        async with running() as client:
+            engine = client.engines[0]
+            client.restart_queue.seconds = 60.0
+            engine.config = dataclasses.replace(engine.config, model_path="fail")
+            engine._child.process.kill()
+            await reached(lambda: client.state is EngineState.RESTARTING)
+            waiting = asyncio.create_task(collect(submit(client, [1], 3)))
+
+            reason = await client.failed
+
+            assert reason == "the engine could not be started again: shard 2 is truncated"
+            assert client.state is EngineState.STOPPED
+            assert (await waiting)[-1].finish_reason is FinishReason.ERROR
+            assert engine._child.process is None
+            with pytest.raises(EngineUnavailableError, match="could not be started again"):
+                submit(client, [1])
+
+    run(scenario())
+
+
+def test_an_engine_that_starts_again_is_not_given_up(monkeypatch):
+    monkeypatch.setattr("server.engine.link.child_process.MOST_FAILURES", 1)
+
+    async def scenario():
+        async with running() as client:
+            for restarts in (1, 2, 3):
+                client.engines[0]._child.process.kill()
+                await reached(
+                    lambda n=restarts: (
+                        client.reports[0].restarts == n and client.state is EngineState.READY
+                    )
+                )
+            assert not client.failed.done()
 
     run(scenario())
 
@@ -415,20 +459,15 @@ def test_stopping_before_the_engine_is_ready_does_not_wait_for_it():
     run(scenario())
 
 
-def test_a_socket_folder_that_cannot_be_used_is_a_start_error(monkeypatch, tmp_path):
-    too_long = tmp_path / ("x" * 120)
-    too_long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(too_long))
+def test_a_socket_that_the_system_refuses_is_a_start_error(monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, "too many open files")
 
-    ahead = spawn(COMMAND)
-    config = EngineConfig(model_path="ok", model_id="fake")
-    client = EngineClient(config, command=COMMAND, spawned=ahead)
-    with pytest.raises(ChildStartError, match="cannot be started"):
+    client = EngineClient(EngineConfig(model_path="ok", model_id="fake"), command=COMMAND)
+    monkeypatch.setattr("socket.socketpair", refuse)
+    with pytest.raises(ChildStartError, match="too many open files"):
         client.launch()
     client.kill()
-
-    assert not list(too_long.iterdir())
-    assert ahead.poll() is not None
 
 
 def test_a_duplicate_id_is_refused_and_the_original_continues():

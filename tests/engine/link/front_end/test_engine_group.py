@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,8 +48,9 @@ async def through_a_hub(config, environments):
     await hub.start()
     try:
         await hub.wait_until_ready()
-        connection = hub.connect(lambda: None, lambda _: None)
-        remote = RemoteEngine(connection.sockets.address, connection.first_id)
+        ours, theirs = socket.socketpair()
+        connection = hub.connect(ours.detach(), lambda: None, lambda _: None)
+        remote = RemoteEngine(theirs.detach(), connection.first_id)
         with contextlib.closing(contextlib.ExitStack()) as stack:
             stack.callback(remote.stop)
             await remote.start()
@@ -244,7 +247,6 @@ def test_stopping_ends_all_engines_and_requests_with_one_reason(running):
 
             assert {end.error for end in ends} == {"the server is shutting down"}
             assert all(process.poll() is not None for process in processes)
-            assert not owner.directory.exists()
 
     run(scenario())
 
@@ -271,5 +273,26 @@ def test_each_engine_has_its_own_environment():
             for engine, expected in zip(client.engines, environments, strict=True):
                 found = variables(engine._child.process.pid)
                 assert found["CUDA_VISIBLE_DEVICES"] == expected["CUDA_VISIBLE_DEVICES"]
+
+    run(scenario())
+
+
+def test_engines_are_given_up_only_together(running, monkeypatch):
+    monkeypatch.setattr("server.engine.link.child_process.MOST_FAILURES", 1)
+
+    async def scenario():
+        async with running() as (front_end, owner):
+            broken, other = owner.engines
+            broken.config = dataclasses.replace(broken.config, model_path="fail")
+            kill(owner, 0)
+            await reached(lambda: broken.is_hopeless)
+            assert not owner.failed.done()
+            assert len(await collect(submit(front_end, [1], 3))) == 3
+
+            other.config = broken.config
+            kill(owner, 1)
+
+            assert "could not be started again: shard 2 is truncated" in await owner.failed
+            await reached(lambda: front_end.state is EngineState.STOPPED)
 
     run(scenario())

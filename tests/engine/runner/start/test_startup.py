@@ -133,7 +133,8 @@ def test_the_memory_of_a_failed_start_is_free_before_the_failure_is_reported(mon
             pass
 
     launches = queue.SimpleQueue()
-    launches.put(EngineLaunch(address="", config=EngineConfig(model_path="", model_id="")))
+    config = EngineConfig(model_path="", model_id="")
+    launches.put((EngineLaunch(link=0, config=config), None))
     monkeypatch.setattr("server.engine.runner.start.startup.start_engine", fail)
     monkeypatch.setattr(process, "Channel", RecordingChannel)
     monkeypatch.setattr(process, "_listen", lambda *_: None)
