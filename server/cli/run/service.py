@@ -1,7 +1,7 @@
 """The service of `tessera run`, a process of its own that ends with the command.
 
-The command starts it as `python -m server.cli.run.service` and sends its settings to its standard input. SIGINT is
-blocked (`server.engine.link.spawn`), so that Ctrl-C in the terminal stops an answer and not the service.
+The command starts it as `python -m server.cli.run.service` and sends its settings to its standard input. Signals of a
+terminal are blocked (`server.engine.link.spawn`), so that Ctrl-C stops an answer and not the service.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from server.cli.exit_deadline import exit_bounded
 from server.cli.settings import Settings
 from server.engine.link.engine_process.process_setup import read_config
 from server.engine.link.spawn import end, module_command, spawn
+from server.standard_error import never_wait
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -92,9 +94,12 @@ class ServiceProcess:
 
 def main() -> None:
     """Serve until the command that started this process ends."""
+    never_wait()
     launch = read_config(Launch)
     if launch is None:
         return
+    # How the command ends the service. Other signals were for the command, as SIGINT.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_stop_with_parent, name="parent-watch", daemon=True).start()
     # Imported here so that the command is watched meanwhile.
     from server.cli.serve import serve  # noqa: PLC0415 - as above
@@ -103,7 +108,8 @@ def main() -> None:
         with os.fdopen(launch.port_fd, "w", encoding="ascii") as file:
             print(port, file=file)
 
-    serve(Settings.model_validate(launch.settings), listening=report)
+    with exit_bounded():
+        serve(Settings.model_validate(launch.settings), listening=report)
 
 
 def _stop_with_parent() -> None:

@@ -8,7 +8,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from server.engine.link.spawn import end, spawn
+from server.engine.link.spawn import KILLED_SECONDS, end, spawn
 
 if TYPE_CHECKING:
     import signal
@@ -20,8 +20,6 @@ log = logging.getLogger("tessera")
 # Delay before a restart. It doubles with each restart, so that a process that keeps crashing does not use up a core.
 _MIN_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 30.0
-# A killed process that still exists after this time waits for a device that does not answer.
-_KILLED_SECONDS = 5.0
 
 
 class ChildStartError(Exception):
@@ -93,17 +91,15 @@ class ChildProcess:
             process, self._spawned = self._spawned or self._spawn(), None
             try:
                 line = self._configure()
-            except OSError:
+                # On a thread: a process that was stopped does not read, and a pipe's buffer may be too small.
+                arguments, name = (process, line), f"{self._name} configuration"
+                threading.Thread(target=_send_line, args=arguments, name=name, daemon=True).start()
+            except (OSError, RuntimeError):
                 end(process)
                 raise
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the second: there can be no thread
             raise ChildStartError(f"the {self._name} cannot be started: {error}") from error
         self.process = process
-        assert process.stdin is not None
-        # It may have ended already, which its exit code explains.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(line + b"\n")
-            process.stdin.flush()
         if self._loop is not None:
             self._watch(process, self._loop)
 
@@ -140,7 +136,7 @@ class ChildProcess:
                 loop = asyncio.get_running_loop()
                 self._ended = loop.create_future()
                 timeout = loop.call_later(seconds, self.process.kill)
-                await asyncio.wait({self._ended}, timeout=seconds + _KILLED_SECONDS)
+                await asyncio.wait({self._ended}, timeout=seconds + KILLED_SECONDS)
                 timeout.cancel()
                 if not self._ended.done():
                     log.critical("the %s %d cannot be killed", self._name, self.process.pid)
@@ -206,3 +202,11 @@ class ChildProcess:
             self.launch()
         except ChildStartError as error:
             log.error("%s; trying again in %.1f s", error, self._restart_later())
+
+
+def _send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Write a line to the standard input of a process that may have ended already, which its exit code explains."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):  # closed at one of its ends
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()

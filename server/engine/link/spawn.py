@@ -27,8 +27,31 @@ ENGINE_COMMAND = module_command("server.engine.link.engine_process.process")
 """Starts an engine process."""
 
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""End the service: Ctrl-C, what starts services, the end of a terminal, and what ends other HTTP servers in order."""
+
 DUMP_SECONDS = 1.0
 """Enough for a process to write the stacks of its threads."""
+
+
+KILLED_SECONDS = 5.0
+"""A killed process that still exists after this time waits for a device that does not answer."""
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return `ENDING_SIGNALS`, without SIGHUP if it was ignored when this process started, as by `nohup`."""
+    hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(it for it in ENDING_SIGNALS if it is not signal.SIGHUP or not hangup_ignored)
+
+
+def ignore_ending_signals(*others: signal.Signals) -> None:
+    """Leave it to the parent when this process ends: the signals often go to the whole process group.
+
+    Args:
+        others: further signals to ignore.
+    """
+    for number in (*ENDING_SIGNALS, *others):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def use_safe_path() -> None:
@@ -58,12 +81,12 @@ def gpu_variables(number: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread and in processes that it starts; here it is delivered when the block ends.
+    """Block `ENDING_SIGNALS` in this thread and in processes that it starts; here they are delivered when it ends.
 
-    An interrupt often goes to the whole process group, and would otherwise end a process during its imports, with a
-    traceback. The parent decides when a child ends.
+    They often go to the whole process group, and would otherwise end a process during its imports, with a traceback or
+    a core dump. The parent decides when a child ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
     finally:
@@ -77,8 +100,8 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a process with a pipe as its standard input.
 
-    It starts with SIGINT blocked. It reads its configuration, one line of JSON, from the pipe. It ends when the pipe is
-    closed, before or after the configuration, and therefore does not outlive this process.
+    It starts with `ENDING_SIGNALS` blocked. It reads its configuration, one line of JSON, from the pipe. It ends when
+    the pipe is closed, before or after the configuration, and therefore does not outlive this process.
 
     Args:
         command: program and arguments.
@@ -103,10 +126,14 @@ def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process if it still runs, wait for its end and close its standard input."""
+    """Kill a process if it still runs, wait for its end and close its standard input.
+
+    A process that cannot be killed, because it waits for a device that does not answer, is left after a time.
+    """
     if process.poll() is None:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_SECONDS)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the configuration was still in the buffer
         process.stdin.close()

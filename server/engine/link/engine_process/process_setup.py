@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -16,9 +17,13 @@ from typing import TypeVar
 
 import msgspec
 
+from server.standard_error import drain
+
 ConfigT = TypeVar("ConfigT")
 
 _ENOUGH_DESCRIPTORS = 1 << 16
+_PR_SET_PDEATHSIG = 1
+_LINES_SECONDS = 0.2
 
 
 def set_passive_openmp_wait() -> None:
@@ -113,8 +118,16 @@ def exit_with_parent(address: str) -> None:
     Args:
         address: of the connection to the parent. Its directory is removed: a parent that was killed has not done it.
     """
+    _continue_at_end_of_parent()
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
             pass
     shutil.rmtree(Path(address).parent, ignore_errors=True)
+    drain(_LINES_SECONDS)
     os._exit(0)
+
+
+def _continue_at_end_of_parent() -> None:
+    """Have the system continue this process, should it be stopped, when its parent ends, so that it ends too."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
