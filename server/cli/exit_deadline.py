@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from server.engine.link.spawn import descendants
 from server.standard_error import drain
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _exit_from_c(seconds: float) -> None:
 
 
 class ExitDeadline:
-    """Kills the children of this process and ends it at a time, unless it has ended before.
+    """Kills the processes that this one has started and ends it at a time, unless it has ended before.
 
     A thread does it, so that the event loop and the main thread may be stuck. If it cannot run either, because a call
     holds Python's global lock, a thread of the C library ends the process a second later; the children then end because
@@ -75,7 +75,7 @@ class ExitDeadline:
             while (left := self._time - time.monotonic()) > 0:
                 self._changed.wait(left)
         log.error("this process was to end, but still runs; ending it and its children")
-        for pid in _children():
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         drain(_LINES_SECONDS)
@@ -105,15 +105,3 @@ def exit_bounded() -> Iterator[None]:
         raise
     finally:
         exit_within(_EXIT_SECONDS, status)
-
-
-def _children() -> list[int]:
-    """Return the ids of this process's children; none where the system does not list processes."""
-    mine, children = str(os.getpid()), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # The name of the program, in parentheses, may contain anything.
-            _, parent, *_ = (entry / "stat").read_text("latin-1").rpartition(")")[2].split()
-            if parent == mine:
-                children.append(int(entry.name))
-    return children

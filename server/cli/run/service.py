@@ -98,8 +98,6 @@ def main() -> None:
     launch = read_config(Launch)
     if launch is None:
         return
-    # How the command ends the service. Other signals were for the command, as SIGINT.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_stop_with_parent, name="parent-watch", daemon=True).start()
     # Imported here so that the command is watched meanwhile.
     from server.cli.serve import serve  # noqa: PLC0415 - as above

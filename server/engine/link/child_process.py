@@ -8,7 +8,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from server.engine.link.spawn import KILLED_SECONDS, end, spawn
+from server.engine.link.spawn import KILLED_SECONDS, end, kill, spawn
 
 if TYPE_CHECKING:
     import signal
@@ -135,7 +135,7 @@ class ChildProcess:
                     self.process.send_signal(number)
                 loop = asyncio.get_running_loop()
                 self._ended = loop.create_future()
-                timeout = loop.call_later(seconds, self.process.kill)
+                timeout = loop.call_later(seconds, kill, self.process)
                 await asyncio.wait({self._ended}, timeout=seconds + KILLED_SECONDS)
                 timeout.cancel()
                 if not self._ended.done():
@@ -152,11 +152,11 @@ class ChildProcess:
         if seconds and self._loop is not None:
             self._loop.call_later(seconds, self._kill_if_current, process)
         else:
-            process.kill()
+            kill(process)
 
     def _kill_if_current(self, process: subprocess.Popen[bytes]) -> None:
         if process is self.process:
-            process.kill()
+            kill(process)
 
     def kill(self) -> None:
         """End the process at once, without `on_exit` and without a restart. Calling it again does nothing."""

@@ -30,6 +30,9 @@ ENGINE_COMMAND = module_command("server.engine.link.engine_process.process")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """End the service: Ctrl-C, what starts services, the end of a terminal, and what ends other HTTP servers in order."""
 
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those of them that a terminal sends to all processes of a command."""
+
 DUMP_SECONDS = 1.0
 """Enough for a process to write the stacks of its threads."""
 
@@ -81,12 +84,12 @@ def gpu_variables(number: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block `ENDING_SIGNALS` in this thread and in processes that it starts; here they are delivered when it ends.
+    """Block `TERMINAL_SIGNALS` in this thread and in processes that it starts; here they are delivered when it ends.
 
-    They often go to the whole process group, and would otherwise end a process during its imports, with a traceback or
-    a core dump. The parent decides when a child ends.
+    They go to the whole process group, and would otherwise end a process during its imports, with a traceback or a core
+    dump. The parent decides when a child ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     try:
         yield
     finally:
@@ -100,7 +103,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a process with a pipe as its standard input.
 
-    It starts with `ENDING_SIGNALS` blocked. It reads its configuration, one line of JSON, from the pipe. It ends when
+    It starts with `TERMINAL_SIGNALS` blocked. It reads its configuration, one line of JSON, from the pipe. It ends when
     the pipe is closed, before or after the configuration, and therefore does not outlive this process.
 
     Args:
@@ -125,13 +128,36 @@ def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGUSR1)
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those that it has started, which may be stopped, so that they would not notice its end."""
+    others = descendants(process.pid)
+    process.kill()
+    for pid in others:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children and of theirs; none where the system does not list processes."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # The name of the program, in parentheses, may contain anything.
+            _, parent, *_ = (entry / "stat").read_text("latin-1").rpartition(")")[2].split()
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found = [pid]
+    for it in found:  # grows while it is iterated over
+        found += children.get(it, ())
+    return found[1:]
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a process if it still runs, wait for its end and close its standard input.
 
     A process that cannot be killed, because it waits for a device that does not answer, is left after a time.
     """
     if process.poll() is None:
-        process.kill()
+        kill(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(KILLED_SECONDS)
     assert process.stdin is not None

@@ -118,7 +118,7 @@ def exit_with_parent(address: str) -> None:
     Args:
         address: of the connection to the parent. Its directory is removed: a parent that was killed has not done it.
     """
-    _continue_at_end_of_parent()
+    continue_at_end_of_parent()
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
             pass
@@ -127,7 +127,7 @@ def exit_with_parent(address: str) -> None:
     os._exit(0)
 
 
-def _continue_at_end_of_parent() -> None:
-    """Have the system continue this process, should it be stopped, when its parent ends, so that it ends too."""
+def continue_at_end_of_parent() -> None:
+    """Have the system continue this process, should it be stopped, when its parent ends, so that it notices."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
