@@ -31,8 +31,9 @@ async def in_time(work: Coroutine[object, object, ResultT], deadline: float | No
     """
     if deadline is None:
         return await work
+    limit = asyncio.timeout(max(0.0, deadline - time.monotonic()))
     try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
+        async with limit:
             return await work
     except TimeoutError:
         if limit.expired():
