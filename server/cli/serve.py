@@ -55,7 +55,7 @@ log = logging.getLogger("tessera")
 
 _START_SECONDS = 6.0
 """For what must not be interrupted while the service starts, after a signal."""
-_END_SECONDS = 20.0
+_END_SECONDS = 14.0
 """For the end of a service, after the time that its requests have."""
 _HURRIED_SECONDS = 3.6
 """For the end after a second signal."""
