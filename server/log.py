@@ -15,10 +15,13 @@ from typing import Any, Literal, TextIO, TypeAlias
 
 import msgspec
 
+from server.standard_error import StandardError, drain
+
 LogFormat: TypeAlias = Literal["text", "json"]
 
 _HUB_REPLIES = "huggingface_hub.utils._http"
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+_LAST_SECONDS = 0.5
 _is_plain = re.compile(r"[A-Za-z0-9._:/@+,;~%{}*-]+").fullmatch
 
 
@@ -40,7 +43,10 @@ def configure_logging(level: str, log_format: LogFormat = "text", suffix: str = 
         suffix: of the names of loggers, to tell processes apart.
     """
     handler = _Handler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    formatter = _JsonFormatter if log_format == "json" else _TextFormatter
+    handler.setFormatter(formatter())
+    if isinstance(sys.stderr, StandardError):
+        sys.stderr.notice = functools.partial(_dropped_lines, formatter(), suffix)
     if suffix:
         handler.addFilter(functools.partial(_append_to_name, suffix))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -48,6 +54,16 @@ def configure_logging(level: str, log_format: LogFormat = "text", suffix: str = 
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.logAsyncioTasks = False  # type: ignore[attr-defined] # from Python 3.12 on
     quiet_libraries()
+
+
+def _dropped_lines(formatter: logging.Formatter, suffix: str, count: int) -> str:
+    """Render the line that reports dropped lines; see `StandardError.notice`."""
+    name, text = (
+        f"tessera{suffix}",
+        "%d lines of the log were dropped here: they could not be written",
+    )
+    record = logging.LogRecord(name, logging.WARNING, __file__, 0, text, (count,), None)
+    return f"{formatter.format(record)}\n"
 
 
 def quiet_libraries() -> None:
@@ -90,7 +106,10 @@ def _without_bars(stream: TextIO) -> AbstractContextManager[None]:
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # not generic at run time
-    """Writes messages at once, or collects them in `lines` while that is a list."""
+    """Writes messages at once, or collects them in `lines` while that is a list.
+
+    A critical message is waited for a moment where the stream has a queue: the process may end right after it.
+    """
 
     lines: list[str] | None = None
 
@@ -99,6 +118,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # not generic a
         if self.lines is None:
             with _without_bars(self.stream):
                 super().emit(record)
+            if record.levelno >= logging.CRITICAL:
+                drain(_LAST_SECONDS)
             return
         try:
             self.lines.append(self.format(record))
@@ -109,9 +130,11 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # not generic a
         """Write the collected messages."""
         with self.lock or contextlib.nullcontext():
             lines, self.lines = self.lines, None
-            if lines:
-                self.stream.write("\n".join([*lines, ""]))
-                self.flush()
+            # As in `logging`, a stream that was closed makes no request fail.
+            with contextlib.suppress(OSError, ValueError):
+                if lines:
+                    self.stream.write("\n".join([*lines, ""]))
+                    self.flush()
 
 
 class _Formatter(logging.Formatter):

@@ -10,6 +10,7 @@ each (id of the matcher, slot, token id). The reply has for each row its flags, 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -218,7 +219,8 @@ class GrammarProcess:
             if request <= MASK and not matcher.is_refused:
                 matcher.write_mask(self._words[slot], self._addresses[slot], self._end_ids)
         except Exception as error:  # noqa: BLE001 - of a library; the other rows go on
-            sys.stderr.write(f"following a grammar failed: {error!r}\n")
+            with contextlib.suppress(OSError):  # a full pipe does not block
+                sys.stderr.write(f"following a grammar failed: {error!r}\n")
             return [FAILED, 0]
         flags = (
             (REFUSED if matcher.is_refused else 0)

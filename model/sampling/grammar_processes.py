@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -49,6 +50,8 @@ log = logging.getLogger("tessera.engine")
 
 _SECONDS: Final = 10.0
 """Time after which a process that does not answer is killed. The limits of a grammar end sooner."""
+_ORDER_SECONDS: Final = 30.0
+"""The same while grammars wait to be compiled; includes the start of the process."""
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _COPIES: Final = 8
 """Matchers that a process with the grammar may have more than the others, before another one compiles it too."""
@@ -121,7 +124,7 @@ class _Worker:
         self.grammars: set[str] = set()
         self.has_ended = False
         self._ids = itertools.count()
-        self._waiting: dict[int, Future[str]] = {}
+        self._waiting: dict[int, tuple[Future[str], float]] = {}  # with the times of the orders
         self._lock = threading.Lock()
         self._steps, steps = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -134,6 +137,7 @@ class _Worker:
                 env=os.environ | _ENVIRONMENT,  # noqa: TID251 - handed on, not read
             )  # fmt: skip
         self._steps.settimeout(_SECONDS)
+        self._orders.settimeout(_ORDER_SECONDS)
         self._buffer = np.empty(2 * MOST_PACKET_NUMBERS, np.int32)
         threading.Thread(target=self._read_answers, name="grammar-answers", daemon=True).start()
         send_order(self._orders, setup)
@@ -150,7 +154,7 @@ class _Worker:
         future: Future[str] = Future()
         with self._lock:
             if not self.has_ended:
-                self._waiting[order.matcher_id] = future
+                self._waiting[order.matcher_id] = future, time.monotonic()
                 # If the process ends now, the thread that reads answers finds the order in the table.
                 with contextlib.suppress(OSError):
                     send_order(self._orders, order)
@@ -209,17 +213,33 @@ class _Worker:
         self.num_matchers -= 1
         self.gone.append(matcher_id)
 
+    def _next_answer(self) -> Answer | None:
+        """Wait for an answer.
+
+        Raises:
+            TimeoutError: an order waits for too long; the process may be stopped.
+        """
+        seconds = self._orders.gettimeout()
+        assert seconds is not None
+        while True:
+            try:
+                return receive_order(self._orders, Answer)
+            except TimeoutError:
+                latest = time.monotonic() - seconds
+                if any(ordered <= latest for _, ordered in list(self._waiting.values())):
+                    raise
+
     def _read_answers(self) -> None:
         try:
-            while (answer := receive_order(self._orders, Answer)) is not None:
-                self._waiting.pop(answer.matcher_id).set_result(answer.text)
+            while (answer := self._next_answer()) is not None:
+                self._waiting.pop(answer.matcher_id)[0].set_result(answer.text)
         except OSError as error:
             self._fail(error)
         self.end()
         self._orders.close()
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
+        for future, _ in waiting.values():
             future.set_result(FAILURE)
         self._process.wait()
 

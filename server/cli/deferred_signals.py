@@ -7,20 +7,27 @@ import signal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 
 @contextlib.contextmanager
-def deferred_signals(*numbers: signal.Signals) -> Iterator[None]:
+def deferred_signals(
+    *numbers: signal.Signals, note: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """Collect signals until the block ends, then raise them again.
 
     Only for the main thread, before an event loop runs in it.
+
+    Args:
+        numbers: the signals.
+        note: called when one of them comes.
     """
     pending: list[int] = []
 
     def collect(number: int, _: FrameType | None) -> None:
         pending.append(number)
+        note()
 
     handlers = {number: signal.signal(number, collect) for number in numbers}
     try:

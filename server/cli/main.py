@@ -9,15 +9,17 @@ import time
 from typing import TYPE_CHECKING
 
 from server.cli.deferred_signals import deferred_signals
+from server.cli.exit_deadline import exit_bounded
 from server.cli.output import INTERRUPTED, fail
-from server.engine.link.spawn import LinkedProcess, end, spawn, use_safe_path
+from server.engine.link.spawn import LinkedProcess, end, ending_signals, spawn, use_safe_path
+from server.standard_error import drain, never_wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_ENDING = signal.SIGINT, signal.SIGTERM
 _STANDARD_ERROR = 2
+_LINES_SECONDS = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,32 +60,36 @@ def serve_main() -> None:
 
 def _serve(arguments: list[str], began: float) -> None:
     """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
+    never_wait()
     engine: LinkedProcess | None = None
+    ending = ending_signals()
 
     def leave(*_: object) -> None:
         # No exception: within the import of an extension module it would become another one, with a traceback. There is
         # nothing to clean up but the engine process.
         # `end` must not run within itself either: it would wait for its own lock.
-        with deferred_signals(*_ENDING):
+        with deferred_signals(*ending):
             if engine is not None:
                 end(engine)
+            drain(_LINES_SECONDS)
             os._exit(0)
 
     # Until `server.cli.serve` has been imported.
-    for number in _ENDING:
+    for number in ending:
         signal.signal(number, leave)
     try:
-        with deferred_signals(*_ENDING):
+        with deferred_signals(*ending):
             engine = spawn()
     except OSError as error:
         fail(f"the engine process cannot be started: {error}", "serve")
-    try:
-        from server.cli import commands  # noqa: PLC0415 - slow
+    with exit_bounded():
+        try:
+            from server.cli import commands  # noqa: PLC0415 - slow
 
-        commands.main(arguments, began, engine)
-    finally:
-        with deferred_signals(*_ENDING):
-            end(engine)
+            commands.main(arguments, began, engine)
+        finally:
+            with deferred_signals(*ending):
+                end(engine)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from model.errors import ModelError
 from server.cli.command_settings import engine_config, find_model
 from server.cli.deferred_signals import deferred_signals
+from server.cli.exit_deadline import exit_within
 from server.cli.front_end.count import front_end_count
 from server.cli.listening import listen, local_hosts
 from server.cli.model_name import with_model_name
@@ -34,7 +36,7 @@ from server.engine.link.engine_process.process_setup import (
 from server.engine.link.engine_process.watchdog import LoopWatch, Watchdog
 from server.engine.link.front_end.client import EngineClient
 from server.engine.link.front_end.hub import EngineHub
-from server.engine.link.spawn import ENGINE_COMMAND
+from server.engine.link.spawn import ENGINE_COMMAND, ending_signals
 from server.log import LogFormat, configure_logging
 
 if TYPE_CHECKING:
@@ -50,6 +52,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera")
 
+_START_SECONDS = 6.0
+"""For what must not be interrupted while the service starts, after a signal."""
+_END_SECONDS = 14.0
+"""For the end of a service, after the time that its requests have."""
+_HURRIED_SECONDS = 3.6
+"""For the end after a second signal."""
+_HURRIED_ENGINE_SECONDS = 1.0
+
 
 def serve(
     settings: Settings,
@@ -60,6 +70,9 @@ def serve(
 ) -> None:
     """Serve until a signal ends the process; exits with status 1 if the service cannot start.
 
+    SIGINT, SIGTERM, SIGQUIT and, unless it is ignored, SIGHUP end the service in the stages of `server.http.lifecycle`,
+    a second one at once. SIGUSR1 logs the stacks of all threads, and SIGUSR2 does nothing.
+
     Args:
         settings: of the service.
         engine_command: starts an engine process.
@@ -69,8 +82,11 @@ def serve(
     """
     began = time.perf_counter() if began is None else began
     # Until the event loop handles them, exit through the `finally` blocks.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = ending_signals()
+    for number in signals:
         signal.signal(number, lambda *_: sys.exit(0))
+    # Not ignored: what is ignored stays so in child processes, and this one ends a front end that starts.
+    signal.signal(signal.SIGUSR2, lambda *_: None)
     configure_logging(settings.log_level, settings.log_format)
     dump_stacks_on_signal()
     disable_tokenizer_threads()
@@ -92,9 +108,10 @@ def serve(
     log.info("starting with the model %s", settings.model)
     engine_type = EngineHub if front_ends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
+    ending = _Ending(limits.drain_delay + limits.drain_timeout)
     try:
         # An exception within the import of an extension module would become another one.
-        with deferred_signals(signal.SIGINT, signal.SIGTERM):
+        with deferred_signals(*signals, note=functools.partial(exit_within, _START_SECONDS)):
             engine = engine_type(
                 engine_config(settings, model_path),
                 settings.engine_hang_seconds,
@@ -104,17 +121,45 @@ def serve(
             )
             engine.launch()  # before the HTTP libraries are imported
             server = _create_front_ends(
-                engine, listeners, tokenizer_folder, limits, settings.log_format
+                engine, listeners, tokenizer_folder, limits, settings.log_format, ending.note
             )
             loop_factory = server.loop_factory
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_serve(engine, server, listeners[0], began))
+            runner.run(_serve(engine, server, listeners[0], began, ending))
     except (ModelError, ChildStartError) as error:
         fail(str(error), "serve")
     finally:
         if engine is not None:
             engine.kill()
+
+
+class _Ending:
+    """Bounds the end of the service: from the first signal on, and more closely from the second.
+
+    Attributes:
+        num_signals: signals so far.
+
+    Args:
+        seconds: that requests have after the first signal.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.num_signals = 0
+        self._seconds = seconds
+
+    def note(self) -> None:
+        """Count a signal."""
+        self.num_signals += 1
+        hurried = self.num_signals > 1
+        exit_within(_HURRIED_SECONDS if hurried else self._seconds + _END_SECONDS)
+
+    async def stop(self, engine: EngineHub | EngineClient) -> None:
+        """Stop the engine; after a second signal it has less time."""
+        if self.num_signals > 1:
+            await engine.stop(_HURRIED_ENGINE_SECONDS)
+        else:
+            await engine.stop()
 
 
 class _SingleFrontEnd:
@@ -130,7 +175,10 @@ class _SingleFrontEnd:
 
     async def run_until_stopped(self) -> None:
         """Serve until a signal or `stop`; returns once all connections are closed."""
-        await self._server.run_until_stopped(self._listener)
+        try:
+            await self._server.run_until_stopped(self._listener)
+        finally:
+            self._server.close()
 
     def stop(self) -> None:
         """Make `run_until_stopped` return."""
@@ -143,12 +191,13 @@ def _create_front_ends(
     tokenizer_folder: Path,
     limits: HTTPConfig,
     log_format: LogFormat,
+    on_signal: Callable[[], object],
 ) -> FrontEndPool | _SingleFrontEnd:
     # Imported here so that the engine process starts first.
     if isinstance(engine, EngineHub):
         from server.cli.front_end.pool import FrontEndPool  # noqa: PLC0415
 
-        return FrontEndPool(engine, listeners, tokenizer_folder, limits, log_format)
+        return FrontEndPool(engine, listeners, tokenizer_folder, limits, log_format, on_signal)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415
@@ -157,7 +206,7 @@ def _create_front_ends(
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     chat_template = load_chat_template(tokenizer_folder, tokenizer, limits)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
-    return _SingleFrontEnd(HTTPServer(app, limits), listeners[0])
+    return _SingleFrontEnd(HTTPServer(app, limits, on_signal=on_signal), listeners[0])
 
 
 async def _serve(
@@ -165,6 +214,7 @@ async def _serve(
     front_ends: FrontEndPool | _SingleFrontEnd,
     listener: socket.socket,
     began: float,
+    ending: _Ending,
 ) -> None:
     """Serve until a signal; raises the error of an engine or a front end that cannot start, or be started again."""
     watchdog = Watchdog(LoopWatch(asyncio.get_running_loop(), engine.hang_seconds))
@@ -186,7 +236,7 @@ async def _serve(
         front_ends.stop()
         ready.cancel()
         await asyncio.gather(serving, ready, return_exceptions=True)
-        await engine.stop()
+        await ending.stop(engine)
         watchdog.stop()
 
 

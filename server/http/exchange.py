@@ -18,6 +18,7 @@ from server.http.body.request_body import ClientDisconnectedError, ClientWatch, 
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.metrics.usage import RequestUsage, usage_headers
+from server.http.reply.deadline import expire_later, in_time
 from server.http.reply.generation import GENERATION, Generation, Timings
 from server.http.reply.streaming import StreamRenderer, TokenSender, open_event_stream
 from server.http.request_id import RequestFigures, current_request
@@ -155,7 +156,8 @@ class Exchange(Response):
             answer = self._parse(await read_json(scope, receive, context.config, buffer), info)
             request.operation = answer.operation
             with admission.admit(answer.num_sequences, info), ClientWatch(receive) as watch:
-                generation = await answer.generate()
+                generation = await in_time(answer.generate(), request.deadline)
+                expiry = expire_later(generation, request.deadline)
                 buffer.release()
                 watch.on_gone = generation.abort
                 request.figures = functools.partial(_figures, record, generation)
@@ -182,6 +184,8 @@ class Exchange(Response):
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)
                 finally:
+                    if expiry is not None:
+                        expiry.cancel()
                     generation.abort()
         record.succeed(
             generation.returned[0].finish_reason,

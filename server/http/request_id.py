@@ -75,11 +75,13 @@ class CurrentRequest:
         cache_namespace: names the prefix caches of its API key; None if the request shares those of all requests.
         operation: of a request that generates, in OpenTelemetry's terms; None until its body was accepted.
         model: the name that the request gives the model; None for none.
+        deadline: when the request must have ended, `time.monotonic` seconds; None for never, and until its body was
+            accepted.
     """
 
     __slots__ = (
-        "arrived", "body_bytes", "cache_namespace", "client", "disconnected", "figures", "id", "model", "operation",
-        "status",
+        "arrived", "body_bytes", "cache_namespace", "client", "deadline", "disconnected", "figures", "id", "model",
+        "operation", "status",
     )  # fmt: skip
 
     def __init__(self, request_id: str, client: str = "") -> None:
@@ -93,6 +95,7 @@ class CurrentRequest:
         self.cache_namespace: bytes | None = None
         self.operation: str | None = None
         self.model: str | None = None
+        self.deadline: float | None = None
 
 
 _current: contextvars.ContextVar[CurrentRequest] = contextvars.ContextVar(_KEY)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from server.engine.link.spawn import ending_signals
 from server.http.edge.access_log import MAX_DELAY_SECONDS
 from server.http.edge.fair_start import FairStart
 from server.http.transport import protocol_factory
 
 if TYPE_CHECKING:
+    import signal
     import socket
     from collections.abc import Callable, Iterable, Iterator
 
@@ -44,18 +45,22 @@ class HTTPServer(uvicorn.Server):
     Args:
         app: the application.
         config: limits of connections.
-        signals: the first of them begins the end, and a second one ends the requests in progress.
+        signals: the first of them begins the end, and a second one ends the requests in progress. None means those of
+            `ending_signals`.
+        on_signal: called with each of them.
     """
 
     def __init__(
         self,
         app: FastAPI,
         config: HTTPConfig,
-        signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+        signals: Iterable[signal.Signals] | None = None,
+        on_signal: Callable[[], object] = lambda: None,
     ) -> None:
         self._state = app.state
         self._lifecycle: Lifecycle = app.state.lifecycle
-        self._signals = tuple(signals)
+        self._signals = ending_signals() if signals is None else tuple(signals)
+        self._on_signal = on_signal
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
@@ -84,7 +89,7 @@ class HTTPServer(uvicorn.Server):
         """Serve on a bound socket until a signal or `stop`; return when every request has ended."""
         loop = asyncio.get_running_loop()
         for number in self._signals:
-            loop.add_signal_handler(number, self._lifecycle.stop)
+            loop.add_signal_handler(number, self._begin_to_end)
         serving = asyncio.ensure_future(self.serve(sockets=[listener]))
         stages = asyncio.ensure_future(self._lifecycle.run())
         try:
@@ -98,6 +103,14 @@ class HTTPServer(uvicorn.Server):
         await asyncio.sleep(2 * MAX_DELAY_SECONDS)  # for the last lines of the access log
         if (tracing := getattr(self._state, "tracing", None)) is not None:
             await asyncio.to_thread(tracing.close)
+
+    def _begin_to_end(self) -> None:
+        self._on_signal()
+        self._lifecycle.stop()
+
+    def close(self) -> None:
+        """End the threads and processes of the application."""
+        self._state.close()
 
     def stop(self) -> None:
         """Make `run_until_stopped` end all requests and return."""

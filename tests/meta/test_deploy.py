@@ -370,7 +370,7 @@ def test_the_stop_period_covers_the_shutdown_of_requests_and_engine(name):
     requests = sum(float(variable.partition(":-")[2].removesuffix("}")) for variable in variables)
 
     assert front_end_pool._STOP_SECONDS > 2 * serving._FLUSH_SECONDS
-    assert period > requests + front_end_pool._STOP_SECONDS + supervisor._STOP_SECONDS
+    assert period > requests + front_end_pool._STOP_SECONDS + supervisor.STOP_SECONDS
 
 
 def test_prometheus_waits_until_the_service_is_healthy():

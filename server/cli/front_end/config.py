@@ -11,8 +11,9 @@ from server.http.config import HTTPConfig
 from server.log import LogFormat
 
 STOP_SIGNAL: Final = signal.SIGUSR2
-"""Makes a front end end its service; a second one ends its requests at once. Its parent translates SIGTERM and SIGINT,
-which a front end ignores: a terminal or a container may send them to all processes, and both would then arrive twice.
+"""Makes a front end end its service; a second one ends its requests at once. Its parent translates the signals
+that end a service, which a front end ignores: a terminal or a container may send them to all processes, and both would
+then arrive twice.
 """
 
 

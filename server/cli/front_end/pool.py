@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import signal
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,7 +12,12 @@ import msgspec
 from server.cli.front_end.config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.shared_file import shared_file
-from server.engine.link.spawn import DUMP_SECONDS, ask_for_stacks, module_command
+from server.engine.link.spawn import (
+    DUMP_SECONDS,
+    ask_for_stacks,
+    ending_signals,
+    module_command,
+)
 from server.http.metrics.registry import mark_process
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.metrics.specs import NUM_CELLS
@@ -33,6 +37,8 @@ log = logging.getLogger("tessera")
 FRONT_END_COMMAND = module_command("server.cli.front_end.process")
 # For a front end, after the time that its requests have.
 _STOP_SECONDS = 5.0
+# For a front end after a second signal. Most need a tenth of a second; one that was stopped is killed.
+_HURRIED_SECONDS = 2.4
 
 
 class _FrontEnd:
@@ -112,8 +118,10 @@ class FrontEndPool:
         tokenizer_path: Path,
         limits: HTTPConfig,
         log_format: LogFormat = "text",
+        on_signal: Callable[[], object] = lambda: None,
     ) -> None:
         self._hub = hub
+        self._note_signal = on_signal
         self._log_format = log_format
         self._listeners = listeners
         self._tokenizer_path = tokenizer_path
@@ -162,10 +170,11 @@ class FrontEndPool:
     async def run_until_stopped(self) -> None:
         """Wait for a signal or `stop`, then let the front ends end as `server.http.lifecycle` says.
 
-        A second signal ends the requests in progress at once, and a third one the front ends.
+        A second signal ends the requests in progress at once, and soon after front ends that do not react; a third one
+        ends all of them at once.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._on_signal)
         await self._stopping.wait()
         for listener in self._listeners:
@@ -182,9 +191,11 @@ class FrontEndPool:
 
     def _on_signal(self) -> None:
         self._num_signals += 1
+        self._note_signal()
         for front_end in self._front_ends:
             if self._num_signals > 2:
                 front_end.child.kill()
             elif self._num_signals == 2 and front_end.child.process is not None:
                 front_end.child.process.send_signal(STOP_SIGNAL)
+                front_end.child.kill_after(_HURRIED_SECONDS)
         self._stopping.set()

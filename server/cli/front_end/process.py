@@ -18,6 +18,7 @@ from typing import Any
 
 from model.errors import ModelError
 from model.text.tokenizer import Tokenizer
+from server.cli.exit_deadline import exit_bounded
 from server.cli.front_end.config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.engine_process.process_setup import (
     dump_stacks_on_signal,
@@ -27,12 +28,14 @@ from server.engine.link.engine_process.process_setup import (
 )
 from server.engine.link.engine_process.watchdog import HANG_EXIT_CODE
 from server.engine.link.front_end.client import RemoteEngine
+from server.engine.link.spawn import ignore_ending_signals
 from server.http.app import create_app
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.metrics.specs import NUM_CELLS
 from server.http.serving import HTTPServer
 from server.http.text.chat import load_chat_template
 from server.log import configure_logging
+from server.standard_error import never_wait
 
 log = logging.getLogger("tessera")
 
@@ -41,11 +44,9 @@ _LAST_SECONDS = 2.0
 
 def main() -> None:
     """Serve until a signal comes or the hub ends."""
-    # They often go to the whole process group. The parent decides when this process ends; see `STOP_SIGNAL`, which ends
-    # it at once as long as it does not serve. SIGINT is blocked (`spawn`).
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    never_wait()
+    # The parent decides when this process ends; see `STOP_SIGNAL`, which ends it at once as long as it does not serve.
+    ignore_ending_signals()
     dump_stacks_on_signal()
     parent = os.getppid()
     config = read_config(FrontEndConfig)
@@ -64,8 +65,11 @@ def main() -> None:
     app = create_app(engine, tokenizer, config.http, counters, chat_template)
     server = HTTPServer(app, config.http, [STOP_SIGNAL])
     freeze_startup_objects()
-    with asyncio.Runner(loop_factory=server.loop_factory) as runner:
-        runner.run(_serve(server, engine, socket.socket(fileno=config.listener), parent))
+    with exit_bounded(), asyncio.Runner(loop_factory=server.loop_factory) as runner:
+        try:
+            runner.run(_serve(server, engine, socket.socket(fileno=config.listener), parent))
+        finally:
+            server.close()
 
 
 async def _serve(

@@ -1,7 +1,7 @@
 """The service of `tessera run`, a process of its own that ends with the command.
 
-The command starts it as `python -m server.cli.run.service` and sends its settings to its standard input. SIGINT is
-blocked (`server.engine.link.spawn`), so that Ctrl-C in the terminal stops an answer and not the service.
+The command starts it as `python -m server.cli.run.service` and sends its settings to its standard input. Signals of a
+terminal are blocked (`server.engine.link.spawn`), so that Ctrl-C stops an answer and not the service.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from server.cli.exit_deadline import exit_bounded
 from server.cli.settings import Settings
 from server.engine.link.engine_process.process_setup import read_config
 from server.engine.link.spawn import end, module_command, spawn
+from server.standard_error import never_wait
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -92,6 +94,7 @@ class ServiceProcess:
 
 def main() -> None:
     """Serve until the command that started this process ends."""
+    never_wait()
     launch = read_config(Launch)
     if launch is None:
         return
@@ -103,7 +106,8 @@ def main() -> None:
         with os.fdopen(launch.port_fd, "w", encoding="ascii") as file:
             print(port, file=file)
 
-    serve(Settings.model_validate(launch.settings), listening=report)
+    with exit_bounded():
+        serve(Settings.model_validate(launch.settings), listening=report)
 
 
 def _stop_with_parent() -> None:

@@ -118,6 +118,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         output_means: mean numbers of tokens that sequences have generated; see `expected_output.OutputMeans`.
         num_failed_steps: steps that had to be computed again, because they raised an error.
         num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
+        num_log_lines_dropped: lines of the log that the process has dropped.
         computed_tokens: tokens computed, of prompts and outputs.
         computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
@@ -140,6 +141,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     num_failed_steps: int = 0
     num_invariant_violations: int = 0
+    num_log_lines_dropped: int = 0
     num_reserved_tokens: int = 0
     num_free_places: int = 0
     num_prefill_tokens: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from server.engine.core.messages import EngineStats, EngineTotals, StepMessage, encode_totals
+from server.standard_error import num_dropped_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -106,6 +107,7 @@ class StatsReporter:
             num_steps=scheduler.num_steps,
             num_failed_steps=self.num_failed_steps,
             num_invariant_violations=self.num_invariant_violations,
+            num_log_lines_dropped=num_dropped_lines(),
             num_reserved_tokens=accounting.num_reserved_tokens,
             num_free_places=scheduler.num_free_places,
             num_prefill_tokens=scheduler.num_prefill_tokens,

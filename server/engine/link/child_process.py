@@ -8,7 +8,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Final
 
-from server.engine.link.spawn import end, spawn
+from server.engine.link.spawn import KILLED_SECONDS, end, kill, spawn
 
 if TYPE_CHECKING:
     import signal
@@ -24,8 +24,6 @@ _MAX_BACKOFF_SECONDS = 30.0
 MOST_FAILURES: Final = 8
 """Ends and refused launches in sequence, without a success in between, after which a process counts as hopeless: half a
 minute of delays, and the time that the attempts take."""
-# A killed process that still exists after this time waits for a device that does not answer.
-_KILLED_SECONDS = 5.0
 
 
 class ChildStartError(Exception):
@@ -102,17 +100,15 @@ class ChildProcess:
             process, self._spawned = self._spawned or self._spawn(), None
             try:
                 line = self._configure(process)
-            except OSError:
+                # On a thread: a process that was stopped does not read, and a pipe's buffer may be too small.
+                arguments, name = (process, line), f"{self._name} configuration"
+                threading.Thread(target=_send_line, args=arguments, name=name, daemon=True).start()
+            except (OSError, RuntimeError):
                 end(process)
                 raise
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the second: there can be no thread
             raise ChildStartError(f"the {self._name} cannot be started: {error}") from error
         self.process = process
-        assert process.stdin is not None
-        # It may have ended already, which its exit code explains.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(line + b"\n")
-            process.stdin.flush()
         if self._loop is not None:
             self._watch(process, self._loop)
 
@@ -154,8 +150,8 @@ class ChildProcess:
                     self.process.send_signal(number)
                 loop = asyncio.get_running_loop()
                 self._ended = loop.create_future()
-                timeout = loop.call_later(seconds, self.process.kill)
-                await asyncio.wait({self._ended}, timeout=seconds + _KILLED_SECONDS)
+                timeout = loop.call_later(seconds, kill, self.process)
+                await asyncio.wait({self._ended}, timeout=seconds + KILLED_SECONDS)
                 timeout.cancel()
                 if not self._ended.done():
                     log.critical("the %s %d cannot be killed", self._name, self.process.pid)
@@ -172,11 +168,11 @@ class ChildProcess:
         if seconds and self._loop is not None:
             self._loop.call_later(seconds, self._kill_if_current, process)
         else:
-            process.kill()
+            kill(process)
 
     def _kill_if_current(self, process: LinkedProcess) -> None:
         if process is self.process:
-            process.kill()
+            kill(process)
 
     def kill(self) -> None:
         """End the process at once, without `on_exit` and without a restart. Calling it again does nothing."""
@@ -221,3 +217,11 @@ class ChildProcess:
             self.launch()
         except ChildStartError as error:
             self._restart_later(str(error), "trying again")
+
+
+def _send_line(process: LinkedProcess, line: bytes) -> None:
+    """Write a line to the standard input of a process that may have ended already, which its exit code explains."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):  # closed at one of its ends
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()

@@ -28,8 +28,34 @@ ENGINE_COMMAND = module_command("server.engine.link.engine_process.process")
 """Starts an engine process."""
 
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""End the service: Ctrl-C, what starts services, the end of a terminal, and what ends other HTTP servers in order."""
+
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those of them that a terminal sends to all processes of a command."""
+
 DUMP_SECONDS = 1.0
 """Enough for a process to write the stacks of its threads."""
+
+
+KILLED_SECONDS = 5.0
+"""A killed process that still exists after this time waits for a device that does not answer."""
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return `ENDING_SIGNALS`, without SIGHUP if it was ignored when this process started, as by `nohup`."""
+    hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(it for it in ENDING_SIGNALS if it is not signal.SIGHUP or not hangup_ignored)
+
+
+def ignore_ending_signals(*others: signal.Signals) -> None:
+    """Leave it to the parent when this process ends: the signals often go to the whole process group.
+
+    Args:
+        others: further signals to ignore.
+    """
+    for number in (*ENDING_SIGNALS, *others):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def use_safe_path() -> None:
@@ -59,12 +85,12 @@ def gpu_variables(number: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread and in processes that it starts; here it is delivered when the block ends.
+    """Block `TERMINAL_SIGNALS` in this thread and in processes that it starts; here they are delivered when it ends.
 
-    An interrupt often goes to the whole process group, and would otherwise end a process during its imports, with a
-    traceback. The parent decides when a child ends.
+    They go to the whole process group, and would otherwise end a process during its imports, with a traceback or a core
+    dump. The parent decides when a child ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     try:
         yield
     finally:
@@ -115,8 +141,8 @@ def spawn(
 ) -> LinkedProcess:
     """Start a process that reads its configuration, one line of JSON, from its standard input.
 
-    It starts with SIGINT blocked. It ends when that input is closed, before or after the configuration, and therefore
-    does not outlive this process.
+    It starts with `TERMINAL_SIGNALS` blocked. It ends when that input is closed, before or after the configuration, and
+    therefore does not outlive this process.
 
     Args:
         command: program and arguments.
@@ -138,11 +164,38 @@ def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGUSR1)
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those that it has started, which may be stopped, so that they would not notice its end."""
+    others = descendants(process.pid)
+    process.kill()
+    for pid in others:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children and of theirs; none where the system does not list processes."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # The name of the program, in parentheses, may contain anything.
+            _, parent, *_ = (entry / "stat").read_text("latin-1").rpartition(")")[2].split()
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found = [pid]
+    for it in found:  # grows while it is iterated over
+        found += children.get(it, ())
+    return found[1:]
+
+
 def end(process: LinkedProcess) -> None:
-    """Kill a process if it still runs, wait for its end and close its standard input, and `link` if nobody uses it."""
+    """Kill a process if it still runs, wait for its end and close its standard input, and `link` if nobody uses it.
+
+    A process that cannot be killed, because it waits for a device that does not answer, is left after a time.
+    """
     if process.poll() is None:
-        process.kill()
-        process.wait()
+        kill(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_SECONDS)
     process.link.close()
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the configuration was still in the buffer

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from server.errors import ValidationError
 from server.http.body.field_types import optional
+from server.http.request_id import current_request
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -70,7 +71,7 @@ class RequestOptionFields(BaseModel):
     )
 
     def request_options(self, info: EngineInfo) -> RequestOptions:
-        """Return the options.
+        """Return the options, and note the deadline of the current request.
 
         Raises:
             ValidationError: the engine's kernels cannot compute a deterministic request.
@@ -78,6 +79,9 @@ class RequestOptionFields(BaseModel):
         plan = info.plan.deterministic
         if self.deterministic and plan.requests == "none":
             raise ValidationError(f"`deterministic` must be false here: {plan.why}. Given: true")
+        if self.timeout_ms is not None:
+            request = current_request()
+            request.deadline = request.arrived + self.timeout_ms / 1000
         return RequestOptions(
             self.priority or 0, self.timeout_ms, self.cache_salt, bool(self.deterministic)
         )

@@ -117,6 +117,7 @@ ROWS: Final = (
     _of_each(specs.PROCESS_RESTARTS, lambda report: report.restarts),
     *[_gauge_of_each(spec, field) for field, spec in specs.PROCESS_GAUGES.items()],
     *[_counter_of_each(spec, field) for field, spec in specs.PROCESS_COUNTERS.items()],
+    _number(specs.LOG_LINES_DROPPED, lambda snapshot: snapshot.log_lines_dropped),
     _row(specs.CACHE_CONFIG, _cache_config),
     _row(specs.ATTENTION_PLAN, _attention_plan),
     _row(specs.BUILD, _build),

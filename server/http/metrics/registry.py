@@ -20,11 +20,13 @@ from server.http.metrics.specs import (
     HISTOGRAM_CELLS,
     HISTOGRAMS,
     IN_FLIGHT_CELL,
+    LOG_LINES_DROPPED_CELL,
     MAX_ENDPOINTS,
     NUM_CELLS,
     PID_CELL,
     Outcome,
 )
+from server.standard_error import count_dropped_lines_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,5 +121,6 @@ class Metrics:
 
 
 def mark_process(counters: SharedCounters) -> None:
-    """Include this process in the processor time and memory that the service reports."""
+    """Include this process in the processor time, the memory and the dropped lines that the service reports."""
     counters.mine[PID_CELL] = os.getpid()
+    count_dropped_lines_in(counters.mine, LOG_LINES_DROPPED_CELL)

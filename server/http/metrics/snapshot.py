@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from server.engine.core.accounting import STEP_SECONDS_BOUNDS
 from server.engine.core.messages import EngineInfo, EngineStats, add_counters
 from server.http.metrics.histogram import cumulative
-from server.http.metrics.specs import HISTOGRAM_CELLS, IN_FLIGHT_CELL, Outcome, Spec
+from server.http.metrics.specs import (
+    HISTOGRAM_CELLS,
+    IN_FLIGHT_CELL,
+    LOG_LINES_DROPPED_CELL,
+    Outcome,
+    Spec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -54,6 +60,7 @@ class Snapshot:
         state: the engine's state.
         is_draining: whether the service is about to end; set by the creator.
         restarts: number of earlier engine processes.
+        log_lines_dropped: lines of the log that the processes of the service have dropped.
         stats: the engine's newest statistics; its gauges are current.
         counters: the counters of this and all earlier engine processes; its gauges have no meaning.
         totals: those of `counters`, decoded.
@@ -80,6 +87,8 @@ class Snapshot:
         past, stats = client.past, self.stats
         self.counters = stats if past == _NO_COUNTERS else add_counters(past, stats)
         self.totals = self.counters.decode_totals()
+        dropped = totals[LOG_LINES_DROPPED_CELL] + self.counters.num_log_lines_dropped
+        self.log_lines_dropped = dropped
         self.info: EngineInfo | None = client.info
         self.engines: Sequence[EngineReport] = client.reports
 

@@ -75,6 +75,10 @@ RESTARTS = Spec("tessera_engine_restarts", _COUNTER, "Times the engine process w
 ENGINE_UP = Spec("tessera_engine_up", _GAUGE, "1 while the engine takes requests.")
 DRAINING = Spec("tessera_draining", _GAUGE, "1 while the service ends and its health checks fail.")
 ENGINE_STATE = Spec("tessera_engine_state", _GAUGE, "1 for the state the engine is in.", ("state",))
+LOG_LINES_DROPPED = Spec(
+    "tessera_log_lines_dropped", _COUNTER,
+    "Lines of the log that were dropped because standard error did not take them in time.",
+)
 BUILD = Spec("tessera_build", _INFO, "What is served, and by which version.")
 CACHE_CONFIG = Spec("tessera_cache_config", _INFO, "Size and dtype of the KV cache.")
 ATTENTION_PLAN = Spec(
@@ -254,6 +258,7 @@ SPECS: tuple[Spec, ...] = (
     PROCESS_RESTARTS,
     *PROCESS_GAUGES.values(),
     *PROCESS_COUNTERS.values(),
+    LOG_LINES_DROPPED,
     BUILD,
     CACHE_CONFIG,
     ATTENTION_PLAN,
@@ -265,11 +270,13 @@ SPECS: tuple[Spec, ...] = (
 MAX_ENDPOINTS = 32
 IN_FLIGHT_CELL = MAX_ENDPOINTS * len(Outcome)
 PID_CELL = IN_FLIGHT_CELL + 1
+LOG_LINES_DROPPED_CELL = PID_CELL + 1
+_FIRST_HISTOGRAM_CELL = LOG_LINES_DROPPED_CELL + 1
 _STARTS = itertools.accumulate(
-    (num_cells(spec.buckets) for spec in HISTOGRAMS), initial=PID_CELL + 1
+    (num_cells(spec.buckets) for spec in HISTOGRAMS), initial=_FIRST_HISTOGRAM_CELL
 )
 HISTOGRAM_CELLS = {
     spec: slice(a, b) for spec, (a, b) in zip(HISTOGRAMS, itertools.pairwise(_STARTS), strict=True)
 }
-NUM_CELLS = PID_CELL + 1 + sum(num_cells(spec.buckets) for spec in HISTOGRAMS)
+NUM_CELLS = _FIRST_HISTOGRAM_CELL + sum(num_cells(spec.buckets) for spec in HISTOGRAMS)
 """Numbers in a row of a service's `SharedCounters`."""

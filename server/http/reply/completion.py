@@ -217,6 +217,9 @@ class Completion:
 
         def take(events: list[TokenEvent]) -> bool:
             for event in events:
+                if self.num_tokens and _is_timeout_without_token(event):
+                    self._end_at_deadline()
+                    return False
                 text = self.push(event)
                 if keep_tokens:
                     self.tokens.append(self.describe(event, text))
@@ -230,6 +233,13 @@ class Completion:
         if self.finish_reason is None:
             raise IncompleteGenerationError
         await self.stream.settle()  # the engine does not search for stop strings
+
+    def _end_at_deadline(self) -> None:
+        """End with the tokens so far."""
+        self.finish_reason = FinishReason.TIMEOUT
+        self._texts[-1] += self._detokenizer.flush()
+        if self._stop is not None:
+            self._texts[-1] += self._stop.release()
 
     def _is_end_token(self, token_id: int, reason: FinishReason) -> bool:
         """Return whether the last token only ends the text; the last token of a grammar may be text."""
@@ -309,6 +319,10 @@ class _StopFilter:
                 break
             released.append(text)
         return "".join(released)
+
+
+def _is_timeout_without_token(event: TokenEvent) -> bool:
+    return event.token_id is None and event.finish_reason is FinishReason.TIMEOUT
 
 
 def _failure(event: TokenEvent) -> GenerationError:

@@ -143,6 +143,11 @@ class Generation:
         for completion in self.completions:
             completion.stream.abort()
 
+    def expire(self) -> None:
+        """End what still runs as at its deadline; the engine drops it."""
+        for completion in self.completions:
+            completion.stream.expire()
+
     async def accepted(self) -> None:
         """Wait for the engine while it is being started again; the answer must not begin before.
 

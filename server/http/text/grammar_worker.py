@@ -18,6 +18,7 @@ import msgspec
 from model.errors import ModelError
 from model.sampling.grammar import GrammarTokenizer, compile_constraint
 from model.text.tokenizer import Tokenizer
+from server.engine.link.engine_process.process_setup import continue_at_end_of_parent
 from server.http.text.grammar_compiler import (
     SECONDS,
     Constraint,
@@ -36,6 +37,7 @@ def main() -> None:
     """Check constraints until standard input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    continue_at_end_of_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # goes to the whole process group
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     threading.stack_size(_STACK_BYTES)

@@ -199,7 +199,7 @@ def test_children_do_not_import_from_the_working_directory():
 
 
 def test_stopping_does_not_wait_for_a_process_that_cannot_be_killed(monkeypatch, caplog):
-    monkeypatch.setattr(child_process, "_KILLED_SECONDS", 0.2)
+    monkeypatch.setattr(child_process, "KILLED_SECONDS", 0.2)
 
     async def scenario():
         child = Child(SLEEP)

@@ -10,13 +10,14 @@ import pytest
 
 from model.errors import GrammarError
 from model.hub.resolve import resolve
+from model.sampling import grammar_processes
 from model.sampling.followed_matcher import MatcherRules
 from model.sampling.grammar import (
     compile_matcher,
     serialize,
 )
 from model.sampling.grammar_process import Setup
-from model.sampling.grammar_processes import GrammarProcesses
+from model.sampling.grammar_processes import FAILURE, GrammarProcesses
 from model.sampling.token_masker import TokenMasker
 from tests.waiting import GIVE_UP
 
@@ -27,13 +28,13 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+SETUP = Setup(str(resolve("bundled")), 4096, (0,), 128)
 GRAMMAR = serialize("json_schema", SCHEMA)
 
 
 @pytest.fixture
 def processes():
-    setup = Setup(str(resolve("bundled")), 4096, (0,), 128)
-    found = GrammarProcesses(setup, num_processes=2, num_slots=6)
+    found = GrammarProcesses(SETUP, num_processes=2, num_slots=6)
     yield found
     found.close()
 
@@ -148,6 +149,21 @@ def test_a_process_that_is_killed_fails_its_matchers_and_is_replaced(processes):
     assert all(matcher.worker is not killed for matcher in again)
     processes.compute(again[:2])
     assert all(not matcher.has_failed for matcher in again)
+
+
+def test_a_process_that_is_stopped_fails_what_it_should_compile_and_is_replaced(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_processes, "_ORDER_SECONDS", 0.2)
+        processes = GrammarProcesses(SETUP, num_processes=1, num_slots=6)
+    (stopped,) = processes._workers
+    os.kill(stopped._process.pid, signal.SIGSTOP)
+
+    with pytest.raises(GrammarError, match=FAILURE):
+        new(processes)
+
+    assert stopped.has_ended
+    assert new(processes)
+    processes.close()
 
 
 def test_the_processes_end_with_their_connections(processes):

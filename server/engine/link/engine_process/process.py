@@ -40,9 +40,11 @@ from server.engine.link.engine_process.rank_processes import RankProcesses
 from server.engine.link.engine_process.watchdog import EngineWatch, Watchdog
 from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, RequestHeader
 from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
+from server.engine.link.spawn import ignore_ending_signals
 from server.engine.runner.start.gpu_driver import open_gpu
 from server.engine.runner.start.startup_progress import log_phase
 from server.log import configure_logging
+from server.standard_error import never_wait
 
 log = logging.getLogger("tessera.engine")
 
@@ -101,9 +103,8 @@ class Channel:
 def main() -> None:
     """Import PyTorch, wait for the configuration and run the engine until a shutdown message or the parent's end."""
     began = time.perf_counter()
-    # Signals often go to the whole process group; the parent decides when this process ends. SIGINT is blocked too.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    never_wait()
+    ignore_ending_signals(signal.SIGUSR2)
     dump_stacks_on_signal()
     set_passive_openmp_wait()  # sets a variable of the environment, so before another thread may read it
     launches: queue.SimpleQueue[tuple[EngineLaunch, Connection]] = queue.SimpleQueue()

@@ -15,10 +15,13 @@ from typing import TypeVar
 
 import msgspec
 
+from server.standard_error import drain
+
 ConfigT = TypeVar("ConfigT")
 
 _ENOUGH_DESCRIPTORS = 1 << 16
 _PR_SET_PDEATHSIG = 1
+_LINES_SECONDS = 0.2
 
 
 def set_passive_openmp_wait() -> None:
@@ -131,7 +134,15 @@ def read_config(kind: type[ConfigT]) -> ConfigT | None:
 
 def exit_with_parent() -> None:
     """Block until standard input ends, which means that the parent has gone, then end this process."""
+    continue_at_end_of_parent()
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
             pass
+    drain(_LINES_SECONDS)
     os._exit(0)
+
+
+def continue_at_end_of_parent() -> None:
+    """Have the system continue this process, should it be stopped, when its parent ends, so that it notices."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

@@ -27,15 +27,17 @@ from server.engine.link.engine_process.process_setup import (
 )
 from server.engine.link.engine_process.rank_processes import RankLaunch
 from server.engine.link.sockets import Connection
+from server.engine.link.spawn import ignore_ending_signals
 from server.log import configure_logging
+from server.standard_error import never_wait
 
 log = logging.getLogger("tessera.engine")
 
 
 def main() -> None:
     """Load the rank's part of the model and carry out commands until the leader ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    never_wait()
+    ignore_ending_signals(signal.SIGUSR2)
     dump_stacks_on_signal()
     set_passive_openmp_wait()
     launches: queue.SimpleQueue[RankLaunch] = queue.SimpleQueue()

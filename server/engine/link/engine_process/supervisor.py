@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.client")
 
-_STOP_SECONDS = 5.0
+STOP_SECONDS = 5.0
+"""Time in which an engine that is asked to end does so, or is killed."""
 # A hung process that reported itself ends within this time, or is killed.
 _EXIT_SECONDS = 8.0
 # A killed process that still exists after this time waits for a device that does not answer.
@@ -178,13 +179,17 @@ class EngineSupervisor:
         self._was_ready = self.is_ready
         self._set_state(EngineState.STOPPED, "the server is shutting down")
 
-    async def stop(self) -> None:
-        """End the engine process and all its requests in flight, after `refuse_requests`."""
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """End the engine process and all its requests in flight, after `refuse_requests`.
+
+        Args:
+            seconds: after which the process is killed.
+        """
         self._owner.on_loss(self.number, self.report.phase)
         if self._was_ready:
             self.send(Shutdown())
         # While it starts, the engine reads no messages and has nothing to finish.
-        await self._child.stop(_STOP_SECONDS if self._was_ready else 0)
+        await self._child.stop(seconds if self._was_ready else 0)
         self._close()
 
     def send(self, message: FrontEndMessage) -> None:

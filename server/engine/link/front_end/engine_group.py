@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from server.engine.link.engine_process.supervisor import EngineSupervisor
+from server.engine.link.engine_process.supervisor import STOP_SECONDS, EngineSupervisor
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.routing import Router
 from server.engine.link.protocol import EngineState, RequestPrompt
@@ -114,13 +114,13 @@ class EngineGroup(EngineReports):
             engine.kill()
         self._close()
 
-    async def stop(self) -> None:
-        """End the engine processes and all requests in flight."""
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """End the engine processes and all requests in flight; a process is killed after some seconds."""
         if self._hang_watch is not None:
             self._hang_watch.cancel()
         for engine in self.engines:
             engine.refuse_requests()  # all, before the requests of one could be sent to another
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        await asyncio.gather(*(engine.stop(seconds) for engine in self.engines))
         self._close()
 
     def has_requests(self, engine: int) -> bool:

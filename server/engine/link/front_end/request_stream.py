@@ -154,6 +154,13 @@ class RequestStream:
             self.push(TokenEvent(token_id=None, finish_reason=FinishReason.ABORT))
             self.deliver()
 
+    def expire(self) -> None:
+        """End the request as at its deadline if it still runs, and drop it: the engine has not ended it in time."""
+        if not self._finished:
+            self._abort(self.request_id)
+            self.push(TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT))
+            self.deliver()
+
     def push(self, event: TokenEvent) -> bool:
         """Add an event without delivering it; only for the engine's side.
 
