@@ -20,6 +20,7 @@ log = logging.getLogger("tessera")
 # Delay before a restart. It doubles with each restart, so that a process that keeps crashing does not use up a core.
 _MIN_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 30.0
+_POLL_SECONDS = 0.1
 # A killed process that still exists after this time waits for a device that does not answer.
 _KILLED_SECONDS = 5.0
 
@@ -178,7 +179,17 @@ class ChildProcess:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._handle_exit, process)
 
-        threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
+        try:
+            threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
+        except RuntimeError:  # the system refuses the thread
+            self._poll(process, loop)
+
+    def _poll(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        """Look every now and then whether a process has ended."""
+        if process.poll() is None:
+            loop.call_later(_POLL_SECONDS, self._poll, process, loop)
+        else:
+            self._handle_exit(process)
 
     def _handle_exit(self, process: subprocess.Popen[bytes]) -> None:
         if process is not self.process:  # `kill` ended it

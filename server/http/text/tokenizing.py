@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from model.thread_pool import started_pool
+
 ResultT = TypeVar("ResultT")
 
 LONG = 32 * 1024
@@ -25,10 +27,13 @@ class TokenizerThreads:
 
     Args:
         count: number of threads; with one, short texts do wait for a long one.
+
+    Raises:
+        ThreadStartError: the system refuses a thread.
     """
 
     def __init__(self, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, "tokenize")
+        self._pool = started_pool(count, "tokenize")
         self._long = asyncio.Semaphore(max(1, count - 1))
 
     def close(self) -> None:
