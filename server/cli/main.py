@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from server.cli.deferred_signals import deferred_signals
+from server.cli.init_process import adopt_orphans
 from server.cli.output import INTERRUPTED, fail
 from server.engine.link.spawn import end, spawn, use_safe_path
 
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     began = time.perf_counter()
     _open_standard_streams()
+    if arguments is None:
+        adopt_orphans()
     use_safe_path()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -54,7 +57,8 @@ def _open_standard_streams() -> None:
 
 def serve_main() -> None:
     """Entry point of the `tessera-server` command: `tessera serve`, under a name that other servers have."""
-    main(["serve", *sys.argv[1:]])
+    sys.argv.insert(1, "serve")
+    main()
 
 
 def _serve(arguments: list[str], began: float) -> None:
