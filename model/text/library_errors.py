@@ -12,9 +12,12 @@ def library_error(error: BaseException, what: str) -> TokenizerError:
     `Exception`, so that it would end the thread of whoever does not expect it.
 
     Args:
-        error: what the library raised. Any other `BaseException`, such as an interrupt, is raised again.
+        error: what the library raised. Any other `BaseException`, such as an interrupt, is raised again; so is a lack
+            of memory, which says nothing about the input.
         what: what failed.
     """
+    if isinstance(error, MemoryError):
+        raise error
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     return TokenizerError(f"{what}: {error}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from server.cli.deferred_signals import deferred_signals
 from server.cli.exit_deadline import exit_bounded
+from server.cli.init_process import adopt_orphans
 from server.cli.output import INTERRUPTED, fail
 from server.engine.link.spawn import LinkedProcess, end, ending_signals, spawn, use_safe_path
 from server.standard_error import drain, never_wait
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     began = time.perf_counter()
     _open_standard_streams()
+    if arguments is None:
+        adopt_orphans()
     use_safe_path()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -55,7 +58,8 @@ def _open_standard_streams() -> None:
 
 def serve_main() -> None:
     """Entry point of the `tessera-server` command: `tessera serve`, under a name that other servers have."""
-    main(["serve", *sys.argv[1:]])
+    sys.argv.insert(1, "serve")
+    main()
 
 
 def _serve(arguments: list[str], began: float) -> None:

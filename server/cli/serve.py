@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from model.errors import ModelError
+from model.thread_pool import ThreadStartError
 from server.cli.command_settings import engine_config, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.exit_deadline import exit_within
@@ -127,7 +128,7 @@ def serve(
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(engine, server, listeners[0], began, ending))
-    except (ModelError, ChildStartError) as error:
+    except (ModelError, ChildStartError, ThreadStartError) as error:
         fail(str(error), "serve")
     finally:
         if engine is not None:

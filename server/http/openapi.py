@@ -116,7 +116,10 @@ def install_openapi(
 
     async def serve(_request: Request) -> Response:
         # Made in a thread: the first time takes 0.1 s.
-        document = await asyncio.to_thread(app.openapi)
+        try:
+            document = await asyncio.to_thread(app.openapi)
+        except RuntimeError:
+            raise errors.UnavailableError("the system refuses a thread at the moment") from None
         return Response(msgspec.json.encode(document), media_type="application/json")
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -98,7 +98,10 @@ class Tracing:
         """Export the last spans, or give up after `CLOSE_SECONDS`. Blocks."""
         timer = threading.Timer(CLOSE_SECONDS, self._exporter.shutdown)
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # the system refuses the thread: nothing would bound the export
+            self._exporter.shutdown()
         self._provider.shutdown()
         timer.cancel()
 

@@ -6,6 +6,8 @@ import concurrent.futures
 import logging
 from typing import TYPE_CHECKING, Final
 
+from model.errors import GrammarError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
@@ -18,6 +20,9 @@ log = logging.getLogger("tessera.engine")
 
 _WAIT_SECONDS: Final = 0.002
 """How long `take` waits; messages of the front end wait as long."""
+_FAILED: Final = "the grammar cannot be compiled: an internal error"
+_ATTEMPTS: Final = 3
+"""Only a `GrammarError` says something about the grammar: after any other failure it is compiled again."""
 
 
 class GrammarQueue:
@@ -29,22 +34,24 @@ class GrammarQueue:
 
     def __init__(self, compile_grammar: Callable[[SamplingParams], Future[Matcher]]) -> None:
         self._compile = compile_grammar
-        self._waiting: dict[int, tuple[Sequence, Future[Matcher]]] = {}
+        self._waiting: dict[int, tuple[Sequence, Future[Matcher], int]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Start to compile the grammar of a new sequence."""
+        self._start(sequence, _ATTEMPTS)
+
+    def _start(self, sequence: Sequence, attempts: int) -> None:
         assert sequence.sampling.grammar is not None
         future: Future[Matcher]
         try:
             future = self._compile(sequence.sampling)
-        except Exception as error:
-            log.exception("a grammar cannot be compiled")
+        except Exception as error:  # noqa: BLE001 - `take` logs it
             future = concurrent.futures.Future()
             future.set_exception(error)
-        self._waiting[sequence.request_id] = sequence, future
+        self._waiting[sequence.request_id] = sequence, future, attempts - 1
 
     def remove(self, request_id: int) -> bool:
         """Drop a sequence; returns whether it was waiting."""
@@ -59,11 +66,11 @@ class GrammarQueue:
         Returns:
             Sequences with their `matcher` set and None, or with the reason why they have none.
         """
-        futures = [future for _, future in self._waiting.values()]
+        futures = [future for _, future, _ in self._waiting.values()]
         if wait:
             concurrent.futures.wait(futures, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED)
         ended: list[tuple[Sequence, str | None]] = []
-        for request_id, (sequence, future) in list(self._waiting.items()):
+        for request_id, (sequence, future, attempts) in list(self._waiting.items()):
             if not future.done():
                 continue
             del self._waiting[request_id]
@@ -71,7 +78,13 @@ class GrammarQueue:
             if error is None:
                 sequence.matcher = future.result()
                 ended.append((sequence, None))
-            else:
-                log.error("compiling a grammar failed: %s", error)
+            elif isinstance(error, GrammarError):
+                log.error("a grammar that was accepted cannot be compiled: %s", error)
                 ended.append((sequence, f"the grammar cannot be compiled: {error}"))
+            else:
+                log.error("compiling a grammar failed", exc_info=error)
+                if attempts:
+                    self._start(sequence, attempts)
+                else:
+                    ended.append((sequence, _FAILED))
         return ended

@@ -24,6 +24,7 @@ _MAX_BACKOFF_SECONDS = 30.0
 MOST_FAILURES: Final = 8
 """Ends and refused launches in sequence, without a success in between, after which a process counts as hopeless: half a
 minute of delays, and the time that the attempts take."""
+_POLL_SECONDS = 0.1
 
 
 class ChildStartError(Exception):
@@ -190,7 +191,17 @@ class ChildProcess:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._handle_exit, process)
 
-        threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
+        try:
+            threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
+        except RuntimeError:  # the system refuses the thread
+            self._poll(process, loop)
+
+    def _poll(self, process: LinkedProcess, loop: asyncio.AbstractEventLoop) -> None:
+        """Look every now and then whether a process has ended."""
+        if process.poll() is None:
+            loop.call_later(_POLL_SECONDS, self._poll, process, loop)
+        else:
+            self._handle_exit(process)
 
     def _handle_exit(self, process: LinkedProcess) -> None:
         if process is not self.process:  # `kill` ended it

@@ -1,7 +1,10 @@
-"""Checks constraints and keeps the results.
+"""Checks constraints and keeps the verdicts.
 
 Constraints are checked in processes of their own (`server.http.text.grammar_worker`). The engine compiles the same
 grammar again, for which it has the same limits.
+
+A verdict is about the constraint. Whatever else goes wrong is none: a process that was killed or stopped, one that
+cannot start, a service that is overloaded. The check is then made again, and refused as unavailable in the end.
 """
 
 from __future__ import annotations
@@ -11,34 +14,49 @@ import contextlib
 import functools
 import hashlib
 import logging
-import queue
-import signal
-import subprocess
 import weakref
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from server.engine.link.spawn import interrupts_blocked, module_command, use_safe_path
-from server.errors import OverloadedError
-from server.http.text.tokenizing import run_in_place
+from server.engine.link.spawn import module_command
+from server.errors import OverloadedError, StoppingError, UnavailableError
+from server.http.load.fair_queue import FairPlaces
+from server.http.text.fair_cache import FairCache
+from server.http.text.helper_process import (
+    CrashError,
+    HelperProcess,
+    LostError,
+    ProcessorTimeError,
+    Running,
+    end_processes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("tessera")
 
 SECONDS: Final = 2.0
-"""How long compiling and checking a constraint may take."""
+"""Processor time for compiling and checking a constraint."""
 
 # Of what is sent to a worker, which counts what it compiles. Descriptions in schemas may be much longer than that.
 _MAX_BYTES: Final = 8 << 20
-_WORKERS: Final = 2
+_WORKERS: Final = 3
+_OF_A_CLIENT: Final = _WORKERS - 1
+"""Workers that one client may use, so that another one finds a free worker."""
 _QUEUE_SECONDS: Final = 5 * SECONDS
+_CHECK_SECONDS: Final = 60.0
+"""Time for a check with all its attempts, once a worker is free."""
+_PAUSES: Final = (0.0, 0.05, 0.2, 0.8)
+"""Seconds before further attempts: what the system lacks for a process may be there a moment later."""
+_CRASHES: Final = 2
+"""Fresh processes that a task ends before that is its fault."""
 _KEPT: Final = 256
 _COMMAND: Final = module_command("server.http.text.grammar_worker")
+_UNAVAILABLE: Final = "the processes that compile grammars fail at the moment"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -48,11 +66,13 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         folder: the checkpoint, with its tokenizer.
         vocab_size: number of the model's logits.
         eos_token_ids: the model's end tokens.
+        seconds: processor time for a task.
     """
 
     folder: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    seconds: float
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -101,139 +121,222 @@ class Findings(msgspec.Struct, frozen=True):
     checked: bool = True
 
 
+class _Check:
+    """A task for a worker, and the callers that wait for its result."""
+
+    def __init__(self) -> None:
+        self.num_callers = 0
+        self.has_begun = False
+        self.future: asyncio.Future[Any] | None = None
+
+
+class _Client:
+    """The places of one client."""
+
+    def __init__(self) -> None:
+        self.places = asyncio.Semaphore(_OF_A_CLIENT)
+        self.num_callers = 0
+
+
 class GrammarCompiler:
-    """Owns the worker processes, which start when they are needed, and the cache of their results.
+    """Owns the worker processes, which start when they are needed, and the cache of their verdicts.
 
     Used only on the event loop.
     """
 
     def __init__(self, folder: str, eos_token_ids: tuple[int, ...]) -> None:
         self._folder, self._eos_token_ids = folder, eos_token_ids
-        self._cache: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._threads = ThreadPoolExecutor(_WORKERS, "grammars")
-        self._places = asyncio.Semaphore(_WORKERS)
-        self._workers: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        processes: list[subprocess.Popen[bytes]] = []
-        for _ in range(_WORKERS):
-            self._workers.put(_Worker(processes))
-        self._end = weakref.finalize(self, _end_all, processes)
+        self._cache: FairCache[Verdict] = FairCache(_KEPT)
+        self._checks: dict[tuple[str, bytes], _Check] = {}
+        self._places = FairPlaces(_WORKERS)
+        self._clients: dict[str, _Client] = {}
+        self._idle: list[HelperProcess] = []
+        self._is_closed = False
+        self._running: Running = {}
+        self._finalizer = weakref.finalize(self, end_processes, self._running)
 
-    async def check(self, constraint: Constraint, vocab_size: int) -> Verdict:
+    async def check(self, constraint: Constraint, vocab_size: int, client: str = "") -> Verdict:
         """Check a constraint, or return the verdict of an equal one.
+
+        Args:
+            constraint: see above.
+            vocab_size: number of the model's logits.
+            client: who asks, as `server.http.request_id.CurrentRequest.client`. Clients take turns.
 
         Raises:
             OverloadedError: no worker becomes free in time.
+            UnavailableError: the constraint cannot be checked at the moment.
         """
-        line = msgspec.json.encode(Task(constraint)) + b"\n"
+        line = msgspec.json.encode(Task(constraint))
         if len(line) > _MAX_BYTES:
             return Verdict(error=f"must have at most {_MAX_BYTES} bytes")
         key = hashlib.sha256(line).digest()
         if (known := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
             return known
-        reply = await self._run(line, vocab_size)
-        if isinstance(reply, bytes):
-            verdict = msgspec.json.decode(reply, type=Verdict)
-        elif reply == -signal.SIGALRM:
-            verdict = Verdict(error=f"takes longer than {SECONDS:g} seconds to compile")
-        else:
-            verdict = Verdict(error="is too complex to compile")
-        self._cache[key] = verdict
-        if len(self._cache) > _KEPT:
-            self._cache.popitem(last=False)
-        return verdict
+
+        async def find() -> Verdict:
+            try:
+                answer = await self._run(check, line, vocab_size, client)
+            except ProcessorTimeError:
+                verdict = Verdict(error=f"takes longer than {SECONDS:g} seconds to compile")
+            except CrashError:
+                verdict = Verdict(error="is too complex to compile")
+            else:
+                verdict = msgspec.json.decode(answer, type=Verdict)
+            self._cache.put(key, verdict, client)
+            return verdict
+
+        check = self._checks.setdefault((client, key), _Check())
+        return await self._wait(check, (client, key), find)
 
     async def find_violations(
-        self, constraint: Constraint, texts: Sequence[str], vocab_size: int
+        self, constraint: Constraint, texts: Sequence[str], vocab_size: int, client: str = ""
     ) -> tuple[str, ...] | None:
         """Check finished texts; return how they violate the constraint, or None if that cannot be told in time.
 
-        Raises:
-            OverloadedError: no worker becomes free in time.
-        """
-        line = msgspec.json.encode(Task(constraint, tuple(texts))) + b"\n"
-        reply = await self._run(line, vocab_size)
-        if not isinstance(reply, bytes):
-            return None
-        found = msgspec.json.decode(reply, type=Findings)
-        return found.violations if found.checked else None
-
-    async def _run(self, line: bytes, vocab_size: int) -> bytes | int:
-        """Return a worker's reply, or the code with which it ended.
+        Args:
+            constraint: that the texts were generated with.
+            texts: complete ones.
+            vocab_size: see `check`.
+            client: likewise.
 
         Raises:
             OverloadedError: no worker becomes free in time.
+            UnavailableError: the texts cannot be checked at the moment.
         """
-        config = WorkerConfig(self._folder, vocab_size, self._eos_token_ids)
-        try:
-            async with asyncio.timeout(_QUEUE_SECONDS):
-                await self._places.acquire()
-        except TimeoutError:
-            raise OverloadedError("too many grammars wait to be compiled") from None
-        ask = functools.partial(self._ask, config, line)
-        return await run_in_place(self._threads, self._places, ask)
+        line = msgspec.json.encode(Task(constraint, tuple(texts)))
+
+        async def find() -> tuple[str, ...] | None:
+            try:
+                answer = await self._run(check, line, vocab_size, client)
+            except (ProcessorTimeError, CrashError):
+                return None
+            found = msgspec.json.decode(answer, type=Findings)
+            return found.violations if found.checked else None
+
+        check, key = _Check(), (client, hashlib.sha256(line).digest())
+        check = self._checks.setdefault(key, check)
+        return await self._wait(check, key, find)
 
     def close(self) -> None:
-        """End the worker processes; a check that is running fails."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._end()
+        """End the worker processes; checks that are being made fail."""
+        self._is_closed = True
+        for check in self._checks.values():
+            if check.future is not None:
+                check.future.cancel()
+        while self._idle:
+            self._idle.pop().kill()
+        # The connections are closed by their checks, since the event loop may still use them.
+        for process in self._running:
+            process.kill()
 
-    def _ask(self, config: WorkerConfig, line: bytes) -> bytes | int:
-        # The one that was used last, so that the others need not start.
-        worker = self._workers.get()
+    async def _wait(
+        self,
+        check: _Check,
+        key: tuple[str, bytes],
+        find: Callable[[], Coroutine[Any, Any, ResultT]],
+    ) -> ResultT:
+        """Return the result of a check, which is made once for all callers and goes on without them once it has begun.
+
+        A worker that is busy cannot be used for anything else; one that is ended has to be started again.
+        """
+        if self._is_closed:
+            raise StoppingError
+        if check.future is None:
+            check.future = asyncio.ensure_future(find())
+            check.future.add_done_callback(functools.partial(self._forget, key, check))
+        check.num_callers += 1
         try:
-            return worker.ask(config, line)
+            return await asyncio.shield(check.future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if check.future.cancelled() and task is not None and not task.cancelling():
+                raise StoppingError from None  # by `close`
+            raise
         finally:
-            self._workers.put(worker)
+            check.num_callers -= 1
+            if not check.num_callers and not check.has_begun:
+                self._forget(key, check)
+                check.future.cancel()
 
+    def _forget(
+        self, key: tuple[str, bytes], check: _Check, future: asyncio.Future[Any] | None = None
+    ) -> None:
+        if self._checks.get(key) is check:
+            del self._checks[key]
+        if future is not None and not future.cancelled():
+            future.exception()  # nobody may wait for it any more
 
-class _Worker:
-    """A worker process, started for the first constraint and again after it ended; used by one thread at a time."""
+    async def _run(self, check: _Check, line: bytes, vocab_size: int, client: str) -> msgspec.Raw:
+        """Return a worker's answer.
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
-        self._process: subprocess.Popen[bytes] | None = None
+        Raises:
+            OverloadedError: no worker becomes free in time.
+            UnavailableError: the workers fail, for reasons that say nothing about the task.
+            ProcessorTimeError: the task takes too long.
+            CrashError: the task ends fresh workers.
+        """
+        config = WorkerConfig(self._folder, vocab_size, self._eos_token_ids, SECONDS)
+        async with self._place(client):
+            check.has_begun = True
+            try:
+                async with asyncio.timeout(_CHECK_SECONDS):
+                    return await self._attempt(msgspec.json.encode(config), line)
+            except TimeoutError:
+                raise UnavailableError(_UNAVAILABLE) from None
 
-    def ask(self, config: WorkerConfig, line: bytes) -> bytes | int:
-        """Return the reply to an encoded task, or the code with which the process ended."""
-        process = self._process or self._start(config)
-        assert process.stdin is not None
-        assert process.stdout is not None
+    @contextlib.asynccontextmanager
+    async def _place(self, client: str) -> AsyncIterator[None]:
+        """Hold one of the places of a client, and one of all; wait for them."""
+        its = self._clients.setdefault(client, _Client())
+        its.num_callers += 1
         try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except BrokenPipeError:
-            reply = b""
-        if reply.endswith(b"\n"):
-            return reply
-        self._process = None
-        self._processes.remove(process)
-        _end(process)
-        if process.returncode != -signal.SIGALRM:
-            log.warning("a grammar ended its process with code %d", process.returncode)
-        return process.returncode
+            async with contextlib.AsyncExitStack() as places:
+                try:
+                    async with asyncio.timeout(_QUEUE_SECONDS):
+                        await places.enter_async_context(its.places)
+                        await self._places.acquire(client)
+                        places.callback(self._places.release)
+                except TimeoutError:
+                    raise OverloadedError("too many grammars wait to be compiled") from None
+                yield
+        finally:
+            its.num_callers -= 1
+            if not its.num_callers:
+                del self._clients[client]
 
-    def _start(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
-        use_safe_path()
-        with interrupts_blocked():
-            process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
-        self._process = process
-        self._processes.append(process)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(config) + b"\n")
-        return process
+    async def _attempt(self, config: bytes, line: bytes) -> msgspec.Raw:
+        """Ask workers until one answers, or until the task is at fault; see `_run`."""
+        num_crashes = 0
+        for pause in (*_PAUSES, None):
+            worker = None if num_crashes else self._take()
+            try:
+                if worker is None:
+                    worker = HelperProcess(_COMMAND, config, SECONDS, self._running)
+                    await worker.start()
+                answer = await worker.ask(line)
+            except CrashError as error:
+                log.warning("a grammar worker %s", error)
+                num_crashes += error.is_fresh
+                if num_crashes == _CRASHES:
+                    raise
+            except LostError as error:
+                log.warning("a grammar worker %s; its check is made again", error)
+            else:
+                if self._is_closed:
+                    worker.kill()
+                else:
+                    self._idle.append(worker)
+                return answer
+            if pause is not None:
+                await asyncio.sleep(pause)
+        raise UnavailableError(_UNAVAILABLE)
 
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
-
-
-def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        _end(process)
+    def _take(self) -> HelperProcess | None:
+        """Return the worker that was used last, of those that wait; None if one has to be started."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_usable:
+                return worker
+            worker.kill()
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.http.request_id import current_request
 from server.http.text.grammar_compiler import Constraint
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class CompiledConstraint(NamedTuple):
             return ()
         try:
             found = await context.grammars.find_violations(
-                self.constraint, texts, context.engine_info().vocab_size
+                self.constraint, texts, context.engine_info().vocab_size, current_request().client
             )
         except (OverloadedError, UnavailableError):
             found = None
@@ -68,10 +69,12 @@ async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> Comp
     Raises:
         ValidationError: the constraint is not valid, is not supported, or is too costly.
         OverloadedError: too many constraints wait.
-        UnavailableError: the engine is not ready.
+        UnavailableError: the engine is not ready, or the constraint cannot be checked at the moment.
     """
     constraint = Constraint(wanted.kind, wanted.value, wanted.strict)
-    verdict = await context.grammars.check(constraint, context.engine_info().vocab_size)
+    verdict = await context.grammars.check(
+        constraint, context.engine_info().vocab_size, current_request().client
+    )
     if verdict.error:
         raise ValidationError(f"`{wanted.field}`: {verdict.error}")
     warnings = tuple(f"`{wanted.field}`: {phrase}" for phrase in verdict.unenforced)

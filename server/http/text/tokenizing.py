@@ -7,7 +7,9 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from model.thread_pool import started_pool
 
 ResultT = TypeVar("ResultT")
 
@@ -25,10 +27,13 @@ class TokenizerThreads:
 
     Args:
         count: number of threads; with one, short texts do wait for a long one.
+
+    Raises:
+        ThreadStartError: the system refuses a thread.
     """
 
     def __init__(self, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, "tokenize")
+        self._pool = started_pool(count, "tokenize")
         self._long = asyncio.Semaphore(max(1, count - 1))
 
     def close(self) -> None:
@@ -57,8 +62,15 @@ class TokenizerThreads:
         return await run_in_place(self._pool, self._long, work_and_trim)
 
 
+class Places(Protocol):
+    """What limits how many functions a pool has: a semaphore, or `server.http.load.fair_queue.FairPlaces`."""
+
+    def release(self) -> None:
+        """Give a place back."""
+
+
 async def run_in_place(
-    pool: ThreadPoolExecutor, places: asyncio.Semaphore, work: Callable[[], ResultT]
+    pool: ThreadPoolExecutor, places: Places, work: Callable[[], ResultT]
 ) -> ResultT:
     """Call a function in a thread of a pool, and release a place when the function has returned.
 

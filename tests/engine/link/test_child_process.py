@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -213,5 +214,22 @@ def test_stopping_does_not_wait_for_a_process_that_cannot_be_killed(monkeypatch,
         assert f"the child {process.pid} cannot be killed" in caplog.text
         await asyncio.to_thread(process.wait)
         process.stdin.close()
+
+    run(scenario())
+
+
+def test_the_end_of_a_process_is_noticed_although_the_system_refuses_the_thread_for_it(monkeypatch):
+    async def scenario():
+        child = Child(("false",), restarts=2)
+
+        def refuse(_):
+            raise RuntimeError("can't start new thread")
+
+        child.process.launch()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        child.process.start()
+        await reached(lambda: child.codes)
+        monkeypatch.undo()
+        await reached(lambda: child.codes == [1] * 3)
 
     run(scenario())

@@ -4,20 +4,20 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from model.errors import GrammarError
 from model.hub.resolve import resolve
-from model.sampling import grammar_processes
 from model.sampling.followed_matcher import MatcherRules
 from model.sampling.grammar import (
     compile_matcher,
     serialize,
 )
 from model.sampling.grammar_process import Setup
-from model.sampling.grammar_processes import FAILURE, GrammarProcesses
+from model.sampling.grammar_processes import GrammarProcesses, ProcessLostError
 from model.sampling.token_masker import TokenMasker
 from tests.waiting import GIVE_UP
 
@@ -28,13 +28,13 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-SETUP = Setup(str(resolve("bundled")), 4096, (0,), 128)
 GRAMMAR = serialize("json_schema", SCHEMA)
 
 
 @pytest.fixture
 def processes():
-    found = GrammarProcesses(SETUP, num_processes=2, num_slots=6)
+    setup = Setup(str(resolve("bundled")), 4096, (0,), 128)
+    found = GrammarProcesses(setup, num_processes=2, num_slots=6)
     yield found
     found.close()
 
@@ -129,41 +129,93 @@ def test_a_grammar_that_cannot_be_compiled_is_an_error_and_others_go_on(processe
     assert not new(processes).error
 
 
-def test_a_process_that_is_killed_fails_its_matchers_and_is_replaced(processes):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_grammars_of_a_process_that_is_killed_or_stopped_are_followed_by_another(
+    processes, vocabulary, number
+):
+    remote = [new(processes) for _ in range(16)]
+    local = compile_matcher(vocabulary, GRAMMAR).copy(RULES)
+    masker = TokenMasker(vocabulary)
+    processes.compute(remote[:6])
+    masker.compute([local])
+    for step in range(3):
+        token_id = allowed_ids(local_mask(masker, local))[step]
+        if step == 1:
+            hit = remote[0].worker
+            assert any(matcher.worker is not hit for matcher in remote)
+            os.kill(hit._process.pid, number)
+        processes.advance([(matcher, token_id) for matcher in remote[:6]])
+        masker.advance([(local, token_id)])
+        for matcher in remote[:6]:
+            assert not matcher.error
+            assert (matcher.ahead, matcher.num_tokens) == (local.ahead, local.num_tokens)
+            assert np.array_equal(processes.words[matcher.slot], local_mask(masker, local))
+        for matcher in (local, *remote[:6]):
+            for accepted in list(matcher.ahead):
+                assert matcher.accept(accepted)
+    assert all(matcher.worker is not hit for matcher in remote[:6])
+
+    # Those that took no part in the step are found to be lost when they are needed.
+    late = next(matcher for matcher in remote[6:] if matcher.worker is hit)
+    assert late.forced_tokens() == new(processes).forced_tokens()
+    assert not late.error
+    assert late.copy().worker is late.worker is not hit
+
+
+def num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def local_mask(masker, matcher):
+    return masker.masks.words[matcher.slot]
+
+
+def test_a_grammar_is_compiled_although_the_processes_are_killed(processes):
+    for _ in range(3):
+        for worker in processes._workers:
+            os.kill(worker._process.pid, signal.SIGKILL)
+        assert not new(processes).error
+
+
+def test_a_stopped_process_that_compiles_is_given_up(processes):
+    for worker in processes._workers:
+        os.kill(worker._process.pid, signal.SIGSTOP)
+
+    assert not new(processes).error
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("subprocess.Popen", BlockingIOError(11, "Resource temporarily unavailable")),
+        ("socket.socketpair", OSError(24, "Too many open files")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+    ],
+    ids=["process", "descriptors", "thread"],
+)
+def test_a_process_that_cannot_be_replaced_leaves_the_others_and_nothing_open(
+    processes, monkeypatch, name, error
+):
     matchers = [new(processes) for _ in range(16)]
-    processes.compute(matchers[:3])
-    killed = matchers[0].worker
-    os.kill(killed._process.pid, signal.SIGKILL)
-    lost = [matcher for matcher in matchers[:6] if matcher.worker is killed]
-
-    processes.advance([(matcher, 96) for matcher in lost])
-
-    for matcher in lost:
-        assert not matcher.continues_after(96)
-        assert not matcher.accept(96)
-        assert matcher.error == "the grammar cannot be followed: an internal error"
-    deadline = time.monotonic() + 10
-    while not killed.has_ended and time.monotonic() < deadline:
+    ended = matchers[0].worker
+    ended.end()
+    ended._process.wait(60)
+    while ended._orders.fileno() >= 0:
         time.sleep(0.01)
-    again = [new(processes) for _ in range(8)]
-    assert all(matcher.worker is not killed for matcher in again)
-    processes.compute(again[:2])
-    assert all(not matcher.has_failed for matcher in again)
 
+    def refuse(*_, **__):
+        raise error
 
-def test_a_process_that_is_stopped_fails_what_it_should_compile_and_is_replaced(monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(grammar_processes, "_ORDER_SECONDS", 0.2)
-        processes = GrammarProcesses(SETUP, num_processes=1, num_slots=6)
-    (stopped,) = processes._workers
-    os.kill(stopped._process.pid, signal.SIGSTOP)
-
-    with pytest.raises(GrammarError, match=FAILURE):
-        new(processes)
-
-    assert stopped.has_ended
-    assert new(processes)
-    processes.close()
+    before = num_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"model.sampling.grammar_processes.{name}", refuse)
+        assert new(processes).worker is not ended
+        assert num_descriptors() == before
+        (other,) = [worker for worker in processes._workers if not worker.has_ended]
+        other.end()
+        with pytest.raises(ProcessLostError):
+            new(processes)
+    assert not new(processes).error
 
 
 def test_the_processes_end_with_their_connections(processes):

@@ -360,6 +360,7 @@ def test_a_nested_configuration_is_an_error(folder, depth) -> None:
         Tokenizer.from_folder(folder)
 
 
-def test_an_interrupt_is_not_taken_for_an_error_of_the_library() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        library_error(KeyboardInterrupt(), "loading")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_says_nothing_about_the_input_is_raised_again(error) -> None:
+    with pytest.raises(error):
+        library_error(error(), "loading")

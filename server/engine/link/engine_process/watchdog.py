@@ -79,8 +79,9 @@ class Watchdog:
                 if reason := self._watch.check():
                     # Standard error may be what the main thread waits for.
                     report = threading.Thread(target=_report, args=(reason,), daemon=True)
-                    report.start()
-                    report.join(_REPORT_SECONDS)
+                    with contextlib.suppress(RuntimeError):  # the system refuses the thread
+                        report.start()
+                        report.join(_REPORT_SECONDS)
                     self._watch.close()
                     self._end_process(HANG_EXIT_CODE)
                     return

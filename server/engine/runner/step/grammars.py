@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -16,6 +16,7 @@ from model.sampling.grammar_processes import GrammarProcesses
 from model.sampling.mask import HostMasks
 from model.sampling.token_masker import TokenMasker
 from model.text.tokenizer import Tokenizer
+from model.thread_pool import started_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +49,9 @@ class Grammars:
         device: where tokens are sampled.
         num_slots: masks that there is place for on a GPU: at least the sequences of a step.
         num_processes: that follow grammars, 0 for none; None for a number that suits the device.
+
+    Raises:
+        ThreadStartError: the system refuses a thread.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Grammars:
         num_processes: int | None = None,
     ) -> None:
         self._folder, self._config, self._device = folder, config, device
-        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+        self._threads = started_pool(_THREADS, "grammars")
         self._lock = Lock()
         self._num_slots = num_slots
         if num_processes is None:
@@ -73,7 +77,11 @@ class Grammars:
         self._is_prepared = False
 
     def compile(self, sampling: SamplingParams) -> Future[Matcher]:
-        """Start to compile the grammar of a request. The future raises a `ModelError` if that fails."""
+        """Start to compile the grammar of a request.
+
+        Returns:
+            A future. It raises a `GrammarError` if the grammar is at fault, and another exception for other reasons.
+        """
         assert sampling.grammar is not None
         # A request that ignores the model's end tokens has none.
         ends_from = sampling.min_new_tokens if sampling.eos_token_ids else math.inf

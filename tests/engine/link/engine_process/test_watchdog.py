@@ -55,6 +55,22 @@ def test_a_process_whose_log_is_blocked_ends_nevertheless(monkeypatch):
     unblocked.set()
 
 
+def test_a_process_that_gets_no_thread_for_its_report_ends_nevertheless(monkeypatch):
+    start = threading.Thread.start
+    codes, watch = [], Watch("it hangs")
+
+    def refuse(thread):
+        if thread.name != "watchdog":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    Watchdog(watch, codes.append).start()
+
+    until(lambda: codes, seconds=60)
+    assert codes == [HANG_EXIT_CODE]
+
+
 def test_a_watchdog_that_is_stopped_checks_no_more():
     watch = Watch(*[None] * 10_000)
     watchdog = Watchdog(watch, pytest.fail)
