@@ -25,7 +25,7 @@ SETTINGS: Final[dict[str, Any]] = {
 REPLICA: Final = b"ray::ServeReplica:tessera:tessera"
 PROXY: Final = b"/bin/haproxy"
 _ROUTER: Final = REPLICA + b"-router"
-_WAIT_SECONDS: Final = 180.0
+_WAIT_SECONDS: Final = 600.0
 _SERVE: Final = Path(sys.executable).with_name("serve")
 """Ray Serve's command."""
 

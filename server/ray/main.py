@@ -5,7 +5,8 @@
 The arguments are those of `server.ray.app.build`; `host` and `port` are the proxy's. At SIGTERM or SIGINT all replicas
 drain as `tessera serve` does (`drain_delay`, `drain_timeout`), and the status is 0, or 1 if a replica was lost
 meanwhile; a second signal ends them at once. `serve run` breaks streams: it ends Ray at once at SIGTERM, and the proxy
-before the replicas at SIGINT.
+before the replicas at SIGINT. A signal while Ray or the replicas start ends both within seconds, with status 0. If they
+cannot start, one message says why, and the status is 1; 2 if an argument is wrong.
 
 With RAY_ADDRESS it joins a cluster that runs, whose nodes need `VARIABLES` before Ray starts on them, and removes the
 application from it at the end.
@@ -14,65 +15,147 @@ application from it at the end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import os
+import re
 import signal
 import sys
+import sysconfig
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from server.cli.listening import listen
+from server.engine.core.start_checks import StartupError
+from server.ray.haproxy import BINARY_VARIABLE, SCRIPT
+from server.ray.processes import run
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from ray.serve.handle import DeploymentHandle
 
 VARIABLES: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    BINARY_VARIABLE: str(Path(sysconfig.get_path("scripts"), SCRIPT)),
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "131072",
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": "131072",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """What Ray's processes read when they start.
 
-HAProxy sends a request again that a killed replica has not begun to answer, since to compute it twice does no harm. The
-variables of the request router matter with prefix_routing only.
+HAProxy sends a request again that a killed replica has not begun to answer, since to compute it twice does no harm. For
+that it needs the whole request in a buffer (`server.ray.haproxy`). The variables of the request router matter with
+prefix_routing only.
 """
 _NAME: Final = "tessera"
 _END_SECONDS: Final = 30.0
+_PROXY_PORTS: Final = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
+"""Ports of HAProxy's own pages, with the variables that change them."""
+_CAUSE: Final = re.compile(
+    r"^(?:[A-Za-z_]+\.)*(?:[A-Za-z_]*(?:Error|Exception)): *(\S.*)$", re.MULTILINE
+)
+"""The last line of a traceback, as Ray repeats it in its messages."""
 
 
 def main() -> None:
-    """Serve until a signal; exits with 2 if an argument is wrong."""
+    """Serve until a signal. Exits with 2 if an argument is wrong, with 1 and a message if Ray cannot start."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)  # noqa: TID251 - Ray's settings have no other form
+    try:
+        arguments = parse(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(_problem(error, 2))
+    sys.exit(run(lambda started: _serve(arguments, started)))
+
+
+def _serve(arguments: dict[str, str], started: Callable[[], None]) -> int:
+    """Serve until a signal, and return the exit status.
+
+    Args:
+        arguments: of `build`.
+        started: called when the replicas are ready and signals drain them.
+    """
+    _on_signals(lambda: sys.exit(0))
+    if importlib.util.find_spec("ray") is None:
+        return _problem("Ray Serve is not installed: pip install 'tessera[ray]'")
     import ray  # noqa: PLC0415 - reads the variables when it is imported
-    from pydantic import ValidationError  # noqa: PLC0415 - with what follows
     from ray import serve  # noqa: PLC0415 - the same
 
     from server.ray.app import build, options_of  # noqa: PLC0415 - imports Ray
 
     try:
-        arguments = parse(sys.argv[1:])
         settings = options_of(arguments).settings
         application = build(arguments)
-    except (ValueError, ValidationError) as error:
-        sys.exit(_usage(error))
-    stop = threading.Event()
-    ray.init(namespace="serve")
-    serve.start(http_options={"host": settings.host, "port": settings.port})
-    # Ray's own handlers end it at once; they are there after `init`.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    replicas = serve.run(application, name=_NAME)
-    stop.wait()
-    print("draining", file=sys.stderr, flush=True)  # noqa: T201 - for who watches the command
+    except ValueError as error:  # pydantic's too
+        return _problem(error, 2)
     joined = "RAY_ADDRESS" in os.environ  # noqa: TID251 - the same
-    problems = asyncio.run(end(replicas, settings.drain_delay + settings.drain_timeout))
-    if joined:
-        serve.delete(_NAME)  # otherwise the cluster would replace the replicas
-    ray.shutdown()
+    stop = threading.Event()
+    with contextlib.ExitStack() as held:
+        try:
+            if not joined:
+                _check_machine(settings.host, settings.port)
+            with _own_signals():
+                ray.init(namespace="serve")
+            held.callback(ray.shutdown)
+            serve.start(http_options={"host": settings.host, "port": settings.port})
+            if joined:  # otherwise the cluster would replace the replicas
+                held.callback(serve.delete, _NAME)
+            replicas = serve.run(application, name=_NAME)
+        except Exception as error:  # noqa: BLE001 - of Ray, which has no common class
+            return _problem(f"Ray cannot start: {cause(error)}")
+        _on_signals(stop.set)
+        started()
+        stop.wait()
+        print("draining", file=sys.stderr, flush=True)  # noqa: T201 - for who watches the command
+        problems = asyncio.run(end(replicas, settings.drain_delay + settings.drain_timeout))
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)  # noqa: T201 - of a command
-    sys.exit(1 if problems else 0)
+        _problem(problem)
+    return 1 if problems else 0
+
+
+def _check_machine(host: str, port: int) -> None:
+    """Refuse what Ray's processes would only write to their log files.
+
+    Raises:
+        StartupError: a port is in use, or a program is missing.
+    """
+    listen(host, port)[0].close()
+    for variable, default in _PROXY_PORTS.items():
+        number = int(os.environ.get(variable, default))  # noqa: TID251 - Ray's
+        try:
+            listen("0.0.0.0", number)[0].close()  # noqa: S104 - as HAProxy does
+        except StartupError as error:
+            raise StartupError(f"{error} ({variable} sets another port)") from None
+    program = os.environ[BINARY_VARIABLE]  # noqa: TID251 - Ray's
+    if not os.access(program, os.X_OK):
+        raise StartupError(f"{BINARY_VARIABLE}={program} is not a program: install Tessera again")
+
+
+def _on_signals(act: Callable[[], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: act())
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Set the handlers again that Ray replaces: its own end it at once."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def cause(error: BaseException) -> str:
+    """Return one line that says why Ray could not start: the last error of the traceback in its message, if any."""
+    text = str(error).strip()
+    causes = _CAUSE.findall(text)
+    lines = [it.strip() for it in text.splitlines() if it.strip()]
+    return causes[-1] if causes else lines[0] if lines else type(error).__name__
 
 
 async def end(replicas: DeploymentHandle, seconds: float) -> list[str]:
@@ -120,9 +203,10 @@ def parse(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def _usage(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)  # noqa: T201 - of a command
-    return 2
+def _problem(text: object, status: int = 1) -> int:
+    """Write an error and return the exit status."""
+    print(f"error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - of a command
+    return status
 
 
 if __name__ == "__main__":
