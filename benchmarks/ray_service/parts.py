@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import prefix_hits
+from benchmarks.ray_service import writes
 from benchmarks.ray_service.cluster import (
     PORT,
     PROXY,
@@ -23,7 +24,6 @@ from benchmarks.ray_service.cluster import (
     running,
     until,
 )
-from benchmarks.ray_service import writes
 from benchmarks.ray_service.streams import Load, summary
 from benchmarks.service import service
 from tests.reliability.processes import Role, process_tree

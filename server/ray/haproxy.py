@@ -13,6 +13,7 @@ Console script `tessera-haproxy`. Imports nothing of the service, because each c
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -33,7 +34,7 @@ def main() -> None:
     """Complete the configurations on the command line, and become HAProxy."""
     arguments = sys.argv[1:]
     try:
-        for option, value in zip(arguments, arguments[1:], strict=False):
+        for option, value in itertools.pairwise(arguments):
             if option == "-f":
                 complete(Path(value))
         program = binary()
