@@ -20,6 +20,7 @@ from benchmarks.ray_service.cluster import (
     cpu_seconds,
     deploy,
     processes,
+    reached_by_proxy,
     requests_of_replicas,
     running,
     until,
@@ -141,7 +142,7 @@ def kill_replicas(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     for kill in range(options.kills):
         count = (kill + 1) * options.requests // (options.kills + 1)
         until(lambda count=count: len(clients.outcomes) >= count)  # type: ignore[misc]
-        until(lambda: running() == 2 and len(processes(REPLICA)) == 2)
+        until(lambda: running() == reached_by_proxy() == 2 and len(processes(REPLICA)) == 2)
         old = processes(REPLICA)
         os.kill(old[kill % 2], signal.SIGKILL)
         until(lambda old=old: set(processes(REPLICA)) - set(old) and running() == 2)  # type: ignore[misc]

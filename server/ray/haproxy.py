@@ -1,12 +1,15 @@
-"""The HAProxy that Ray Serve starts: Ray's own, with two lines added to the configuration that Ray writes.
+"""The HAProxy that Ray Serve starts: Ray's own, with three lines added to the configuration that Ray writes.
 
 Ray runs what RAY_SERVE_HAPROXY_BINARY_PATH names in place of its bundled program, with `-f CONFIGURATION`. Ray has no
-setting for either line:
+setting for any of the lines:
 
 - `option http-buffer-request`: HAProxy chooses a replica when the whole body is there, or a buffer is full. It repeats
   only requests of which it had the end when it sent the beginning; without the option, one whose body comes in a second
   packet, as with Python's http.client, is lost with its replica.
 - `timeout http-request`: how long it waits for that. Without it a slow client holds one of its connections for an hour.
+- `option redispatch 2`: every second attempt goes to another replica, in place of every one. With prefix_routing HAProxy
+  learns only by its next health check, within half a second, that a replica is gone. If that is the only one it knows,
+  attempts on others have no pause, and all of them fail before; one on the same has a pause of a second.
 
 Console script `tessera-haproxy`. Imports nothing of the service, because each change of replicas runs it.
 """
@@ -26,8 +29,13 @@ BINARY_VARIABLE: Final = "RAY_SERVE_HAPROXY_BINARY_PATH"
 """What Ray runs as HAProxy."""
 BODY_SECONDS: Final = 30
 """For the head and the body of a request; as long as the service itself waits for a body."""
-_LINES: Final = f"    option http-buffer-request\n    timeout http-request {BODY_SECONDS}s\n"
-_DEFAULTS: Final = re.compile(r"^defaults\b.*\n", re.MULTILINE)
+_LINES: Final = f"""\
+    option http-buffer-request
+    timeout http-request {BODY_SECONDS}s
+    option redispatch 2
+"""
+_DEFAULTS: Final = re.compile(r"^defaults\b.*\n(?:(?:[ \t].*)?\n)*", re.MULTILINE)
+"""The section, whose lines are indented."""
 
 
 def main() -> None:
@@ -44,7 +52,7 @@ def main() -> None:
 
 
 def complete(path: Path) -> None:
-    """Add the lines to a configuration's `defaults`. What Ray sets itself comes after them, and so prevails.
+    """Add the lines at the end of a configuration's `defaults`, where they prevail over those of Ray.
 
     Raises:
         ValueError: the configuration has no `defaults`.
