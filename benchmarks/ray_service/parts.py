@@ -143,6 +143,9 @@ def kill_replicas(rule: str, options: argparse.Namespace) -> dict[str, Any]:
         count = (kill + 1) * options.requests // (options.kills + 1)
         until(lambda count=count: len(clients.outcomes) >= count)  # type: ignore[misc]
         until(lambda: running() == reached_by_proxy() == 2 and len(processes(REPLICA)) == 2)
+        # What the proxy sent elsewhere while it did not know the new one.
+        count = len(clients.outcomes) + 2 * options.streams
+        until(lambda count=count: len(clients.outcomes) >= count)  # type: ignore[misc]
         old = processes(REPLICA)
         os.kill(old[kill % 2], signal.SIGKILL)
         until(lambda old=old: set(processes(REPLICA)) - set(old) and running() == 2)  # type: ignore[misc]

@@ -76,7 +76,7 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
     except ValueError as error:
         fail(str(error), command, status=2)
     values = {
-        name: _normalized(name, source.values[name])
+        name: normalized(name, source.values[name])
         for source in reversed(sources)
         for name in source.values
     }
@@ -177,8 +177,8 @@ def _flag_source(options: argparse.Namespace) -> _Source:
     peers: Reading | None = getattr(options, PEERS, None)
     origins = {}
     for name, (text, origin) in ({} if peers is None else peers.given).items():
-        chosen = _normalized(name, given.setdefault(name, text))
-        if chosen != _normalized(name, text):
+        chosen = normalized(name, given.setdefault(name, text))
+        if chosen != normalized(name, text):
             shown = (
                 ""
                 if setting(Settings.model_fields[name]).secret
@@ -260,7 +260,7 @@ def _fail_all(messages: Iterable[str], command: str) -> NoReturn:
     fail(f"\ntessera {command}: error: ".join(messages), command, status=2)
 
 
-def _normalized(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
+def normalized(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
     """Return a value as the setting takes it, with Tessera's spelling.
 
     The text of a setting that is a list is split at its commas. Empty parts stay, for its validator to refuse.

@@ -7,7 +7,7 @@ setting for any of the lines:
   only requests of which it had the end when it sent the beginning; without the option, one whose body comes in a second
   packet, as with Python's http.client, is lost with its replica.
 - `timeout http-request`: how long it waits for that. Without it a slow client holds one of its connections for an hour.
-- `option redispatch 2`: every second attempt goes to another replica, in place of every one. With prefix_routing HAProxy
+- `option redispatch 2`: every second attempt goes to another replica, in place of every one. With prefix_routing it
   learns only by its next health check, within half a second, that a replica is gone. If that is the only one it knows,
   attempts on others have no pause, and all of them fail before; one on the same has a pause of a second.
 

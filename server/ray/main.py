@@ -26,8 +26,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pydantic import ValidationError
+
 from server.cli.listening import listen
+from server.cli.peers.values import truth
+from server.cli.service_parts import api_keys, warn_if_open
+from server.cli.settings import CONFIG, environment_variable, read_environment
 from server.engine.core.start_checks import StartupError
+from server.log import configure_logging
 from server.ray.haproxy import BINARY_VARIABLE, SCRIPT
 from server.ray.processes import run
 
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ray.serve.handle import DeploymentHandle
+
+    from server.cli.settings import Settings
 
 VARIABLES: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -68,7 +76,7 @@ def main() -> None:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)  # noqa: TID251 - Ray's settings have no other form
     try:
-        arguments = parse(sys.argv[1:])
+        arguments = from_environment() | parse(sys.argv[1:])
     except ValueError as error:
         sys.exit(_problem(error, 2))
     sys.exit(run(lambda started: _serve(arguments, started)))
@@ -92,14 +100,21 @@ def _serve(arguments: dict[str, str], started: Callable[[], None]) -> int:
     try:
         settings = options_of(arguments).settings
         application = build(arguments)
-    except ValueError as error:  # pydantic's too
-        return _problem(error, 2)
+    except ValidationError as error:
+        # Without the values, which may be keys.
+        problems = error.errors(include_url=False, include_input=False)
+        return _problem(
+            "; ".join(
+                f"{it['loc'][-1] if it['loc'] else ''}: {it['msg']}" for it in problems
+            ).removeprefix(": "),
+            2,
+        )
     joined = "RAY_ADDRESS" in os.environ  # noqa: TID251 - the same
     stop = threading.Event()
     with contextlib.ExitStack() as held:
         try:
             if not joined:
-                _check_machine(settings.host, settings.port)
+                _check_machine(settings)
             with _own_signals():
                 ray.init(namespace="serve")
             held.callback(ray.shutdown)
@@ -119,13 +134,16 @@ def _serve(arguments: dict[str, str], started: Callable[[], None]) -> int:
     return 1 if problems else 0
 
 
-def _check_machine(host: str, port: int) -> None:
-    """Refuse what Ray's processes would only write to their log files.
+def _check_machine(settings: Settings) -> None:
+    """Refuse what Ray's processes would only write to their log files, and log what tessera serve logs of its address.
 
     Raises:
-        StartupError: a port is in use, or a program is missing.
+        StartupError: a port is in use, a program is missing, or the file of the API keys cannot be used.
     """
-    listen(host, port)[0].close()
+    with listen(settings.host, settings.port)[0] as listener:
+        address, port = listener.getsockname()[:2]
+    configure_logging(settings.log_level, settings.log_format)
+    warn_if_open(settings.host, address, port, api_keys(settings))
     for variable, default in _PROXY_PORTS.items():
         number = int(os.environ.get(variable, default))  # noqa: TID251 - Ray's
         try:
@@ -190,6 +208,22 @@ async def _of_all(replicas: DeploymentHandle, method: str, seconds: float) -> li
     except TimeoutError:
         return [f"{method}: a replica did not return within {seconds:g} s"]
     return [f"{method}: {it}" for it in results if isinstance(it, BaseException)]
+
+
+def from_environment() -> dict[str, str]:
+    """Return the settings that variables of the service give.
+
+    Raises:
+        ValueError: there is one of no setting, or of what this command does not read.
+    """
+    values, unknown = read_environment()
+    if CONFIG in values:
+        raise ValueError(
+            f"{environment_variable(CONFIG)}: this command reads no configuration file"
+        )
+    if unknown and truth(values.get("ignore_unknown_env", "")) is not True:
+        raise ValueError(f"no setting has the environment variable {unknown[0]}")
+    return values
 
 
 def parse(words: list[str]) -> dict[str, str]:

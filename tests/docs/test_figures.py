@@ -1,15 +1,24 @@
 """Figures of speed in the documents have a source that exists."""
 
 import fnmatch
+import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The help texts of settings have no links; docs/operations.md has the same figures with theirs.
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/settings.md"}),
+]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
+CLAIMS_OF_OTHERS = (
+    (ROOT / "docs/flash-attention.md").read_text().partition("## Numbers in circulation")[2]
+)
 HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 # A number and what only measurements have. A limit or a delay in seconds is none.
 FIGURE = re.compile(
@@ -28,7 +37,8 @@ DECISION = re.compile(
 def blocks(path):
     """Return the paragraphs, lists and tables of a document, each with its neighbours of the same section."""
     found = []
-    for section in HEADING.split(path.read_text()):
+    text = path.read_text().replace(CLAIMS_OF_OTHERS, "")
+    for section in HEADING.split(text):
         parts = re.split(r"\n\s*\n", section.strip())
         found += [
             (part, "\n".join(parts[max(0, place - 1) : place + 2]))
@@ -57,3 +67,41 @@ def test_a_figure_of_speed_stands_beside_its_result_file_or_a_page_that_names_it
     ]
 
     assert not without
+
+
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *DECISIONS, ROOT / "CHANGELOG.md"], ids=lambda it: it.name
+)
+def test_every_result_file_that_a_document_names_exists(path):
+    named = re.findall(
+        r"`(?:benchmarks/results/)?((?:cpu|h100|h200)-[\w.*-]+)\.json`", path.read_text()
+    )
+
+    assert not [it for it in named if not exists(it)]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda it: it.stem)
+def test_a_result_file_has_the_commit_of_its_name_and_the_command_that_wrote_it(path):
+    result = json.loads(path.read_text())
+    commits = result.get("commits") or [result["commit"]]
+
+    assert re.search(r"-([0-9a-f]{7})(?:-[a-z]+)?$", path.stem)[1] in [it[:7] for it in commits]
+    assert result["command"]
+
+
+def test_the_commits_of_result_files_are_in_the_history():
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("the checkout has no history")
+    found = [json.loads(it.read_text()) for it in RESULTS.glob("*.json")]
+    # A plus stands for changes that were not committed.
+    commits = {commit.rstrip("+") for it in found for commit in it.get("commits") or [it["commit"]]}
+
+    assert not [
+        it for it in sorted(commits) if git("cat-file", "-t", f"{it}^{{commit}}") != "commit"
+    ]
+
+
+def git(*words):
+    """Return the output of git; empty if it fails, or where this is no checkout."""
+    done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
