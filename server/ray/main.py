@@ -20,6 +20,7 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -63,6 +64,7 @@ prefix_routing only.
 """
 _NAME: Final = "tessera"
 _END_SECONDS: Final = 30.0
+_CONNECT_SECONDS: Final = 10.0
 _PROXY_PORTS: Final = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
 """Ports of HAProxy's own pages, with the variables that change them."""
 _CAUSE: Final = re.compile(
@@ -109,11 +111,14 @@ def _serve(arguments: dict[str, str], started: Callable[[], None]) -> int:
             ).removeprefix(": "),
             2,
         )
-    joined = "RAY_ADDRESS" in os.environ  # noqa: TID251 - the same
+    cluster = os.environ.get("RAY_ADDRESS", "local") or "local"  # noqa: TID251 - Ray's
+    joined = cluster != "local"
     stop = threading.Event()
     with contextlib.ExitStack() as held:
         try:
-            if not joined:
+            if joined:
+                _check_cluster(cluster)
+            else:
                 _check_machine(settings)
             with _own_signals():
                 ray.init(namespace="serve")
@@ -153,6 +158,20 @@ def _check_machine(settings: Settings) -> None:
     program = os.environ[BINARY_VARIABLE]  # noqa: TID251 - Ray's
     if not os.access(program, os.X_OK):
         raise StartupError(f"{BINARY_VARIABLE}={program} is not a program: install Tessera again")
+
+
+def _check_cluster(address: str) -> None:
+    """Refuse an address where nothing listens, which Ray tries for minutes. Only Ray itself finds others, as "auto".
+
+    Raises:
+        StartupError: there is no connection.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise StartupError(f"RAY_ADDRESS={address}: {error}") from None
 
 
 def _on_signals(act: Callable[[], object]) -> None:
