@@ -128,7 +128,8 @@ def _serve(arguments: dict[str, str], started: Callable[[], None]) -> int:
                 held.callback(serve.delete, _NAME)
             replicas = serve.run(application, name=_NAME)
         except Exception as error:  # noqa: BLE001 - of Ray, which has no common class
-            return _problem(f"Ray cannot start: {cause(error)}")
+            reason = _of_replicas() if ray.is_initialized() else ""
+            return _problem(f"Ray cannot start: {cause(RuntimeError(reason) if reason else error)}")
         _on_signals(stop.set)
         started()
         stop.wait()
@@ -186,6 +187,16 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def _of_replicas() -> str:
+    """Return what Ray knows about deployments that failed, with their tracebacks; empty for nothing."""
+    from ray import serve  # noqa: PLC0415 - reads the variables when it is imported
+
+    with contextlib.suppress(Exception):  # no more than a better message
+        application = serve.status().applications[_NAME]
+        return "\n".join(it.message for it in application.deployments.values() if it.message)
+    return ""
 
 
 def cause(error: BaseException) -> str:
