@@ -87,7 +87,8 @@ def serve(
         listeners = listen(settings.host, settings.port, front_ends)
         listening(listeners[0].getsockname()[1])
         tokenizer_folder = tokenizer_path(settings, model_path)
-        warn_if_open(settings.host, *listeners[0].getsockname()[:2], keys)
+        address, port = listeners[0].getsockname()[:2]
+        warn_if_open(settings.host, address, port, keys)
         allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
         limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
     except (ModelError, StartupError) as error:

@@ -104,13 +104,11 @@ def _serve(arguments: dict[str, str], started: Callable[[], None]) -> int:
         application = build(arguments)
     except ValidationError as error:
         # Without the values, which may be keys.
-        problems = error.errors(include_url=False, include_input=False)
-        return _problem(
-            "; ".join(
-                f"{it['loc'][-1] if it['loc'] else ''}: {it['msg']}" for it in problems
-            ).removeprefix(": "),
-            2,
-        )
+        texts = [
+            ": ".join([*map(str, it["loc"][-1:]), it["msg"]])
+            for it in error.errors(include_url=False, include_input=False)
+        ]
+        return _problem("; ".join(texts), 2)
     cluster = os.environ.get("RAY_ADDRESS", "local") or "local"  # noqa: TID251 - Ray's
     joined = cluster != "local"
     stop = threading.Event()
