@@ -209,6 +209,9 @@ FROM runtime-cpu AS ray
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
     RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" \
+    RAY_SERVE_HAPROXY_RETRIES=20 \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/tessera/bin/tessera-haproxy \
+    RAY_SERVE_HAPROXY_TUNE_BUFSIZE=131072 \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/tmp
 COPY --from=app-ray /opt/tessera /opt/tessera
@@ -230,6 +233,9 @@ FROM runtime-gpu AS ray-gpu
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
     RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" \
+    RAY_SERVE_HAPROXY_RETRIES=20 \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/tessera/bin/tessera-haproxy \
+    RAY_SERVE_HAPROXY_TUNE_BUFSIZE=131072 \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/tmp
 COPY --from=app-ray-gpu /opt/tessera /opt/tessera

@@ -83,8 +83,8 @@ test-latency: dev ## Run the tests that measure latencies, one after the other
 	$(PYTEST) -n 0 -m 'latency and not gpu'
 
 test-gpu: JOBS = 2
-test-gpu: dev ## Run the tests that need a CUDA device; fails without one
-	$(PYTEST) -m gpu
+test-gpu: dev ## Run the tests that need a CUDA device, and write tests/gpu/results; fails without one
+	$(PYTEST) -m gpu --gpu-results tests/gpu/results
 
 check: dev ## Lint, types, import contracts, the Dockerfile
 	$(BIN)/ruff check .

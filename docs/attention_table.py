@@ -19,7 +19,10 @@ def attention_table(folder: Path = RESULTS) -> str:
     Args:
         folder: the folder of the result files.
     """
-    results = [json.loads(path.read_text()) for path in folder.glob("*-attention-*.json")]
+    results = [
+        {**json.loads(path.read_text()), "file": path.name}
+        for path in folder.glob("*-attention-*.json")
+    ]
     topics = ("attention", "attention-lengths")
     results = [it for it in results if it["topic"] in topics and "ceilings" in it]
     results.sort(key=lambda result: str(result["date"]), reverse=True)
@@ -41,7 +44,7 @@ def _source(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     ceilings = result["ceilings"]
     return [
-        f"{result['machine']}; {versions}; commit {result['commit']}, {result['date'][:10]}; "
+        f"{result['machine']}; {versions}; {result['date'][:10]}; `{result['file']}`; "
         f"`{result['command']}`. Ceilings in the same run: {ceilings['gemm_tflops']:.0f} TFLOP/s of a bf16 GEMM, "
         f"{ceilings['copy_gbs']:.0f} GB/s of a copy. Elsewhere: {result['peers_elsewhere']}.",
         "",

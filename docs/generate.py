@@ -53,7 +53,7 @@ def cpu_results() -> list[dict[str, Any]]:
     """Return the newest committed results of `benchmarks.cpu_peers`, one for each instruction set and model."""
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     found = [
-        json.loads(path.read_text())
+        {**json.loads(path.read_text()), "file": path.name}
         for path in (ROOT / "benchmarks" / "results").glob("cpu-peers-*.json")
     ]
     for result in sorted(found, key=lambda result: str(result["date"])):
@@ -106,9 +106,9 @@ def cpu_table(isa: str) -> str:
             shown = " | ".join("" if cell is None else f"{cell:.0f}" for cell in cells)
             lines.append(f"| {name} | {what} | {shown} |")
             name = ""
-    commits = ", ".join(dict.fromkeys(result["commit"] for result in chosen))
+    files = ", ".join(dict.fromkeys(f"`{result['file']}`" for result in chosen))
     machines = ", ".join(dict.fromkeys(result["machine"] for result in chosen))
-    lines.append("\n" + " ".join([*notes, f"{machines}, commit {commits}."]))
+    lines.append("\n" + " ".join([*notes, f"{machines}; {files}."]))
     return "\n".join(lines)
 
 

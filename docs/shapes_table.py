@@ -18,15 +18,18 @@ _COLUMNS = {
 
 def shapes_table() -> str:
     """Return a table of the newest result of each shape on the machine of the newest, with shares of the roofline."""
-    found = [json.loads(path.read_text()) for path in _RESULTS.glob("*-shapes-*.json")]
+    found = [
+        {**json.loads(path.read_text()), "file": path.name}
+        for path in _RESULTS.glob("*-shapes-*.json")
+    ]
     found.sort(key=lambda it: str(it["date"]))
     newest = found[-1]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    commits: dict[tuple[str, str], str] = {}
+    files: dict[tuple[str, str], str] = {}
     for result in found:
         if result["machine"] == newest["machine"]:
             rows |= {(row["model"], row["workload"]): row for row in result["rows"]}
-            commits |= {(row["model"], row["workload"]): result["commit"] for row in result["rows"]}
+            files |= {(row["model"], row["workload"]): result["file"] for row in result["rows"]}
     lines = ["| | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
     models = sorted({model for model, _ in rows}, key=lambda it: float(rows[it, "batch1"]["value"]))
     for model in models:
@@ -34,13 +37,13 @@ def shapes_table() -> str:
         lines.append(f"| {model} | {cells} |")
     older: dict[str, list[str]] = {}
     for model in models:
-        for commit in dict.fromkeys(commits[model, it] for it in _COLUMNS):
-            columns = [it for it in _COLUMNS if commits[model, it] == commit]
+        for file in dict.fromkeys(files[model, it] for it in _COLUMNS):
+            columns = [it for it in _COLUMNS if files[model, it] == file]
             partly = f" ({' '.join(columns)})" if len(columns) < len(_COLUMNS) else ""
-            older.setdefault(commit, []).append(model + partly)
-    older.pop(newest["commit"], None)
-    others = "".join(f"; {commit}: {', '.join(which)}" for commit, which in older.items())
-    lines += ["", f"{newest['machine']}, commit {newest['commit']}{others}."]
+            older.setdefault(file, []).append(model + partly)
+    older.pop(newest["file"], None)
+    others = "".join(f"; `{file}`: {', '.join(which)}" for file, which in older.items())
+    lines += ["", f"{newest['machine']}; `{newest['file']}`{others}."]
     return "\n".join(lines)
 
 

@@ -31,6 +31,7 @@ class Setting:
         ge, gt, le: limits of a number.
         form: of a text.
         secret: whether messages must not show the value.
+        restricts: whether it keeps others out, so that an empty text is an error instead of no text.
     """
 
     group: Group | None = None
@@ -39,6 +40,7 @@ class Setting:
     le: int | None = None
     form: Form | None = None
     secret: bool = False
+    restricts: bool = False
 
     @property
     def limits(self) -> dict[str, int]:

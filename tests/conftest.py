@@ -13,6 +13,7 @@ from tests.kernels import triton_interpreter
 
 pytest_plugins = [
     "tests.gpu.hooks",
+    "tests.gpu.result_file",
     "tests.kernels.compile.manifest.hooks",
     "tests.kernels.cpu.hooks",
 ]

@@ -9,6 +9,9 @@ prefixes, and counts how they ended:
   that of `tessera serve` under the same load.
 - engine: the engine process of one replica is killed.
 - replica: the process of one replica is killed; the row says after how many seconds there are two again.
+- writes: several replicas are killed, one after the other (`--kills`), under clients that send a request in one write,
+  in two as Python's http.client, in three with pauses, or in chunks. The row counts requests without an answer (lost)
+  and answers that ended early (broken).
 - update: another setting is deployed, and so both replicas are replaced one after the other.
 - scale-down: one replica is deployed.
 - autoscale: a service of one or two replicas gets more streams than one computes at a time, and then none.
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--streams", type=int, default=32, help="at a time")
     parser.add_argument("--requests", type=int, default=200, help="of each part, at least")
+    parser.add_argument("--kills", type=int, default=6, help="of the part writes")
     add_bookkeeping(parser)
     options = parser.parse_args()
     os.environ.update(VARIABLES)  # noqa: TID251 - Ray's settings have no other form, and its processes inherit them

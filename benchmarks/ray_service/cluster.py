@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import http.client
+import io
 import json
 import os
 import re
@@ -25,7 +27,8 @@ SETTINGS: Final[dict[str, Any]] = {
 REPLICA: Final = b"ray::ServeReplica:tessera:tessera"
 PROXY: Final = b"/bin/haproxy"
 _ROUTER: Final = REPLICA + b"-router"
-_WAIT_SECONDS: Final = 180.0
+_STATISTICS_PORT: Final = 8404
+_WAIT_SECONDS: Final = 600.0
 _SERVE: Final = Path(sys.executable).with_name("serve")
 """Ray Serve's command."""
 
@@ -61,6 +64,21 @@ def running() -> int:
 
     deployment = serve.status().applications["tessera"].deployments["tessera"]
     return int(deployment.replica_states.get("RUNNING", 0))
+
+
+def reached_by_proxy() -> int:
+    """Return the number of replicas that HAProxy sends requests to; it learns of a new one some seconds after Ray."""
+    connection = http.client.HTTPConnection("127.0.0.1", _STATISTICS_PORT, timeout=30)
+    connection.request("GET", "/stats;csv")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    servers = csv.DictReader(io.StringIO("\n".join(lines).removeprefix("# ")))
+    return sum(
+        it["pxname"] == "http-tessera"
+        and it["svname"].startswith("SERVE_REPLICA")
+        and it["status"].startswith("UP")
+        for it in servers
+    )
 
 
 def both_replicas() -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import prefix_hits
+from benchmarks.ray_service import writes
 from benchmarks.ray_service.cluster import (
     PORT,
     PROXY,
@@ -19,6 +20,7 @@ from benchmarks.ray_service.cluster import (
     cpu_seconds,
     deploy,
     processes,
+    reached_by_proxy,
     requests_of_replicas,
     running,
     until,
@@ -131,6 +133,27 @@ def _killed(pid: int, options: argparse.Namespace, wait: Callable[[], None]) -> 
     return summary(run.join(), fault)
 
 
+def kill_replicas(rule: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Kill several replicas, one after the other, under clients that send bodies in several ways."""
+    deploy(rule)
+    both_replicas()
+    clients = writes.Clients(PORT, options.streams)
+    clients.start()
+    for kill in range(options.kills):
+        count = (kill + 1) * options.requests // (options.kills + 1)
+        until(lambda count=count: len(clients.outcomes) >= count)  # type: ignore[misc]
+        until(lambda: running() == reached_by_proxy() == 2 and len(processes(REPLICA)) == 2)
+        # What the proxy sent elsewhere while it did not know the new one.
+        count = len(clients.outcomes) + 2 * options.streams
+        until(lambda count=count: len(clients.outcomes) >= count)  # type: ignore[misc]
+        old = processes(REPLICA)
+        os.kill(old[kill % 2], signal.SIGKILL)
+        until(lambda old=old: set(processes(REPLICA)) - set(old) and running() == 2)  # type: ignore[misc]
+    until(lambda: len(clients.outcomes) >= options.requests)
+    clients.stop()
+    return {"kills": options.kills} | writes.summary(clients.outcomes)
+
+
 def update(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Replace both replicas under load."""
     deploy(rule)
@@ -185,6 +208,7 @@ PARTS: Final[dict[str, Callable[[str, argparse.Namespace], dict[str, Any]]]] = {
     "load": load,
     "engine": kill_engine,
     "replica": kill_replica,
+    "writes": kill_replicas,
     "update": update,
     "scale-down": scale_down,
     "autoscale": autoscale,

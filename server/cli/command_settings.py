@@ -35,6 +35,7 @@ from server.cli.settings import (
     flag,
     listed_settings,
     read_environment,
+    restricting,
     setting,
 )
 from server.engine.core.messages import EngineConfig
@@ -75,7 +76,7 @@ def settings_of(options: argparse.Namespace, command: str) -> Settings:
     except ValueError as error:
         fail(str(error), command, status=2)
     values = {
-        name: _normalized(name, source.values[name])
+        name: normalized(name, source.values[name])
         for source in reversed(sources)
         for name in source.values
     }
@@ -132,7 +133,8 @@ def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]
     variables, unknown = read_environment()
     variable_path = variables.pop(CONFIG, None)
     path = variable_path if (given_path := getattr(options, CONFIG)) is None else given_path
-    sources = [flags, _Source("variables", variables)]
+    names = {name: environment_variable(name) for name in variables if name in restricting()}
+    sources = [flags, _Source("variables", variables, names)]
     if path is not None:
         from server.cli.parsing.config_file import settings_of_file  # noqa: PLC0415 - imports YAML
 
@@ -140,7 +142,7 @@ def _read_sources(options: argparse.Namespace) -> tuple[list[_Source], list[str]
     given = {name: source.values[name] for source in reversed(sources) for name in source.values}
     if truth(given.get("peer_env")) is not False:
         try:
-            reading = read_variables(environment(), MODEL in given)
+            reading = read_variables(environment(), MODEL in given, restricting())
         except ValueError as error:
             raise ValueError(f"{error}{_IGNORE_PEERS}") from None
         if reading is not None:
@@ -175,8 +177,8 @@ def _flag_source(options: argparse.Namespace) -> _Source:
     peers: Reading | None = getattr(options, PEERS, None)
     origins = {}
     for name, (text, origin) in ({} if peers is None else peers.given).items():
-        chosen = _normalized(name, given.setdefault(name, text))
-        if chosen != _normalized(name, text):
+        chosen = normalized(name, given.setdefault(name, text))
+        if chosen != normalized(name, text):
             shown = (
                 ""
                 if setting(Settings.model_fields[name]).secret
@@ -258,7 +260,7 @@ def _fail_all(messages: Iterable[str], command: str) -> NoReturn:
     fail(f"\ntessera {command}: error: ".join(messages), command, status=2)
 
 
-def _normalized(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
+def normalized(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
     """Return a value as the setting takes it, with Tessera's spelling.
 
     The text of a setting that is a list is split at its commas. Empty parts stay, for its validator to refuse.
@@ -275,20 +277,25 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     if not problem["loc"]:
         shown = {name: it for name, it in origins.items() if it and f"{flag(name)} " in message}
         given = [f"{flag(name)} is given as {it}" for name, it in shown.items() if it != flag(name)]
-        hint = _IGNORE_PEERS if any(map(str.isupper, shown.values())) else ""
+        hint = _IGNORE_PEERS if any(map(_is_of_peer, shown.values())) else ""
         return f"{'; '.join([message, *given])}{hint}"
     name, value = str(problem["loc"][0]), problem["input"]
     field = Settings.model_fields[name]
     where = f"{flag(name)} (or {environment_variable(name)})"
     if origin := origins.get(name):
         where = origin if origin.endswith(flag(name)[2:]) else f"{origin} ({flag(name)})"
-    hint = _IGNORE_PEERS if origins.get(name, "").isupper() else ""
+    hint = _IGNORE_PEERS if _is_of_peer(origins.get(name, "")) else ""
     where += "" if setting(field).secret else f" is {value!r}"
     allowed = allowed_values(field)
     if allowed and problem["type"].startswith(_PLAIN_PROBLEMS):
         advice = f" ({ADVICE[name]})" if name in ADVICE else ""
         return f"{where}; it must be {allowed}{advice}{_kubernetes_hint(value)}{hint}"
     return f"{where}: {message}{hint}"
+
+
+def _is_of_peer(origin: str) -> bool:
+    """Whether a setting was given by a variable of another server."""
+    return origin.isupper() and not origin.startswith(ENV_PREFIX)
 
 
 def _kubernetes_hint(value: object) -> str:

@@ -38,11 +38,17 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 def local_hosts(host: str, listener: socket.socket) -> tuple[str, ...]:
     """Return the names by which programs of this machine reach the service; none if others can reach it too."""
-    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
-    if not address.is_loopback:
+    if not is_loopback(listener.getsockname()[0]):
         return ()
     bound = f"[{host}]" if ":" in host else host
     return tuple(dict.fromkeys(["localhost", "127.0.0.1", "[::1]", bound.lower()]))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only programs of this machine reach a numeric address, which may have a zone."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
 
 
 def _bind(family: int, address: object, *, shared: bool = False) -> socket.socket:

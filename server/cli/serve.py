@@ -25,6 +25,7 @@ from server.cli.service_parts import (
     engine_environments,
     http_config,
     tokenizer_path,
+    warn_if_open,
 )
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
@@ -94,6 +95,7 @@ def serve(
     raise_descriptor_limit()
     try:
         check_tracing(settings)
+        keys = api_keys(settings)  # before anything is downloaded
         settings = with_model_name(settings)
         model_path, model_config = find_model(settings)
         environments = engine_environments(settings)
@@ -101,7 +103,8 @@ def serve(
         listeners = listen(settings.host, settings.port, front_ends)
         listening(listeners[0].getsockname()[1])
         tokenizer_folder = tokenizer_path(settings, model_path)
-        keys = api_keys(settings)
+        address, port = listeners[0].getsockname()[:2]
+        warn_if_open(settings.host, address, port, keys)
         allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
         limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
     except (ModelError, StartupError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import stat
 from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
@@ -12,6 +14,7 @@ from model.checkpoint.generation_config import read_sampling_defaults
 from model.hub.resolve import BUNDLED, is_bundled, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
+from server.cli.listening import is_loopback
 from server.cli.nvidia import count_gpus, may_have_gpu
 from server.cli.settings import Settings, check_keys
 from server.engine.core.start_checks import StartupError
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig
 
 log = logging.getLogger("tessera")
+_KEY_CHARACTERS = 16
+_KEY_FILE_CHARACTERS = 1 << 20
 _TRACING_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -72,20 +77,66 @@ def tokenizer_path(settings: Settings, model_path: Path) -> Path:
 
 
 def api_keys(settings: Settings) -> tuple[str, ...]:
-    """Return all keys, each once; none if the service is open to all.
+    """Return all keys, each once; none if the service is open to all. Keys that can be guessed are logged by number.
 
     Raises:
-        StartupError: the file cannot be read, has no key, or has one that could not be sent in a header.
+        StartupError: the file cannot be read, has no key, has one that could not be sent in a header, or can be written
+            by other users.
     """
     keys = settings.api_key
     if settings.api_key_file is not None:
         keys += _read_keys(settings.api_key_file)
-    return tuple(dict.fromkeys(keys))
+    keys = tuple(dict.fromkeys(keys))
+    short = [str(number) for number, key in enumerate(keys, 1) if len(key) < _KEY_CHARACTERS]
+    if short:
+        log.warning(
+            "API keys with fewer than %d characters can be guessed: %s of %d (`openssl rand -hex 32` makes one)",
+            _KEY_CHARACTERS,
+            ", ".join(short),
+            len(keys),
+        )
+    return keys
+
+
+def warn_if_open(host: str, address: str, port: int, keys: Sequence[str]) -> None:
+    """Log a warning if other machines can use the service without a key.
+
+    Args:
+        host: that the operator gave.
+        address: that the service listens on.
+        port: that it listens on.
+        keys: its API keys.
+    """
+    if not keys and not is_loopback(address):
+        shown = f"[{address}]" if ":" in address else address
+        log.warning(
+            "the service has no API key, and everyone who reaches %s:%d can use it (--host %s); --api-key-file gives "
+            "it keys",
+            shown,
+            port,
+            host,
+        )
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:
     try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(_KEY_FILE_CHARACTERS + 1)
+        if len(text) > _KEY_FILE_CHARACTERS:
+            raise StartupError(
+                f"--api-key-file {path}: it has more than {_KEY_FILE_CHARACTERS} characters"
+            )
+        if stat.S_ISREG(mode) and mode & stat.S_IWOTH:
+            raise StartupError(
+                f"--api-key-file {path}: other users can write to it, and so add keys: chmod 600"
+            )
+        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+            log.warning(
+                "--api-key-file %s: other users of this machine can read it (chmod 600)", path
+            )
+        # Only at line feeds: at other separators `splitlines` would make two keys of one with a control character.
+        lines = [line.strip(" \t\r") for line in text.split("\n")]
         keys = check_keys(tuple(line for line in lines if line and not line.startswith("#")))
     except (OSError, UnicodeDecodeError, PydanticCustomError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

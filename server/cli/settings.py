@@ -34,6 +34,8 @@ _KUBERNETES = re.compile(
     r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
 _is_number = re.compile(r"[0-9]{1,9}").fullmatch
+_QUOTES = "\"'`"
+_BLANK = " \t\r\n\"'"
 _is_key = re.compile(r"[!-+\--~]+").fullmatch  # visible ASCII without the comma
 _RUNS = (
     "model", "chat_template", "host", "device", "max_concurrent_requests", "api_key_file", "prefix_cache_sharing",
@@ -85,7 +87,7 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
     port: Annotated[int, Setting(ge=0, le=65535)] = 8000
     frontends: Annotated[int | None, Setting(ge=1, le=64)] = None
     data_parallel: Annotated[int | None, Setting("engine", ge=1, le=MAX_ENGINES)] = 1
-    api_key_file: Path | None = None
+    api_key_file: Annotated[Path | None, Setting(restricts=True)] = None
     engine_hang_seconds: Annotated[float, Setting("process", gt=0)] = 60.0
     ignore_unknown_env: Annotated[bool, Setting("process")] = False
     peer_env: Annotated[bool, Setting("process")] = True
@@ -106,6 +108,15 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             return None
         if not _is_number(str(value)) or not 1 <= int(str(value)) <= MAX_ENGINES:
             raise _refusal(f"it must be a whole number from 1 to {MAX_ENGINES}, or auto")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _what_restricts_is_not_empty(cls, value: object, info: ValidationInfo) -> object:
+        if setting(cls.model_fields[str(info.field_name)]).restricts:
+            texts = [value] if isinstance(value, str) else value
+            if isinstance(texts, list) and texts and not any(str(it).strip(_BLANK) for it in texts):
+                raise _refusal("it is empty; leave it out to have none")
         return value
 
     @field_validator("api_key")
@@ -163,7 +174,9 @@ def _refusal(message: str) -> PydanticCustomError:
 def read_environment(
     variables: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Read the environment variables that begin with TESSERA_; empty ones count as absent.
+    """Read the environment variables that begin with TESSERA_.
+
+    Empty ones count as absent, but not those of settings that keep others out, and of the file that may have such.
 
     Args:
         variables: to read from; None takes the environment of this process.
@@ -175,14 +188,23 @@ def read_environment(
     variables = environment() if variables is None else variables
     values, unknown = {}, []
     for name, value in variables.items():
-        if not name.upper().startswith(ENV_PREFIX) or not value:
+        if not name.upper().startswith(ENV_PREFIX):
             continue
         field = name[len(ENV_PREFIX) :].lower()
+        if not value and field != CONFIG and field not in restricting():
+            continue
         if field in Settings.model_fields or field == CONFIG:
             values[field] = value
         elif not _is_of_kubernetes(name, value):
             unknown.append(name)
     return values, sorted(unknown)
+
+
+@functools.cache
+def restricting() -> frozenset[str]:
+    """Return the names of the settings that keep others out."""
+    fields = Settings.model_fields.items()
+    return frozenset(name for name, field in fields if setting(field).restricts)
 
 
 def environment() -> Mapping[str, str]:
@@ -212,6 +234,8 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
             raise _refusal(
                 f"key {number} is empty or has characters other than visible ASCII without commas"
             )
+        if key[0] == key[-1] and key[0] in _QUOTES:
+            raise _refusal(f"key {number} is in quotation marks, which would be part of it")
     return keys
 
 

@@ -90,10 +90,12 @@ class HTTPSettings:
     max_body_bytes: Annotated[int, Setting(ge=1024)] = 2_000_000
     # Tokens of replies of /tokenize count too, and a body until its prompt is submitted to the engine.
     max_buffered_body_bytes: Annotated[int, Setting(ge=1024)] = 64 << 20
-    api_key: Annotated[tuple[str, ...], Setting(secret=True)] = field(default=(), repr=False)
+    api_key: Annotated[tuple[str, ...], Setting(secret=True, restricts=True)] = field(
+        default=(), repr=False
+    )
     prefix_cache_sharing: Literal["key", "all"] = "key"
-    cors_allow_origin: Annotated[tuple[str, ...], Setting(form=_ORIGIN)] = ()
-    allowed_hosts: Annotated[tuple[str, ...], Setting(form=_HOST)] = ()
+    cors_allow_origin: Annotated[tuple[str, ...], Setting(form=_ORIGIN, restricts=True)] = ()
+    allowed_hosts: Annotated[tuple[str, ...], Setting(form=_HOST, restricts=True)] = ()
     access_log: bool = True
     otlp_endpoint: Annotated[str | None, Setting("process", form=_ADDRESS)] = None
     strict_fields: bool = False

@@ -16,13 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from server.cli.command_settings import normalized
 from server.cli.settings import Settings
 from server.embedding import EmbeddedService, embedded_service
 from server.engine.link.protocol import EngineState
 from server.ray.router import SEQUENCES, check_version, router_config, with_prefix_routing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
     from ray.serve import Application
     from starlette.types import ASGIApp
@@ -157,10 +158,21 @@ def options_of(arguments: dict[str, Any]) -> Options:
         pydantic.ValidationError: a name or a value is wrong, or Ray's version.
     """
     own = Options.model_fields.keys() - {"settings"}
-    given = {name: value for name, value in arguments.items() if name not in own}
     return Options.model_validate(
-        {name: value for name, value in arguments.items() if name in own} | {"settings": given}
+        {name: value for name, value in arguments.items() if name in own}
+        | {"settings": _settings(arguments, own)}
     )
+
+
+def _settings(arguments: dict[str, Any], others: Collection[str]) -> dict[str, Any]:
+    """Return the settings among arguments as the service takes them; texts as those of its flags."""
+    return {
+        name: normalized(name, value)
+        if isinstance(value, str) and name in Settings.model_fields
+        else value
+        for name, value in arguments.items()
+        if name not in others
+    }
 
 
 def build(arguments: dict[str, Any]) -> Application:
@@ -173,7 +185,7 @@ def build(arguments: dict[str, Any]) -> Application:
         pydantic.ValidationError: a name or a value is wrong, or Ray's version.
     """
     options = options_of(arguments)
-    given = {name: it for name, it in arguments.items() if name in Settings.model_fields}
+    given = _settings(arguments, arguments.keys() - Settings.model_fields.keys())
     replicas: dict[str, Any] = {"num_replicas": options.min_replicas}
     if options.max_replicas is not None:
         replicas = {

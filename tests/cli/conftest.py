@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from server.cli.command_settings import read_settings
 from server.cli.main import main
 from tests.cli import fake_server as fake
 
@@ -26,6 +27,19 @@ def exit_status(arguments):
     except SystemExit as end:
         return end.code
     return 0
+
+
+@pytest.fixture
+def refusal(capsys):
+    """Return a function: read arguments that are refused with status 2; return the message."""
+
+    def read(*arguments):
+        with pytest.raises(SystemExit) as end:
+            read_settings(arguments)
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return read
 
 
 @pytest.fixture

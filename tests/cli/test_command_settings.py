@@ -28,19 +28,6 @@ def no_variables(monkeypatch):
             monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def refusal(capsys):
-    """Return a function: read arguments that are refused with status 2; return the message."""
-
-    def read(*arguments):
-        with pytest.raises(SystemExit) as end:
-            read_settings(arguments)
-        assert end.value.code == 2
-        return capsys.readouterr().err
-
-    return read
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -20,7 +20,7 @@ from server.embedding import embedded_service
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.protocol import EngineState
 from server.ray.app import Options, Tessera, build, replicas_for_load
-from server.ray.main import end, parse
+from server.ray.main import cause, end, from_environment, main, parse
 from server.ray.router import SEQUENCES, PrefixRequestRouter, check_version
 
 pytestmark = pytest.mark.e2e
@@ -271,3 +271,48 @@ def test_arguments_of_the_command_are_names_and_values():
     }
     with pytest.raises(ValueError, match="'bundled' is not name=value"):
         parse(["bundled"])
+
+
+def test_texts_of_lists_are_split_as_those_of_flags():
+    application = deployment(build({"api_key": "one, two", "device": "CPU"}))
+
+    assert application.init_args == ({"api_key": ["one", "two"], "device": "cpu"},)
+
+
+def test_an_empty_key_is_refused_and_no_value_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr("server.ray.main.run", lambda command: command(lambda: None))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for words in (["api_key="], ["api_key=hid den"], ["api_key=hidden", "max_num_seqs=0"]):
+        monkeypatch.setattr(sys, "argv", ["main", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        assert "hid" not in error
+
+
+def test_variables_of_the_service_count_and_unknown_ones_are_refused(monkeypatch):
+    monkeypatch.setenv("TESSERA_API_KEY", "")
+    monkeypatch.setenv("TESSERA_MAX_NUM_SEQS", "3")
+    assert from_environment() == {"api_key": "", "max_num_seqs": "3"}
+
+    monkeypatch.setenv("TESSERA_NONSENSE", "1")
+    with pytest.raises(ValueError, match="TESSERA_NONSENSE"):
+        from_environment()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "one\nTraceback (most recent call last):\n  File\nserver.x.ModelError: no such model",
+            "no such model",
+        ),
+        ("Version mismatch: 2.59\nmore", "Version mismatch: 2.59"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_cause_of_a_failed_start_is_one_line(text, line):
+    assert cause(RuntimeError(text)) == line

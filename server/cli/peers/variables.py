@@ -8,7 +8,7 @@ are refused, and only where ignoring them would change answers or security.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
 from server.cli.peers.unprefixed import UNPREFIXED
@@ -24,12 +24,15 @@ _SERVICE: Final = re.compile(r"\w+_SERVICE_(HOST|PORT(_\w+)?)|\w+_PORT_\d+_(TCP|
 _MACHINE: Final = "HOSTNAME"
 
 
-def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Reading | None:
+def read_variables(
+    variables: Mapping[str, str], model_is_given: bool, kept: Collection[str] = ()
+) -> Reading | None:
     """Read the variables of peers; empty ones count as absent.
 
     Args:
         variables: of the environment.
         model_is_given: whether a flag, a variable of Tessera or a file names the model, so that one here does not.
+        kept: settings whose variables count although they are empty.
 
     Returns:
         What they say, with one note for each; None if there are none.
@@ -37,7 +40,11 @@ def read_variables(variables: Mapping[str, str], model_is_given: bool) -> Readin
     Raises:
         PeerNameError: a variable asks for something that Tessera does not have, or has a value that it does not take.
     """
-    present = {name: value for name, value in variables.items() if value and _may_be_of_peer(name)}
+    present = {
+        name: value
+        for name, value in variables.items()
+        if _may_be_of_peer(name) and (value or _is_of(name, kept))
+    }
     present = {
         name: value
         for name, value in present.items()
@@ -82,6 +89,14 @@ def _stops(one: Found, name: str) -> bool:
     if one.row.setting:
         return name != "PORT"  # other programs use it too
     return one.peer.variables_are_flags and one.row.subject is not None and one.row.subject.matters
+
+
+def _is_of(name: str, settings: Collection[str]) -> bool:
+    """Whether a variable gives one of some settings."""
+    from server.cli.peers.table import find_variable  # noqa: PLC0415 - the tables
+
+    one = find_variable(name)
+    return one is not None and one.row.setting in settings
 
 
 def _reason(message: str) -> str:

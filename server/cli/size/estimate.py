@@ -41,8 +41,8 @@ EXPECTED_SHARE: Final = 0.5
 """Share of the roofline's speed that is typical, about the median of the results of H100 and H200 in
 benchmarks/results/. One sequence of a model of 8 billion parameters reaches 0.84, small models less."""
 LAYER_SECONDS: Final = 15e-6
-"""Typical time of a layer, however small it is, because its parts wait for each other. An H100 needs 11 us a layer
-for one sequence of SmolLM2-135M and 20 us for eight (benchmarks/results/h100-shapes-9ba5ba4.json)."""
+"""Typical time of a layer, however small it is, because its parts wait for each other. An H100 needs 10 us a layer
+for one sequence of SmolLM2-135M and 16 us for eight (benchmarks/results/h100-shapes-970d95f.json)."""
 _ON_DEVICE: Final = "cuda"
 
 
