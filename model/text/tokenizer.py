@@ -16,6 +16,7 @@ from typing import Any, overload
 import tokenizers
 
 from model.errors import TokenizerError
+from model.files import read_text
 from model.json_input import read_json_object
 from model.text.library_errors import library_error
 from model.text.pieces import TextPieces
@@ -137,21 +138,19 @@ class Tokenizer:
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        text = read_text(folder, file.name, _MAX_FILE_BYTES, TokenizerError)
+        if text is None:
             hint = ""
             if any(folder.glob("*.model")) or (folder / "vocab.json").is_file():
                 hint = "; only this format is read: save the tokenizer once with transformers to convert it"
             raise TokenizerError(f"{file} does not exist{hint}")
-        text = _read(file)
         _check_prefixes(text, file)
         try:
             library = tokenizers.Tokenizer.from_str(text)
         except BaseException as error:
             raise library_error(error, f"{file} is not a tokenizer") from error
         config_file = folder / "tokenizer_config.json"
-        config: dict[str, Any] = {}
-        if config_file.is_file():
-            config = read_json_object(config_file, _MAX_FILE_BYTES, TokenizerError)
+        config = read_json_object(folder, config_file.name, _MAX_FILE_BYTES, TokenizerError) or {}
         _add_tokens(library, config.get("added_tokens_decoder") or {}, config_file)
         bos_token = _token_text(config, "bos_token", config_file)
         tokenizer = cls(library, bos_token, _token_text(config, "eos_token", config_file), folder)
@@ -290,16 +289,6 @@ def _probe(tokenizer: Tokenizer, file: Path) -> None:
         tokenizer.decode(tokenizer.encode(_PROBE))
     except BaseException as error:
         raise library_error(error, f"{file} cannot be used") from error
-
-
-def _read(file: Path) -> str:
-    try:
-        size = file.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise TokenizerError(f"{file} has {size} bytes, more than {_MAX_FILE_BYTES}")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
 
 
 def _token_text(config: dict[str, Any], name: str, file: Path) -> str | None:
