@@ -1,7 +1,7 @@
 """Opens the files of a checkpoint: regular files of a limited size that lie in the checkpoint's folder.
 
-All reading of what a checkpoint brings goes through this module, because a checkpoint comes from strangers: a link in it
-may lead to a secret of this machine, which the service would show, and a pipe or a device would block for ever.
+All that a checkpoint brings is read through this module, because a checkpoint comes from strangers: a link in it may
+lead to a secret of this machine, which the service would show, and a pipe or a device would block for ever.
 
 Links are followed where programs that store models make them:
 
@@ -20,7 +20,6 @@ import contextlib
 import errno
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -28,6 +27,9 @@ from typing import Final
 from model.errors import ModelError
 
 _BUNDLED: Final = Path(__file__).parent / "bundled"
+_DESCRIPTORS: Final = next(
+    path for path in (Path("/proc/self/fd"), Path("/dev/fd")) if path.exists()
+)
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
@@ -123,7 +125,7 @@ def read_given(file: Path, max_bytes: int, error: type[ModelError]) -> bytes:
 
 def path_of_descriptor(descriptor: int) -> str:
     """Return a path for libraries that open files by path; valid while the descriptor is open."""
-    return f"/proc/self/fd/{descriptor}" if sys.platform == "linux" else f"/dev/fd/{descriptor}"
+    return f"{_DESCRIPTORS}/{descriptor}"
 
 
 def _open(path: Path | str, flags: int) -> int:
@@ -151,14 +153,14 @@ def _why_not(file: Path, problem: OSError | ValueError) -> str:
     if isinstance(problem, ValueError):
         return f"{str(file)!r} is not the name of a file"
     if problem.errno == errno.ENOENT and file.is_symlink():
-        return f"{file} is a link to {os.readlink(file)}, which does not exist"
+        return f"{file} is a link to {file.readlink()}, which does not exist"
     return f"{file} cannot be read: {problem.strerror}"
 
 
 def _path_of(descriptor: int) -> str:
     """Return the path of what a descriptor stands for, without links."""
-    if sys.platform == "linux":
-        return os.readlink(f"/proc/self/fd/{descriptor}")
+    if _DESCRIPTORS.is_relative_to("/proc"):
+        return str(Path(path_of_descriptor(descriptor)).readlink())
     import fcntl  # noqa: PLC0415 - only here
 
     return os.fsdecode(fcntl.fcntl(descriptor, _GET_PATH, bytes(1024)).rstrip(b"\0"))

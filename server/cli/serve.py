@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from model.errors import ModelError
+from model.hub.resolve import is_bundled
 from server.cli.command_settings import engine_config, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.front_end.count import front_end_count
@@ -104,6 +105,8 @@ def serve(
                 environments,
             )
             engine.launch()  # before the HTTP libraries are imported
+        _try_tokenizer(tokenizer_folder)  # which a signal ends
+        with deferred_signals(signal.SIGINT, signal.SIGTERM):
             server = _create_front_ends(
                 engine, listeners, tokenizer_folder, limits, settings.log_format
             )
@@ -117,6 +120,18 @@ def serve(
     finally:
         if engine is not None:
             engine.kill()
+
+
+def _try_tokenizer(folder: Path) -> None:
+    """Read the tokenizer in a process that has limits, unless it is our own.
+
+    Raises:
+        TokenizerError: it cannot be used.
+    """
+    if not is_bundled(folder):
+        from model.text.bounded.processes import try_folder  # noqa: PLC0415 - after the engine has started
+
+        try_folder(folder)
 
 
 class _SingleFrontEnd:

@@ -19,14 +19,14 @@ from model.text.chat_template import ChatTemplate
 from model.text.template_files import find_templates, read_config, read_template
 from model.text.tokenizer import Tokenizer
 
-SECRET = "the secret of somebody else"
+PRIVATE = "what somebody else wrote"
 
 
 @pytest.fixture
 def secret(tmp_path):
     file = tmp_path / "home" / "secret"
     file.parent.mkdir()
-    file.write_text(SECRET)
+    file.write_text(PRIVATE)
     return file
 
 
@@ -92,7 +92,7 @@ def test_a_link_out_of_the_folder_is_an_error_that_names_it_and_its_target(
         read_all(folder)
 
     assert f"{file} is a link to {secret}" in str(caught.value)
-    assert SECRET not in str(caught.value)
+    assert PRIVATE not in str(caught.value)
 
 
 def test_a_linked_folder_of_templates_is_refused(folder, tmp_path):
@@ -100,7 +100,7 @@ def test_a_linked_folder_of_templates_is_refused(folder, tmp_path):
     (folder / "additional_chat_templates").rename(elsewhere)
     (folder / "additional_chat_templates").symlink_to(elsewhere)
 
-    with pytest.raises(ChatTemplateError, match="is a link to .*templates/tool_use.jinja"):
+    with pytest.raises(ChatTemplateError, match=r"is a link to .*templates/tool_use\.jinja"):
         find_templates(folder, {})
 
 
@@ -119,7 +119,7 @@ def test_links_to_devices_and_files_of_the_kernel_are_refused(folder, target):
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to(target)
 
-    with pytest.raises(ModelError, match="is a link to|cannot be read|which does not exist"):
+    with pytest.raises(ModelError, match=r"is a link to|cannot be read|which does not exist"):
         read_all(folder)
 
 
@@ -234,7 +234,7 @@ def test_a_local_folder_may_link_to_nothing_else_in_the_cache(folder, tmp_path, 
     cache = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     (cache / place).parent.mkdir(parents=True)
-    (cache / place).write_text(SECRET)
+    (cache / place).write_text(PRIVATE)
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to(cache / place)
 
