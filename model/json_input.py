@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgspec
 
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
+from model.files import read_file
 
 T = TypeVar("T")
 Harmless: TypeAlias = tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...]
@@ -25,23 +26,27 @@ _MISFIT: Final = re.compile(r"(.+?)(?:, got .*?)?(?: - at `\$(?:\.(\w+))?(?:\[(\
 
 
 def read_json_object(
-    file: Path, max_bytes: int, error: type[ModelError] = ModelFolderError
-) -> dict[str, Any]:
-    """Parse `file`, which must hold one JSON object of at most `max_bytes` bytes.
+    folder: Path, name: str, max_bytes: int, error: type[ModelError] = ModelFolderError
+) -> dict[str, Any] | None:
+    """Parse a file of a checkpoint, which must hold one JSON object; None if there is no such file.
+
+    Args:
+        folder: the checkpoint.
+        name: of the file.
+        max_bytes: limit of its size.
+        error: type of the errors.
 
     Raises:
         ModelError: of the type `error`: the file cannot be read, is too large, or holds anything else.
     """
+    file, content = folder / name, read_file(folder, name, max_bytes, error)
+    if content is None:
+        return None
     try:
-        size = file.stat().st_size
-        if size > max_bytes:
-            raise error(f"{file} has {size} bytes; at most {max_bytes} are read")
         # Decoded here, because `json` lets lone surrogates in UTF-8 pass, which other libraries do not take.
-        value = json.loads(file.read_bytes().decode("utf-8-sig"))
+        value = json.loads(content.decode("utf-8-sig"))
         if _has_lone_surrogate(value):
             raise ValueError("it has half of a surrogate pair, which is no character")
-    except OSError as problem:
-        raise error(f"{file} cannot be read: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
         raise error(f"{file} is not valid JSON: {problem}") from None
     if not isinstance(value, dict):

@@ -14,6 +14,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from model.hub.resolve import is_bundled
+from model.text.bounded.processes import try_folder
 from model.text.tokenizer import Tokenizer
 from server.cli.command_settings import engine_config, find_model
 from server.cli.model_name import with_model_name
@@ -140,6 +142,8 @@ def _prepare(settings: Settings) -> tuple[EngineConfig, HTTPConfig, Tokenizer, C
     hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
     limits = http_config(settings, model_path, model, api_keys(settings), hosts)
     folder = tokenizer_path(settings, model_path)
+    if not is_bundled(folder):
+        try_folder(folder)
     tokenizer = Tokenizer.from_folder(folder)
     chat_template = load_chat_template(folder, tokenizer, limits)
     return engine_config(settings, model_path), limits, tokenizer, chat_template

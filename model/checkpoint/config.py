@@ -69,13 +69,13 @@ class ModelConfig:
             raise ModelFolderError(
                 f"{folder} is not a folder; a model is a folder with a config.json"
             )
-        file, generation_file = folder / "config.json", folder / GENERATION_CONFIG
-        if not file.is_file():
-            raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
+        file = folder / "config.json"
         config, generation_config = (
-            read_json_object(it, MAX_FILE_BYTES) if it.is_file() else {}
-            for it in (file, generation_file)
+            read_json_object(folder, name, MAX_FILE_BYTES)
+            for name in ("config.json", GENERATION_CONFIG)
         )
+        if config is None:
+            raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
         try:
             return cls.from_dict(config, generation_config)
         except ModelError as error:

@@ -42,10 +42,9 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     Raises:
         ModelFolderError: the file is broken, or a value is of the wrong type or outside its limits.
     """
-    file = folder / FILE
-    if not file.is_file():
+    file, content = folder / FILE, read_json_object(folder, FILE, MAX_FILE_BYTES)
+    if content is None:
         return SamplingDefaults()
-    content = read_json_object(file, MAX_FILE_BYTES)
     try:
         defaults = convert(content, SamplingDefaults)
     except ModelError as error:

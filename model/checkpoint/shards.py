@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from model.checkpoint.formats.format import FLOATS, StoredTensor
 from model.errors import WeightsError
+from model.files import open_file, path_of_descriptor
 from model.json_input import read_json_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -19,6 +21,7 @@ SINGLE_NAME: Final = "model.safetensors"
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
+_MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
 
@@ -32,17 +35,19 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
         WeightsError: there are no files or only pickle files, the index is broken, or it names a file that does
             not exist or is outside the folder.
     """
-    if (folder / SINGLE_NAME).exists():
+    if os.path.lexists(folder / SINGLE_NAME):
         return [_inside(folder, SINGLE_NAME, "the model folder")], {}
-    index = folder / INDEX_NAME
-    if not index.is_file():
+    content = read_json_object(folder, INDEX_NAME, _MAX_INDEX_BYTES, WeightsError)
+    if content is None:
         raise WeightsError(_nothing_to_load(folder))
-    weight_map = read_json_object(index, _MAX_INDEX_BYTES, WeightsError).get("weight_map")
+    index, weight_map = folder / INDEX_NAME, content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index} has no weight_map, which says what file holds which tensor")
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise WeightsError(f"{index}: every value of weight_map must be the name of a file")
     names = sorted(set(weight_map.values()))
+    if len(names) > _MAX_SHARDS:
+        raise WeightsError(f"{index} names {len(names)} files; at most {_MAX_SHARDS} are opened")
     return [_inside(folder, name, str(index)) for name in names], weight_map
 
 
@@ -59,33 +64,18 @@ def _nothing_to_load(folder: Path) -> str:
 def _inside(folder: Path, name: str, named_by: str) -> Path:
     """Return the path of the file `name` in the folder.
 
-    A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder next to `snapshots`. No other
-    links out of the folder are followed.
-
     Raises:
-        WeightsError: `name` is not a safetensors file in the folder.
+        WeightsError: `name` is not a safetensors file in the folder, or none that may be opened.
     """
     if Path(name).name != name or "\\" in name or Path(name).suffix != ".safetensors":
         raise WeightsError(
             f"{named_by} names the file {name!r}; only plain names of .safetensors files are opened"
         )
     file = folder / name
-    if not _is_file(file):
+    if not os.path.lexists(file):
         raise WeightsError(f"{named_by} names {name}, which is not in {folder}")
-    root = folder.resolve()
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    if not any(file.resolve().is_relative_to(place) for place in allowed):
-        raise WeightsError(f"{file} is a link that leads out of the model folder, which is refused")
-    return file
-
-
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except OSError:  # the name is too long
-        return False
+    with open_file(folder, name, WeightsError):
+        return file
 
 
 def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
@@ -132,7 +122,12 @@ def open_shard(file: Path) -> Iterator[Any]:
         WeightsError: the file is truncated, its header is oversized or contradicts itself, or it cannot be read.
     """
     try:
-        with safetensors.safe_open(file, framework="pt", device="cpu") as shard:
+        with (
+            open_file(file.parent, file.name, WeightsError) as descriptor,
+            safetensors.safe_open(
+                path_of_descriptor(descriptor), framework="pt", device="cpu"
+            ) as shard,
+        ):
             yield shard
     except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None

@@ -54,14 +54,15 @@ class SpecialText:
         self._find = _alternatives(self._marks)
         self._find_mark = _alternatives(self._texts)
         self._special_ids = frozenset(known.values())
-        self._library, self._ids = self._build(tokenizer.library, tokenizer.library.model)
+        library, self._ids = self._build(tokenizer.library, tokenizer.library.model)
+        self._encoder = tokenizer.encoder_for(library)
         # A vocabulary without bytes has a token for characters that it lacks; it is special, but ordinary text has it.
-        (unknown,) = self._library.encode_batch_fast([_NOWHERE], add_special_tokens=False)
+        (unknown,) = self._encoder.encode_batch_fast([_NOWHERE], add_special_tokens=False)
         self._special_ids -= frozenset(unknown.ids)
         reachable = {
             token
             for place in _SURROUNDINGS
-            for encoding in self._library.encode_batch_fast(
+            for encoding in self._encoder.encode_batch_fast(
                 [place.format(text) for text in known], add_special_tokens=False
             )
             for token in encoding.ids
@@ -69,8 +70,9 @@ class SpecialText:
         }
         if reachable:
             model = _without(tokenizer.library, [t for t, i in known.items() if i in reachable])
-            self._library, self._ids = self._build(tokenizer.library, model)
-        encoded = self._library.encode_batch_fast(list(self._texts), add_special_tokens=False)
+            library, self._ids = self._build(tokenizer.library, model)
+            self._encoder = tokenizer.encoder_for(library)
+        encoded = self._encoder.encode_batch_fast(list(self._texts), add_special_tokens=False)
         for text, encoding in zip(self._texts.values(), encoded, strict=True):
             if [self._ids.get(i) for i in encoding.ids] != [known[text]]:
                 raise ChatTemplateError(f"the tokenizer does not keep the special token {text!r}")
@@ -89,11 +91,11 @@ class SpecialText:
         Raises:
             TokenizerError: lone surrogates, or text that this tokenizer can only write as a special token.
         """
-        return self._ids_of(self._encode(marked, self._library.encode_batch_fast))
+        return self._ids_of(self._encode(marked, self._encoder.encode_batch_fast))
 
     def encode_with_offsets(self, marked: str) -> tuple[str, TokenSpans]:
         """Return the text without marks, and its tokens with their characters; otherwise like `encode`."""
-        encoding = self._encode(marked, self._library.encode_batch)
+        encoding = self._encode(marked, self._encoder.encode_batch)
         ids = array("I", self._ids_of(encoding))
         place = self._places(marked)
         starts, stops = (array("I", map(place, offsets)) for offsets in read_offsets(encoding))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from model.errors import ChatTemplateError
+from model.files import read_given, read_text
 from model.json_input import read_json_object
 
 DEFAULT: Final = "default"
 """The name of the template for conversations without tools."""
 _MAX_CONFIG_BYTES = 128 << 20
 _MAX_TEMPLATE_BYTES = 4 << 20
+_MOST_TEMPLATES = 32
+_MORE: Final = "additional_chat_templates"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -21,10 +25,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ChatTemplateError: the file is damaged.
     """
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    return read_json_object(file, _MAX_CONFIG_BYTES, ChatTemplateError)
+    name = "tokenizer_config.json"
+    return read_json_object(folder, name, _MAX_CONFIG_BYTES, ChatTemplateError) or {}
 
 
 def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -38,18 +40,21 @@ def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ChatTemplateError: a file is damaged.
     """
-    templates: dict[str, str] = {}
-    if (file := folder / "chat_template.jinja").is_file():
-        templates[DEFAULT] = _read(file)
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = _read(file)
+    names = {DEFAULT: "chat_template.jinja"}
+    more = islice((folder / _MORE).glob("*.jinja"), _MOST_TEMPLATES + 1)
+    names |= {file.stem: f"{_MORE}/{file.name}" for file in sorted(more)}
+    if len(names) > _MOST_TEMPLATES:
+        raise ChatTemplateError(f"{folder} has more than {_MOST_TEMPLATES} chat templates")
+    texts = {name: _read(folder, file) for name, file in names.items()}
+    templates = {name: text for name, text in texts.items() if text is not None}
     if templates:
         return templates
     config_file = folder / "tokenizer_config.json"
     found = config.get("chat_template")
-    if found is None and (file := folder / "chat_template.json").is_file():
-        config_file = file
-        found = read_json_object(file, _MAX_CONFIG_BYTES, ChatTemplateError).get("chat_template")
+    if found is None:
+        config_file = folder / "chat_template.json"
+        content = read_json_object(folder, config_file.name, _MAX_CONFIG_BYTES, ChatTemplateError)
+        found = (content or {}).get("chat_template")
     if found is None:
         return {}
     if isinstance(found, str):
@@ -78,16 +83,14 @@ def read_template(value: str) -> str:
         raise ChatTemplateError(
             f"the chat template {value[:200]!r} is neither a file nor a Jinja template"
         )
-    return _read(file)
-
-
-def _read(file: Path) -> str:
     try:
-        if (size := file.stat().st_size) > _MAX_TEMPLATE_BYTES:
-            raise ChatTemplateError(f"{file} has {size} bytes, more than {_MAX_TEMPLATE_BYTES}")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"{file} cannot be read: {error}") from error
+        return read_given(file, _MAX_TEMPLATE_BYTES, ChatTemplateError).decode()
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(f"{file} cannot be read: {error}") from None
+
+
+def _read(folder: Path, name: str) -> str | None:
+    return read_text(folder, name, _MAX_TEMPLATE_BYTES, ChatTemplateError)
 
 
 def special_variables(config: Mapping[str, Any]) -> dict[str, object]:

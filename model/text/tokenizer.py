@@ -16,7 +16,10 @@ from typing import Any, overload
 import tokenizers
 
 from model.errors import TokenizerError
+from model.files import read_text
 from model.json_input import read_json_object
+from model.text.bounded.limits import Bounds, check_added, check_file, check_library
+from model.text.bounded.processes import EncoderProcesses, PlainEncoding
 from model.text.library_errors import library_error
 from model.text.pieces import TextPieces
 from model.text.streams import decode
@@ -79,7 +82,7 @@ class TokenSpans(Sequence[TokenSpan]):
         return TokenSpan(self._ids[index], self._text[start:stop], start, stop)
 
 
-def read_offsets(encoding: tokenizers.Encoding) -> tuple[array[int], array[int]]:
+def read_offsets(encoding: tokenizers.Encoding | PlainEncoding) -> tuple[array[int], array[int]]:
     """Return where the characters of each token of an encoding begin and end.
 
     The library's own list of pairs takes ten times the memory, and the interpreter lock while it is made.
@@ -98,12 +101,17 @@ class Tokenizer:
 
     Args:
         library: the tokenizer that tokenizer.json describes. Truncation and padding are switched off.
+        bounds: what is known of the cost of tokenizing.
+        in_process: whether texts are tokenized in this process although that may take any time.
         bos_token: the text of the token that begins a sequence; tokenizer.json decides whether `encode` adds it.
         eos_token: the text of the token that ends one.
         folder: the checkpoint that it was read from; None for another source.
 
     Attributes:
-        library: the tokenizer of the library, for `model.text.streams`; must not be changed.
+        library: the tokenizer of the library, for `model.text.streams`; must not be changed, nor tokenize.
+        is_linear: whether tokenizing takes a time that is nearly proportional to a text's length. If not, other
+            processes tokenize.
+        growth: factor by which the tokenizer can lengthen a text before it is divided into tokens.
         bos_token, eos_token, bos_token_id, eos_token_id: None if the checkpoint names none.
         vocab_size: number of tokens, including added ones; a model's logits may be wider.
     """
@@ -114,11 +122,18 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         folder: Path | None = None,
+        bounds: Bounds | None = None,
+        *,
+        in_process: bool = False,
     ) -> None:
         self.folder = folder
+        bounds = bounds or Bounds()
+        self.is_linear, self.growth = bounds.is_linear, bounds.growth
         library.no_truncation()
         library.no_padding()
         self.library = library
+        self._processes = None if bounds.is_linear or in_process else EncoderProcesses(library)
+        self._encoder = library if self._processes is None else self._processes
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
@@ -129,34 +144,50 @@ class Tokenizer:
         self._pieces = (TextPieces(library, frozenset()), TextPieces(library, self._special_ids))
 
     @classmethod
-    def from_folder(cls, path: Path | str) -> Tokenizer:
+    def from_folder(cls, path: Path | str, *, in_process: bool = False) -> Tokenizer:
         """Read tokenizer.json and, if it exists, tokenizer_config.json.
 
+        Args:
+            path: the checkpoint.
+            in_process: as for the class.
+
         Raises:
-            TokenizerError: a file is missing, too large, damaged, or contradicts the other.
+            TokenizerError: a file is missing, beyond a limit, damaged, or contradicts the other.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        text = read_text(folder, file.name, _MAX_FILE_BYTES, TokenizerError)
+        if text is None:
             hint = ""
             if any(folder.glob("*.model")) or (folder / "vocab.json").is_file():
                 hint = "; only this format is read: save the tokenizer once with transformers to convert it"
             raise TokenizerError(f"{file} does not exist{hint}")
-        text = _read(file)
+        check_file(text, file)
         _check_prefixes(text, file)
         try:
             library = tokenizers.Tokenizer.from_str(text)
         except BaseException as error:
             raise library_error(error, f"{file} is not a tokenizer") from error
         config_file = folder / "tokenizer_config.json"
-        config: dict[str, Any] = {}
-        if config_file.is_file():
-            config = read_json_object(config_file, _MAX_FILE_BYTES, TokenizerError)
+        config = read_json_object(folder, config_file.name, _MAX_FILE_BYTES, TokenizerError) or {}
         _add_tokens(library, config.get("added_tokens_decoder") or {}, config_file)
         bos_token = _token_text(config, "bos_token", config_file)
-        tokenizer = cls(library, bos_token, _token_text(config, "eos_token", config_file), folder)
+        eos_token, bounds = (
+            _token_text(config, "eos_token", config_file),
+            check_library(library, file),
+        )
+        tokenizer = cls(library, bos_token, eos_token, folder, bounds, in_process=in_process)
         _probe(tokenizer, file)
         return tokenizer
+
+    def close(self) -> None:
+        """End the processes that tokenize, if there are any; what is being tokenized is an error."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def encoder_for(self, library: tokenizers.Tokenizer) -> Any:  # noqa: ANN401 - of two classes
+        """Return what tokenizes with another tokenizer that has the same steps, by `encode_batch` of the library."""
+        return library if self._processes is None else self._processes.like(library)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Names of special tokens in the text become these tokens.
@@ -243,13 +274,17 @@ class Tokenizer:
         """Return the pieces of text that tokens add to a text."""
         return self._pieces[skip_special_tokens]
 
-    def _encode(self, text: str, add_special_tokens: bool, *, offsets: bool) -> tokenizers.Encoding:
+    def _encode(
+        self, text: str, add_special_tokens: bool, *, offsets: bool
+    ) -> tokenizers.Encoding | PlainEncoding:
         if not isinstance(text, str):  # the library would take a pair for two texts
             raise TokenizerError(f"expected a text, got {type(text).__name__}")
         # A batch of one text, because `encode` holds the interpreter lock (1.4 s for 1.1 MB of text).
-        encode = self.library.encode_batch if offsets else self.library.encode_batch_fast
+        encode = self._encoder.encode_batch if offsets else self._encoder.encode_batch_fast
         try:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        except TokenizerError:
+            raise
         except TypeError as error:
             raise TokenizerError("the text has a lone surrogate, which is no character") from error
         except BaseException as error:
@@ -292,16 +327,6 @@ def _probe(tokenizer: Tokenizer, file: Path) -> None:
         raise library_error(error, f"{file} cannot be used") from error
 
 
-def _read(file: Path) -> str:
-    try:
-        size = file.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            raise TokenizerError(f"{file} has {size} bytes, more than {_MAX_FILE_BYTES}")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
-
-
 def _token_text(config: dict[str, Any], name: str, file: Path) -> str | None:
     token = config.get(name)
     if isinstance(token, dict):
@@ -317,17 +342,22 @@ def _add_tokens(library: tokenizers.Tokenizer, added: object, file: Path) -> Non
         raise TokenizerError(f"{file}: added_tokens_decoder is not an object")
     try:
         entries = sorted((int(key), dict(value)) for key, value in added.items())
+        check_added([entry["content"] for _, entry in entries], file)
         tokens = [
-            (i, bool(e.pop("special", False)), tokenizers.AddedToken(e.pop("content"), **e))
+            (i, bool(e.setdefault("special", False)), tokenizers.AddedToken(e.pop("content"), **e))
             for i, e in entries
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise TokenizerError(f"{file}: added_tokens_decoder is damaged: {error!r}") from error
     known = library.get_added_tokens_decoder()
-    for token_id, special, token in tokens:
-        if token_id in known and known[token_id].special >= special:
-            continue
-        (library.add_special_tokens if special else library.add_tokens)([token])
+    lacking = [
+        (token_id, token)
+        for token_id, special, token in tokens
+        if token_id not in known or known[token_id].special < special
+    ]
+    # At once, because the library's time for each call grows with the number of added tokens.
+    library.add_tokens([token for _, token in lacking])
+    for token_id, token in lacking:
         if library.token_to_id(token.content) != token_id:
             raise TokenizerError(
                 f"{file}: added token {token.content!r} should have id {token_id}, but tokenizer.json"

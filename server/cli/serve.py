@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from model.errors import ModelError
+from model.hub.resolve import is_bundled
 from model.thread_pool import ThreadStartError
 from server.cli.command_settings import engine_config, find_model
 from server.cli.deferred_signals import deferred_signals
@@ -43,7 +44,7 @@ from server.log import LogFormat, configure_logging
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from server.cli.front_end.pool import FrontEndPool
@@ -83,16 +84,8 @@ def serve(
         listening: called with the port that the service listens on.
     """
     began = time.perf_counter() if began is None else began
-    # Until the event loop handles them, exit through the `finally` blocks.
     signals = ending_signals()
-    for number in signals:
-        signal.signal(number, lambda *_: sys.exit(0))
-    # Not ignored: what is ignored stays so in child processes, and this one ends a front end that starts.
-    signal.signal(signal.SIGUSR2, lambda *_: None)
-    configure_logging(settings.log_level, settings.log_format)
-    dump_stacks_on_signal()
-    disable_tokenizer_threads()
-    raise_descriptor_limit()
+    _set_up_process(settings, signals)
     try:
         check_tracing(settings)
         keys = api_keys(settings)  # before anything is downloaded
@@ -115,7 +108,10 @@ def serve(
     ending = _Ending(limits.drain_delay + limits.drain_timeout)
     try:
         # An exception within the import of an extension module would become another one.
-        with deferred_signals(*signals, note=functools.partial(exit_within, _START_SECONDS)):
+        deferred = functools.partial(
+            deferred_signals, *signals, note=functools.partial(exit_within, _START_SECONDS)
+        )
+        with deferred():
             engine = engine_type(
                 engine_config(settings, model_path),
                 settings.engine_hang_seconds,
@@ -124,6 +120,8 @@ def serve(
                 environments,
             )
             engine.launch()  # before the HTTP libraries are imported
+        _try_tokenizer(tokenizer_folder)  # which a signal ends
+        with deferred():
             server = _create_front_ends(
                 engine, listeners, tokenizer_folder, limits, settings.log_format, ending.note
             )
@@ -136,6 +134,18 @@ def serve(
     finally:
         if engine is not None:
             engine.kill()
+
+
+def _set_up_process(settings: Settings, ending: Iterable[signal.Signals]) -> None:
+    # Until the event loop handles them, exit through the `finally` blocks.
+    for number in ending:
+        signal.signal(number, lambda *_: sys.exit(0))
+    # Not ignored: what is ignored stays so in child processes, and this one ends a front end that starts.
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    configure_logging(settings.log_level, settings.log_format)
+    dump_stacks_on_signal()
+    disable_tokenizer_threads()
+    raise_descriptor_limit()
 
 
 class _Ending:
@@ -164,6 +174,18 @@ class _Ending:
             await engine.stop(_HURRIED_ENGINE_SECONDS)
         else:
             await engine.stop()
+
+
+def _try_tokenizer(folder: Path) -> None:
+    """Read the tokenizer in a process that has limits, unless it is our own.
+
+    Raises:
+        TokenizerError: it cannot be used.
+    """
+    if not is_bundled(folder):
+        from model.text.bounded.processes import try_folder  # noqa: PLC0415 - after the engine has started
+
+        try_folder(folder)
 
 
 class _SingleFrontEnd:

@@ -72,11 +72,14 @@ class AppContext:
         self.admission = Admission(config, metrics, self.shedding.retry_after)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._longest_token = longest_token(tokenizer.library)
-        self._workers = TokenizerThreads(config.validation_workers)
+        # Elsewhere the event loop would wait for another process.
+        self._inline_characters = config.inline_characters if tokenizer.is_linear else -1
+        self._workers = TokenizerThreads(config.validation_workers, tokenizer.growth)
 
     def close(self) -> None:
         """End the threads and processes; no request may follow."""
         self._workers.close()
+        self.tokenizer.close()
         self.grammars.close()
 
     def engine_info(self) -> EngineInfo:
@@ -258,9 +261,10 @@ class AppContext:
             ValidationError: the text cannot be tokenized, or the tokens cannot be decoded.
         """
         try:
-            if len(text) <= self.config.inline_characters:
+            if len(text) <= self._inline_characters:
                 return work()
-            return await self._workers.run(work, len(text))
+            size = len(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
+            return await self._workers.run(work, size)
         except TokenizerError as error:
             raise ValidationError(f"`{field}` cannot be tokenized: {error}") from None
 

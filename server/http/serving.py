@@ -100,6 +100,7 @@ class HTTPServer(uvicorn.Server):
             await serving
         finally:
             stages.cancel()
+        self._state.close()  # wakes threads that wait for other processes
         await asyncio.sleep(2 * MAX_DELAY_SECONDS)  # for the last lines of the access log
         if (tracing := getattr(self._state, "tracing", None)) is not None:
             await asyncio.to_thread(tracing.close)

@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from model.hub.resolve import BUNDLED, resolve
 from tests.control import Control
 from tests.reliability.processes import process_tree
 from tests.waiting import GIVE_UP
@@ -160,6 +163,28 @@ async def test_a_signal_during_the_start_ends_the_service(start_service, front_e
     assert_ended(processes)
 
 
+async def test_a_signal_while_the_tokenizer_is_read_ends_the_service(start_service, tmp_path):
+    folder = shutil.copytree(resolve(BUNDLED), tmp_path / "model")
+    service = start_service("--device=cpu", f"--model={folder}")
+    readers = []
+    while not readers:
+        await asyncio.sleep(0.005)
+        assert service.process.poll() is None, service.log()
+        readers = [
+            pid
+            for pid in descendants(service.process.pid)
+            if b"model.text.bounded.program" in command_line(pid)
+        ]
+    os.kill(readers[0], signal.SIGSTOP)  # as if it read for ever
+    processes = descendants(service.process.pid)
+
+    service.process.send_signal(signal.SIGTERM)
+
+    assert await asyncio.to_thread(service.process.wait, 60) == 0
+    assert "Traceback" not in service.log()
+    assert_ended(processes)
+
+
 def test_a_signal_at_any_moment_of_the_imports_ends_the_service_without_an_error(start_service):
     for moment in range(12):
         service = start_service("--device=cpu")
@@ -173,6 +198,13 @@ def test_a_signal_at_any_moment_of_the_imports_ends_the_service_without_an_error
         assert service.process.wait(GIVE_UP) == 0, service.log()
         assert "Traceback" not in service.log()
         assert_ended(processes)
+
+
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def assert_ended(processes):

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from server.engine.core.request import FinishReason
-from server.http.transport import HTTP11Protocol
+from server.http.transport import HTTP11Protocol, connection
 from tests.http.fakes import event, put, say
 from tests.http.serving import Server, head, read_reply
 from tests.waiting import GIVE_UP
@@ -277,4 +277,110 @@ async def test_several_requests_share_a_connection(server, engine, tokenizer):
         writer.write(head("/generate", len(body)) + body)
         reply = json.loads(await read_reply(reader))
         assert ("error" in reply) == (body == b"{")
+    writer.close()
+
+
+async def answer(_engine, _request, stream):
+    await asyncio.sleep(0.2)
+    put(stream, event(1))
+    put(stream, event(2, FinishReason.LENGTH))
+
+
+@pytest.fixture
+async def ours(fast, make_app):
+    """A server with our protocol on both event loops."""
+    async with Server(make_app(), HTTP11Protocol) as server:
+        yield server
+
+
+async def half_closed(server, path, version="1.1", times=1, fields=""):
+    """Send a request, close the side of the connection that sends, and return all that comes."""
+    body = json.dumps({"inputs": "w1 w2", "parameters": {"max_new_tokens": 2}})
+    request = (
+        f"POST {path} HTTP/{version}\r\nHost: test\r\nContent-Type: application/json\r\n{fields}"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+    )
+    reader, writer = await server.connect()
+    writer.write(request.encode() * times)
+    writer.write_eof()
+    try:
+        return (await asyncio.wait_for(reader.read(), 60)).decode()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_closed_its_sending_side_is_answered(ours, engine, path, version):
+    engine.script = answer
+
+    text = await half_closed(ours, path, version)
+
+    text = text.removeprefix("HTTP/1.1 100 Continue\r\n\r\n")
+    assert text.startswith("HTTP/1.1 200 OK\r\n")
+    assert "generated_text" in text
+    assert not engine.abort_seen.is_set()
+
+
+async def test_all_pipelined_requests_of_such_a_client_are_answered(ours, engine):
+    engine.script = answer
+
+    text = await half_closed(ours, "/generate", times=3)
+
+    assert text.count("HTTP/1.1 200 OK\r\n") == 3
+    assert text.count("generated_text") == 3
+
+
+async def test_a_refusal_reaches_a_client_that_closed_its_sending_side(ours):
+    assert "HTTP/1.1 404" in await half_closed(ours, "/nothing")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_closes_its_sending_side_and_leaves_is_noticed(
+    ours, engine, path, monkeypatch
+):
+    monkeypatch.setattr(connection, "_ASK_SECONDS", 0.1)
+    started = asyncio.Event()
+
+    async def script(_engine, _request, _stream):
+        started.set()
+        await asyncio.Event().wait()
+
+    engine.script = script
+    _, writer = await ours.post(path)
+    await started.wait()
+    writer.write_eof()
+    await asyncio.sleep(0.05)
+
+    writer.transport.abort()
+
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
+    await assert_nothing_is_held(ours, engine, "abort", path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_is_noticed_on_each_event_loop(ours, engine, path):
+    started = asyncio.Event()
+
+    async def script(_engine, _request, _stream):
+        started.set()
+        await asyncio.Event().wait()
+
+    engine.script = script
+    _, writer = await ours.post(path)
+    await started.wait()
+
+    writer.close()
+
+    await asyncio.wait_for(engine.abort_seen.wait(), GIVE_UP)
+    await assert_nothing_is_held(ours, engine, "abort", path)
+
+
+async def test_an_unfinished_request_whose_client_sends_no_more_is_closed(ours, engine):
+    reader, writer = await ours.connect()
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: test\r\nContent-Length: 100\r\n\r\n{")
+    writer.write_eof()
+
+    assert await asyncio.wait_for(reader.read(), 60) == b""
+    assert not engine.running
     writer.close()

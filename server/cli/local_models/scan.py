@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -144,9 +144,9 @@ def _missing(folder: Path) -> str | None:
     Raises:
         ModelError: the index of the files is broken.
     """
-    if not (folder / _INDEX).is_file():
+    index = read_json_object(folder, _INDEX, _MAX_INDEX_BYTES)
+    if index is None:
         return None if (folder / "model.safetensors").is_file() else "model.safetensors"
-    index: dict[str, Any] = read_json_object(folder / _INDEX, _MAX_INDEX_BYTES)
     files = index.get("weight_map")
     names = sorted(set(map(str, files.values()))) if isinstance(files, dict) else []
     return next((name for name in names if not (folder / Path(name).name).is_file()), None)

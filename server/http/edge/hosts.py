@@ -34,7 +34,7 @@ class AllowedHostsMiddleware:
         self, app: ASGIApp, hosts: Iterable[str], render: Callable[[str, TesseraError], ErrorBody]
     ) -> None:
         self._app = app
-        self._names = frozenset(host.lower().encode() for host in hosts)
+        self._names = frozenset(host.lower().rstrip(".").encode() for host in hosts)
         self._suffixes = tuple(name[1:] for name in self._names if name.startswith(b"*."))
         self._render = render
 
@@ -54,7 +54,8 @@ class AllowedHostsMiddleware:
     def _is_allowed(self, host: bytes | None) -> bool:
         if host is None:
             return True
-        name = without_port(host).rstrip(b".")
+        name = without_port(host)
+        name = name.removesuffix(b".")  # of a complete name
         return name in self._names or name.endswith(self._suffixes)
 
 

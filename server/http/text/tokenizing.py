@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from model.thread_pool import started_pool
+from server.http.text.tokenizer_memory import TokenizerMemory
 
 ResultT = TypeVar("ResultT")
 
@@ -20,6 +21,13 @@ LONG = 32 * 1024
 _TRIMMED = 256 * 1024
 
 
+class Releasable(Protocol):
+    """Something of which there are few, such as places."""
+
+    def release(self) -> None:
+        """Give one back."""
+
+
 class TokenizerThreads:
     """Owns the threads. Used only on the event loop.
 
@@ -27,14 +35,16 @@ class TokenizerThreads:
 
     Args:
         count: number of threads; with one, short texts do wait for a long one.
+        growth: factor by which the tokenizer can lengthen a text.
 
     Raises:
         ThreadStartError: the system refuses a thread.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, growth: float = 1.0) -> None:
         self._pool = started_pool(count, "tokenize")
         self._long = asyncio.Semaphore(max(1, count - 1))
+        self._memory = TokenizerMemory(growth)
 
     def close(self) -> None:
         """Let the threads end; work that has not begun is cancelled."""
@@ -45,32 +55,52 @@ class TokenizerThreads:
 
         Args:
             work: the function; must not use state that the event loop changes.
-            size: characters of the text or bytes of the request that the function works on.
+            size: bytes of the text or of the request that the function works on.
+
+        Raises:
+            CapacityError: there is too little memory for the text at the moment.
+            BodyTooLargeError: there never is enough.
         """
         if size < LONG:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         await self._long.acquire()
-        if size < _TRIMMED:
-            return await run_in_place(self._pool, self._long, work)
-
-        def work_and_trim() -> ResultT:
-            try:
-                return work()
-            finally:
-                _trim()
-
-        return await run_in_place(self._pool, self._long, work_and_trim)
+        try:
+            memory = await self._memory.acquire(size)
+        except BaseException:
+            self._long.release()
+            raise
+        held = _Held(self._long, self._memory, memory)
+        return await run_in_place(self._pool, held, work if size < _TRIMMED else _trimming(work))
 
 
-class Places(Protocol):
-    """What limits how many functions a pool has: a semaphore, or `server.http.load.fair_queue.FairPlaces`."""
+class _Held:
+    """What a long text holds."""
+
+    def __init__(self, place: Releasable, memory: TokenizerMemory, size: int) -> None:
+        self._place = place
+        self._memory = memory
+        self._size = size
 
     def release(self) -> None:
-        """Give a place back."""
+        """Release the place and the memory."""
+        self._place.release()
+        self._memory.release(self._size)
+
+
+def _trimming(work: Callable[[], ResultT]) -> Callable[[], ResultT]:
+    """Return a function that gives the memory back after the work."""
+
+    def work_and_trim() -> ResultT:
+        try:
+            return work()
+        finally:
+            _trim()
+
+    return work_and_trim
 
 
 async def run_in_place(
-    pool: ThreadPoolExecutor, places: Places, work: Callable[[], ResultT]
+    pool: ThreadPoolExecutor, places: Releasable, work: Callable[[], ResultT]
 ) -> ResultT:
     """Call a function in a thread of a pool, and release a place when the function has returned.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import socket
 import urllib.parse
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,10 @@ MAX_SKIPPED_BODY = 1 << 18
 
 _OVERHEAD_PER_BODY_BYTE = 8  # a chunk of one byte takes six more
 _LINGER_SECONDS = 2.0
+_AT_ONCE_SECONDS = 1.0
+_FIRST_PROBE_SECONDS = 0.01
+_PROBE_SECONDS = 1.0
+_ASK_SECONDS = 5.0
 _NEVER = float("inf")
 
 
@@ -53,9 +58,9 @@ def protocol_factory(config: HTTPConfig) -> Callable[..., HTTP11Protocol]:
 class HTTP11Protocol(asyncio.Protocol):
     """One connection.
 
-    The connection is always read, so that its end is noticed while a request runs, except while an unread body is
-    larger than `MAX_BUFFERED_BODY`. Requests that arrive while another runs wait within `MAX_PIPELINED`; what exceeds
-    it is dropped, and the connection is closed after the responses before it.
+    The connection is always read, so that its end is noticed while a request runs (`eof_received`), except while an
+    unread body is larger than `MAX_BUFFERED_BODY`. Requests that arrive while another runs wait within `MAX_PIPELINED`;
+    what exceeds it is dropped, and the connection is closed after the responses before it.
 
     Offers to upgrade the connection are ignored, as HTTP allows: Java's HttpClient offers HTTP/2 (`Upgrade: h2c`) with
     every request. The parser stops at the end of such a head; it is parsed a second time, without the offer.
@@ -114,6 +119,7 @@ class HTTP11Protocol(asyncio.Protocol):
         self._read_paused = False
         self._drained: asyncio.Event | None = None
         self._deadline = _NEVER
+        self._asked = 0.0
         self._unsent = 0
         self._unsent_since = 0.0
 
@@ -176,8 +182,26 @@ class HTTP11Protocol(asyncio.Protocol):
             if not self._stopped:
                 self._refuse(replies.MALFORMED, "malformed requests")
 
-    def eof_received(self) -> None:
-        """Close the connection: a client that sends nothing more is taken to have left."""
+    def eof_received(self) -> bool:
+        """Take note that the client sends nothing more: it has left, or waits for the answers and has closed one side.
+
+        Only something written to it can tell: a client that has left resets the connection. HTTP/1.0 has nothing that
+        may be written before the response. There, who has closed one side did so with the end of the request, and who
+        does it later has left.
+
+        Returns:
+            Whether the connection stays open for the answers.
+        """
+        cycle = self._running
+        if cycle is None or cycle.complete or self._arriving or self._in_head or self._refused:
+            return False
+        is_at_once = self._loop.time() < self._asked + _AT_ONCE_SECONDS
+        if not (cycle.harmless() or cycle.started or is_at_once):
+            return False
+        self._stopped = True
+        self._ask(_ASK_SECONDS)
+        self._probe(_FIRST_PROBE_SECONDS)
+        return True
 
     def pause_writing(self) -> None:
         """Take note that the transport's buffer is full."""
@@ -287,6 +311,7 @@ class HTTP11Protocol(asyncio.Protocol):
         cycle, self._arriving = self._arriving, None
         if cycle is None:
             return  # see `on_headers_complete`
+        self._asked = self._loop.time()
         cycle.end_body()
         if not cycle.keep_alive:
             self._stopped = True  # what follows is no request
@@ -473,6 +498,25 @@ class HTTP11Protocol(asyncio.Protocol):
             self._run_next()
         elif not reply:
             (self._pipelined or [self._running])[-1].keep_alive = False
+
+    def _ask(self, seconds: float) -> None:
+        """Write what resets the connection if the client has left; once more after some seconds, and so on.
+
+        It may leave later, and would not say so again. The time grows because clients accept few interim responses.
+        """
+        if self._running is not None and not self.transport.is_closing():
+            self.write(self._running.harmless())
+            self._loop.call_later(seconds, self._ask, 4 * seconds)
+
+    def _probe(self, seconds: float) -> None:
+        """Close the connection if the client has reset it, which nobody notices when nothing is read any more."""
+        if self.transport.is_closing():
+            return
+        connected: socket.socket = self.transport.get_extra_info("socket")
+        if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+        else:
+            self._loop.call_later(seconds, self._probe, min(2 * seconds, _PROBE_SECONDS))
 
     def _close(self) -> None:
         """Close the connection, but let the client read the response if it may still be sending.

@@ -16,6 +16,7 @@ log = logging.getLogger("tessera.http")
 _KEY: Final = "tessera.direct_writer"
 _DISCONNECT: Final[dict[str, Any]] = {"type": "http.disconnect"}
 _BODILESS: Final = frozenset({204, 304})
+_COMMENT: Final = b":\n\n"
 
 
 class Connection(Protocol):
@@ -67,8 +68,9 @@ class Cycle:
     """
 
     __slots__ = (
-        "_arrived", "_chunked", "_connection", "_expected", "_expects_continue", "_head", "_parts", "_received_all",
-        "buffered", "complete", "disconnected", "keep_alive", "more_body", "scope", "started", "writer",
+        "_arrived", "_chunked", "_connection", "_expected", "_expects_continue", "_has_events", "_head", "_parts",
+        "_received_all", "buffered", "complete", "disconnected", "keep_alive", "more_body", "scope", "started",
+        "writer",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +90,7 @@ class Cycle:
         self._arrived: asyncio.Event | None = None
         self._received_all = False
         self._chunked = False
+        self._has_events = False
         self._expected: int | None = None
         self._head = b""
 
@@ -123,6 +126,18 @@ class Cycle:
         """Take note that nothing can be received or sent any more."""
         self.disconnected, self.writer.is_open = True, False
         self._wake()
+
+    def harmless(self) -> bytes:
+        """Return what a client that reads the response takes for nothing; empty if there is no such thing now.
+
+        Source: RFC 9110, section 15.2 (interim responses, which HTTP/1.0 does not have); the HTML standard, section
+        9.2.5 (comments in an event stream).
+        """
+        if not self.started:
+            return replies.CONTINUE if self.scope["http_version"] == "1.1" else b""
+        if self.complete or not self._has_events:
+            return b""
+        return b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT) if self._chunked else _COMMENT
 
     def allow_direct(self, writable: bool) -> None:
         """Take note of whether the transport accepts data."""
@@ -187,6 +202,8 @@ class Cycle:
                 length = int(value)
             elif lowered == b"connection" and b"close" in value.lower():
                 self.keep_alive, closing = False, True
+            elif lowered == b"content-type":
+                self._has_events = not bodiless and value.startswith(b"text/event-stream")
             lines.append(b"%b: %b" % (name, value))
         if length is None and not bodiless:
             if self.scope["http_version"] == "1.1":

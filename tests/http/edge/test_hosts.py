@@ -6,12 +6,25 @@ from server.http.edge.hosts import without_port
 
 pytestmark = pytest.mark.anyio
 
-HOSTS = ("localhost", "127.0.0.1", "[::1]", "*.example.com")
+HOSTS = ("localhost", "127.0.0.1", "[::1]", "*.example.com", "Named.test.", "*.suffix.test.")
 
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "LocalHost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "a.b.example.com:1"],
+    [
+        "localhost",
+        "LocalHost:8000",
+        "127.0.0.1:8000",
+        "[::1]:8000",
+        "[::1]",
+        "a.b.example.com:1",
+        "localhost.",
+        "LOCALHOST.:8000",
+        "a.example.com.",
+        "named.test",
+        "named.test.",
+        "b.suffix.test",
+    ],
 )
 async def test_allowed_hosts_are_served_on_any_port(open_client, host):
     client = await open_client(allowed_hosts=HOSTS)
@@ -29,6 +42,17 @@ async def test_allowed_hosts_are_served_on_any_port(open_client, host):
         "[::2]",
         "evil:x",
         "",
+        ".",
+        "localhost..",
+        ".localhost",
+        "localhost.:x",
+        "localhost.evil.",
+        "localhost:8000.",
+        "localhost .",
+        "evil.localhost",
+        "example.com.",
+        ".example.com.evil",
+        "xexample.com",
     ],
 )
 @pytest.mark.parametrize("path", ["/", "/info", "/metrics", "/v1/models"])

@@ -295,7 +295,7 @@ def test_a_link_out_of_the_folder_is_rejected(sharded, tmp_path_factory):
     shard.rename(tmp_path_factory.mktemp("elsewhere") / "shard")
     shard.symlink_to(tmp_path_factory.getbasetemp() / "elsewhere0" / "shard")
 
-    with pytest.raises(WeightsError, match="leads out of the model folder"):
+    with pytest.raises(WeightsError, match=r"is a link to .*, which is not in the model.s folder"):
         load(sharded)
 
 

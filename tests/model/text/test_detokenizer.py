@@ -238,3 +238,85 @@ def test_streams_in_several_threads_share_one_tokenizer(libraries) -> None:
         thread.join()
 
     assert results == [expected] * 8
+
+
+# Well-formed sequences: ranges of their bytes. Source: the Unicode Standard, table 3-7.
+TRAIL = (0x80, 0xBF)
+WELL_FORMED = (
+    ((0x00, 0x7F),),
+    ((0xC2, 0xDF), TRAIL),
+    ((0xE0, 0xE0), (0xA0, 0xBF), TRAIL),
+    ((0xE1, 0xEC), TRAIL, TRAIL),
+    ((0xED, 0xED), (0x80, 0x9F), TRAIL),
+    ((0xEE, 0xEF), TRAIL, TRAIL),
+    ((0xF0, 0xF0), (0x90, 0xBF), TRAIL, TRAIL),
+    ((0xF1, 0xF3), TRAIL, TRAIL, TRAIL),
+    ((0xF4, 0xF4), (0x80, 0x8F), TRAIL, TRAIL),
+)
+
+
+def decode_by_the_table(data: bytes, *, for_each_byte: bool) -> str:
+    """Decode UTF-8 by the table; U+FFFD stands for a maximal part of a character, or for each of its bytes."""
+    text, i = "", 0
+    while i < len(data):
+        form = next((f for f in WELL_FORMED if f[0][0] <= data[i] <= f[0][1]), ())
+        size = 0
+        while size < len(form) and i + size < len(data):
+            if not form[size][0] <= data[i + size] <= form[size][1]:
+                break
+            size += 1
+        if form and size == len(form):
+            point = data[i] & (0x7F, 0x1F, 0x0F, 0x07)[size - 1]
+            for byte in data[i + 1 : i + size]:
+                point = point << 6 | byte & 0x3F
+            text += chr(point)
+        else:
+            text += "\ufffd" * (max(size, 1) if for_each_byte else 1)
+        i += max(size, 1)
+    return text
+
+
+BROKEN = (
+    b"\xc0\xaf", b"\xe0\x80\x80", b"\xf0\x80\x80\x80",  # longer than needed
+    b"\xed\xa0\x80", b"\xed\xbf\xbf",  # surrogates
+    b"\xf4\x90\x80\x80", b"\xf5", b"\xff", b"\xfe",  # beyond U+10FFFF
+    b"\xe2\x82", b"\xf0\x9f\x99", b"\xc3", b"\x80", b"\xbf\xbf",  # parts
+    b"\xc3\xc3\xa9", b"\xe2\x82\x41", b"\xf0\x9f\xe2\x82\xac",  # parts before characters
+)  # fmt: skip
+RUNS = st.lists(
+    st.sampled_from(BROKEN) | st.text(max_size=2).map(str.encode) | st.binary(max_size=4),
+    max_size=8,
+).map(b"".join)
+
+
+def byte_names(kind: str) -> list[str]:
+    """Return the token of each byte. Those of byte-level tokenizers are from GPT-2's encoder, in its own words."""
+    if kind.startswith("byte_fallback"):
+        return [f"<0x{byte:02X}>" for byte in range(256)]
+    shown = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(RUNS, st.sampled_from(["byte_level", "byte_fallback"]))
+def test_a_stream_of_bytes_is_decoded_as_the_unicode_standard_says(tokenizers_by_kind, data, kind):
+    tokenizer = tokenizers_by_kind[kind]
+    names = byte_names(kind)
+    ids = [tokenizer.library.token_to_id(names[byte]) for byte in data]
+    assert None not in ids
+
+    parts = push_all(tokenizer, ids)
+
+    assert "".join(parts) == decode_by_the_table(data, for_each_byte=kind == "byte_fallback")
+    # What is returned is never taken back: the last part may only hold what no byte has completed.
+    assert all(len(part) <= 4 for part in parts)
+
+
+@pytest.mark.parametrize("data", BROKEN)
+def test_the_table_agrees_with_python(data):
+    assert decode_by_the_table(data, for_each_byte=False) == data.decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""Keeps foreign tokenizers within limits of time and memory."""
