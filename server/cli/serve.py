@@ -86,7 +86,7 @@ def serve(
         listening(listeners[0].getsockname()[1])
         tokenizer_folder = tokenizer_path(settings, model_path)
         keys = api_keys(settings)
-        allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
+        allowed_hosts = _allowed_hosts(settings, listeners[0], tuple(keys))
         limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
     except (ModelError, StartupError) as error:
         fail(str(error), "serve")

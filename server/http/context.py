@@ -64,7 +64,7 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
-        self.shedding = LoadShedding(client, config)
+        self.shedding = LoadShedding(client, config, metrics.clients)
         self.lifecycle = lifecycle
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
@@ -213,7 +213,8 @@ class AppContext:
             return convert(template.render(fitted, tools=definitions, **options))
 
         try:
-            return await self._workers.run(work, current_request().body_bytes)
+            request = current_request()
+            return await self._workers.run(work, request.body_bytes, request.client)
         except ChatTemplateError as error:
             raise ValidationError(str(error)) from None
         except TokenizerError as error:
@@ -260,7 +261,7 @@ class AppContext:
         try:
             if len(text) <= self.config.inline_characters:
                 return work()
-            return await self._workers.run(work, len(text))
+            return await self._workers.run(work, len(text), current_request().client)
         except TokenizerError as error:
             raise ValidationError(f"`{field}` cannot be tokenized: {error}") from None
 

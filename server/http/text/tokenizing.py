@@ -1,4 +1,4 @@
-"""The threads that tokenize: long texts never take all of them, and what nobody waits for any more is not run."""
+"""The threads that tokenize: by turns of clients, long texts never on all, and nothing that nobody waits for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from server.http.load.fair_queue import FairPlaces
+
 ResultT = TypeVar("ResultT")
 
 LONG = 32 * 1024
@@ -18,10 +20,18 @@ LONG = 32 * 1024
 _TRIMMED = 256 * 1024
 
 
+class Places(Protocol):
+    """What limits how many functions a pool has: a semaphore, or `server.http.load.fair_queue.FairPlaces`."""
+
+    def release(self) -> None:
+        """Give a place back."""
+
+
 class TokenizerThreads:
     """Owns the threads. Used only on the event loop.
 
-    Short texts may use all threads, long ones all but one, so that a short text waits only for other short ones.
+    Short texts may use all threads, long ones all but one, so that a short text waits only for other short ones, and
+    for one of each other client at most.
 
     Args:
         count: number of threads; with one, short texts do wait for a long one.
@@ -29,24 +39,33 @@ class TokenizerThreads:
 
     def __init__(self, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, "tokenize")
-        self._long = asyncio.Semaphore(max(1, count - 1))
+        self._places = FairPlaces(count)
+        self._long = FairPlaces(max(1, count - 1))
 
     def close(self) -> None:
         """Let the threads end; work that has not begun is cancelled."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, work: Callable[[], ResultT], size: int) -> ResultT:
+    async def run(self, work: Callable[[], ResultT], size: int, client: str = "") -> ResultT:
         """Call a function in a thread. If the caller is cancelled before the function runs, it never does.
 
         Args:
             work: the function; must not use state that the event loop changes.
             size: characters of the text or bytes of the request that the function works on.
+            client: who sent the request.
         """
         if size < LONG:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        await self._long.acquire()
+            await self._places.acquire(client)
+            return await run_in_place(self._pool, self._places, work)
+        await self._long.acquire(client)
+        try:
+            await self._places.acquire(client)
+        except BaseException:
+            self._long.release()
+            raise
+        both = _Both(self._long, self._places)
         if size < _TRIMMED:
-            return await run_in_place(self._pool, self._long, work)
+            return await run_in_place(self._pool, both, work)
 
         def work_and_trim() -> ResultT:
             try:
@@ -54,14 +73,18 @@ class TokenizerThreads:
             finally:
                 _trim()
 
-        return await run_in_place(self._pool, self._long, work_and_trim)
+        return await run_in_place(self._pool, both, work_and_trim)
 
 
-class Places(Protocol):
-    """What limits how many functions a pool has: a semaphore, or `server.http.load.fair_queue.FairPlaces`."""
+class _Both:
+    """A place of a long text, and one of any text."""
+
+    def __init__(self, *places: Places) -> None:
+        self._places = places
 
     def release(self) -> None:
-        """Give a place back."""
+        for places in self._places:
+            places.release()
 
 
 async def run_in_place(

@@ -27,7 +27,7 @@ class App:
     def __init__(self):
         self.begun = []
         self.may_end = asyncio.Event()
-        self.fair_start = FairStart(self)
+        self.fair_start = FairStart(self, lambda scope: scope.get("from", ""))
 
     async def __call__(self, scope, receive, send):
         self.begun.append(receive)
