@@ -142,9 +142,7 @@ def flood(
     asyncio.run(_flood(tenant, port, clients, running, results))
 
 
-async def _flood(
-    tenant: Tenant, port: int, clients: int, running: EventType, results: Any
-) -> None:
+async def _flood(tenant: Tenant, port: int, clients: int, running: EventType, results: Any) -> None:
     rng = random.Random(1)
     kinds: dict[str, Callable[[Tenant, random.Random], list[bytes]]] = {
         "plain": plain_requests,
@@ -247,7 +245,9 @@ def measure(service: ManagedService, a: Tenant, b: Tenant, options: argparse.Nam
                 "requests": len(sent),
                 "statuses": {str(k): n for k, n in sorted(Counter(i.status for i in sent).items())},
                 **{
-                    f"{name}_ttft_p{round(100 * share)}_ms": round(1000 * percentile(part, share), 1)
+                    f"{name}_ttft_p{round(100 * share)}_ms": round(
+                        1000 * percentile(part, share), 1
+                    )
                     for name, part in (("idle", before), ("flooded", during))
                     for share in (0.5, 0.99)
                 },

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
     from server.engine.core.sequence import Sequence
 
@@ -100,6 +101,16 @@ class ClientQueues:
         """The first sequence of the client whose turn it is."""
         return self._by_turn[0].first
 
+    def head_beside(self, passed_over: AbstractSet[str]) -> Sequence | None:
+        """Return the first sequence of the client whose turn it is among the others; None if no other one waits."""
+        queues = (queue for queue in self._by_turn if queue.client not in passed_over)
+        return next((queue.first for queue in queues), None)
+
+    def num_of(self, client: str) -> int:
+        """Return how many sequences of a client wait."""
+        queue = self._by_client.get(client)
+        return 0 if queue is None else len(queue.preempted) + len(queue.new)
+
     @property
     def shortest(self) -> Sequence:
         """The new sequence with the shortest prompt, unless its client has others first; `head` then."""
@@ -110,10 +121,13 @@ class ClientQueues:
                 return shortest
         return self.head
 
-    def first_of_least(self, num_places: Mapping[str, int]) -> Sequence:
+    def first_of_least(
+        self, num_places: Mapping[str, int], passed_over: AbstractSet[str]
+    ) -> Sequence | None:
         """Return the first sequence of the client with the fewest places; of several, the one whose turn is next."""
-        least = min(self._by_turn, key=lambda queue: num_places.get(queue.client, 0))
-        return least.first
+        queues = (queue for queue in self._by_turn if queue.client not in passed_over)
+        least = min(queues, key=lambda queue: num_places.get(queue.client, 0), default=None)
+        return None if least is None else least.first
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence, or one that was preempted."""

@@ -42,6 +42,7 @@ class LiveSequences:
         running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until
             `drop_finished`.
         num_places: running sequences by client, those left out that have ended; no client without one.
+        place_limits: most running sequences of some clients; see `limit_places`.
         num_preemptions: preemptions so far.
         output_means: how much ended sequences have generated.
     """
@@ -52,6 +53,7 @@ class LiveSequences:
         self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
         self.num_places: dict[str, int] = {}
+        self.place_limits: dict[str, int] = {}
         self.num_preemptions = 0
         self.output_means = OutputMeans()
         self._most_running = config.max_num_seqs
@@ -79,6 +81,12 @@ class LiveSequences:
         sequence.expected_output = expected_output(limit, self.output_means.means)
         self.waiting.add(sequence)
 
+    def limit_places(self, limits: dict[str, int]) -> None:
+        """Limit the running sequences of some clients: at the limit the queue passes over a client."""
+        self.place_limits = limits
+        places = self.num_places
+        self.waiting.passed_over = {c for c, most in limits.items() if places.get(c, 0) >= most}
+
     @property
     def is_full(self) -> bool:
         """Whether as many sequences run as may."""
@@ -100,7 +108,10 @@ class LiveSequences:
             self._num_admitted += 1
         bisect.insort(self.running, sequence, key=_rank)
         sequence.status = RUNNING
-        self.num_places[sequence.client] = self.num_places.get(sequence.client, 0) + 1
+        client = sequence.client
+        self.num_places[client] = count = self.num_places.get(client, 0) + 1
+        if count >= self.place_limits.get(client, count + 1):
+            self.waiting.passed_over.add(client)
         self._accounting.admit(
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )

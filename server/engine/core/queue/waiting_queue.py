@@ -49,6 +49,7 @@ class WaitingQueue:
     Attributes:
         num_tokens_by_length, num_by_length: prompt tokens and number of the waiting sequences by `length_class`.
         output_by_length: tokens that they will probably generate.
+        passed_over: clients whose turn does not come at the moment: `head` and `shortest` are of others.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -57,6 +58,7 @@ class WaitingQueue:
         self.output_by_length = [0] * MAX_LENGTH_CLASSES
         self._least_allowance = config.max_num_batched_tokens
         self._least_cost = config.max_num_batched_tokens // config.max_num_seqs
+        self.passed_over: set[str] = set()
         self._num_added = 0
         self._priorities: dict[int, ClientQueues] = {}
 
@@ -85,7 +87,14 @@ class WaitingQueue:
     @property
     def head(self) -> Sequence | None:
         """The first sequence of the client whose turn it is; None if none waits."""
-        return self._priorities[min(self._priorities)].head if self._priorities else None
+        if not self._priorities:
+            return None
+        if not self.passed_over:
+            return self._priorities[min(self._priorities)].head
+        heads = (
+            self._priorities[it].head_beside(self.passed_over) for it in sorted(self._priorities)
+        )
+        return next((head for head in heads if head is not None), None)
 
     @property
     def shortest(self) -> Sequence | None:
@@ -95,6 +104,8 @@ class WaitingQueue:
             return head
         clients = self._priorities[head.priority]
         shortest = clients.shortest
+        if shortest.client in self.passed_over:
+            return head
         if shortest.num_prompt_tokens >= head.num_prompt_tokens:
             return head
         allowance = max(head.num_prompt_tokens, self._least_allowance)
@@ -110,7 +121,11 @@ class WaitingQueue:
         """
         if not self._priorities:
             return None
-        return self._priorities[min(self._priorities)].first_of_least(num_places)
+        return self._priorities[min(self._priorities)].first_of_least(num_places, self.passed_over)
+
+    def num_of(self, client: str) -> int:
+        """Return how many sequences of a client wait."""
+        return sum(clients.num_of(client) for clients in self._priorities.values())
 
     @property
     def num_clients(self) -> int:

@@ -72,8 +72,9 @@ class ClientShares:
         if head is None or (waiting.num_clients == len(places) == 1 and head.client in places):
             return None  # a client alone
         sequence = waiting.first_of_least(places)
-        assert sequence is not None
-        if sequence.num_tokens_in_flight or places.get(sequence.client, 0) + _FEWER > most:
+        if sequence is None or sequence.num_tokens_in_flight:
+            return None
+        if places.get(sequence.client, 0) + _FEWER > most:
             return None
         return sequence
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence
 
 _rank = attrgetter("sequence.rank")
+_NO_LIMITS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Chunk(NamedTuple):
@@ -52,7 +54,12 @@ class NoneWaiting:
         """Return None."""
 
 
-def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list[ScheduledSequence]:
+def divide(
+    budget: int,
+    chunks: Iterable[Chunk],
+    waiting: WaitingSource,
+    limits: Mapping[str, int] = _NO_LIMITS,
+) -> list[ScheduledSequence]:
     """Divide a budget among chunks and the sequences that are admitted.
 
     Half of the budget goes to the first chunk. The other half goes to the shortest chunks, and before each of them to
@@ -67,12 +74,14 @@ def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list
         budget: tokens left after one for each chunk.
         chunks: of running sequences, in the order of the running list.
         waiting: admits waiting sequences.
+        limits: tokens that some clients have at most beside one for each chunk, while others have no limit.
 
     Returns:
         Rows, in the order of the running list; at least one token for each chunk and each admitted sequence.
     """
     rows: list[ScheduledSequence] = []
     chunks = list(chunks)
+    left = dict(limits)
     while True:
         if not chunks:
             chunk = waiting.admit_next() if budget else None
@@ -81,6 +90,8 @@ def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list
             budget -= 1
             chunks = [chunk]
         parts = _parts(budget, chunks)
+        for client in parts.keys() & left.keys():
+            parts[client] = min(parts[client], left[client])
         first = chunks[0]
         part = parts[first.sequence.client]
         reserved = min(first.num_tokens - 1, part - part // 2)
@@ -90,8 +101,11 @@ def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list
         chunks = _in_turn(chunks)
         for chunk in chunks:
             while budget and (short := waiting.admit_before(chunk)) is not None:
-                num_tokens = min(short.num_tokens, budget)
+                client = short.sequence.client
+                num_tokens = min(short.num_tokens, budget, 1 + left.get(client, budget))
                 budget -= num_tokens
+                if client in left:
+                    left[client] -= num_tokens - 1
                 rows.append(_row(short, num_tokens))
             client = chunk.sequence.client
             if chunk is first:
@@ -101,9 +115,14 @@ def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list
             parts[client] -= num_tokens
             budget -= num_tokens
             taken.append(1 + num_tokens)
+            if client in left:
+                left[client] -= num_tokens
         for chunk, num_tokens in zip(chunks, taken, strict=True):
-            more = min(chunk.num_tokens - num_tokens, budget)
+            client = chunk.sequence.client
+            more = min(chunk.num_tokens - num_tokens, budget, left.get(client, budget))
             budget -= more
+            if client in left:
+                left[client] -= more
             rows.append(_row(chunk, num_tokens + more))
         chunks = []
     rows.sort(key=_rank)

@@ -21,6 +21,7 @@ from server.engine.core.schedule.admission import Admission, timeout_event
 from server.engine.core.schedule.client_shares import ClientShares
 from server.engine.core.schedule.prompt_chunks import Chunk, NoneWaiting, divide
 from server.engine.core.schedule.rates import Rate
+from server.engine.core.schedule.short_steps import ShortSteps
 from server.engine.core.step import (
     NO_ROWS,
     DecodeBatch,
@@ -106,6 +107,7 @@ class Scheduler:
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
         self._shares = ClientShares(self._live, block_manager, self.admission)
+        self._short_steps = ShortSteps(self._live, block_manager, self.accounting)
         self._results = StepResults(self._live, block_manager, self.accounting)
         self._scheduled: SchedulerOutput | None = None
         self._decode_batch = DecodeBatch([])  # of the latest `schedule`
@@ -144,7 +146,8 @@ class Scheduler:
     @property
     def num_free_places(self) -> int:
         """Number of sequences that may be admitted before another one ends; 0 if the last schedule lacked blocks."""
-        if self._live.waiting and self.admission.is_short_of_places:
+        waiting = self._live.waiting
+        if waiting and (self.admission.is_short_of_places or waiting.passed_over):
             return 0
         return self.config.max_num_seqs - len(self._live.running)
 
@@ -172,6 +175,7 @@ class Scheduler:
         if sequence.max_num_tokens > self.max_total_tokens:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
         self._live.add(sequence)
+        self._short_steps.note_arrival(sequence.client)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in any state and free its blocks.
@@ -212,8 +216,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         preempted: list[int] = []
         self.admission.begin(self.num_steps)
-        for victim in self._shares.admit():
-            self._note_preemption(victim, preempted)
+        self._apply_shares(preempted)
         # A preemption takes a sequence out of a new list during this loop, never one that the loop has already passed.
         for sequence in self._live.running:
             if preempted and sequence.status is not RUNNING:
@@ -236,7 +239,8 @@ class Scheduler:
         prefill: list[ScheduledSequence] = []
         self.num_prefill_tokens = 0
         if chunks or (self._live.waiting and not preempted):
-            for row in divide(budget, chunks, _NONE_WAITING if preempted else self.admission):
+            source = _NONE_WAITING if preempted else self.admission
+            for row in divide(budget, chunks, source, self._live.place_limits):
                 num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
                 self.num_prefill_tokens += num_left
                 if row.num_tokens > 1:
@@ -449,6 +453,14 @@ class Scheduler:
                 return False
         self.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
         return True
+
+    def _apply_shares(self, preempted: list[int]) -> None:
+        """Preempt and admit sequences so that each client has its share."""
+        excess = self._short_steps.begin()
+        for victim in excess:
+            self._live.preempt(victim)
+        for victim in (*excess, *self._shares.admit()):
+            self._note_preemption(victim, preempted)
 
     def _note_preemption(self, victim: Sequence, preempted: list[int]) -> None:
         if self._started:
