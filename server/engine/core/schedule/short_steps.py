@@ -36,14 +36,12 @@ class ShortSteps:
         self, live: LiveSequences, block_manager: BlockManager, accounting: Accounting
     ) -> None:
         self._live, self._block_manager, self._accounting = live, block_manager, accounting
-        self._seen: dict[str, float] = {}
+        self._arrived: dict[str, None] = {}  # since the last step
+        self._seen: dict[str, float] = {}  # the time of the next step
 
     def note_arrival(self, client: str) -> None:
         """Note that a client has sent a request."""
-        self._seen.pop(client, None)
-        self._seen[client] = self._accounting.now
-        if len(self._seen) > _MOST_SEEN:
-            del self._seen[next(iter(self._seen))]
+        self._arrived[client] = None
 
     def begin(self) -> list[Sequence]:
         """Limit the clients for the step that is being scheduled; return what must be preempted of their sequences.
@@ -51,6 +49,12 @@ class ShortSteps:
         Sequences are preempted only if the prefix cache keeps what they have computed.
         """
         live = self._live
+        for client in self._arrived:
+            self._seen.pop(client, None)
+            self._seen[client] = self._accounting.now
+        self._arrived.clear()
+        while len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
         limits = self._limits()
         live.limit_places(limits)
         if not limits or not self._block_manager.enable_prefix_caching:
