@@ -97,8 +97,8 @@ def serve(
         listening(listeners[0].getsockname()[1])
         tokenizer_folder = tokenizer_path(settings, model_path)
         address, port = listeners[0].getsockname()[:2]
-        warn_if_open(settings.host, address, port, keys)
-        allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
+        warn_if_open(settings.host, address, port, tuple(keys))
+        allowed_hosts = _allowed_hosts(settings, listeners[0], tuple(keys))
         limits = http_config(settings, model_path, model_config, keys, allowed_hosts)
     except (ModelError, StartupError) as error:
         fail(str(error), "serve")

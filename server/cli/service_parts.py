@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pydantic_core import PydanticCustomError
 
@@ -16,13 +17,15 @@ from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
 from server.cli.listening import is_loopback
 from server.cli.nvidia import count_gpus, may_have_gpu
-from server.cli.settings import Settings, check_keys
+from server.cli.settings import Settings, check_keys, refusal
 from server.engine.core.start_checks import StartupError
 from server.engine.link.spawn import gpu_variables
+from server.http.body.request_options import MAX_PRIORITY, MAX_TIMEOUT_MS
 from server.http.config import HTTPConfig, HTTPSettings
+from server.http.edge.key_limits import NO_LIMITS, KeyLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from model.checkpoint.config import ModelConfig
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera")
 _KEY_CHARACTERS = 16
 _KEY_FILE_CHARACTERS = 1 << 20
+_KEY_LIMITS: Final = {
+    "lowest_priority": (-MAX_PRIORITY, MAX_PRIORITY),
+    "longest_timeout_ms": (1, MAX_TIMEOUT_MS),
+}
+"""By name of a limit in the file of keys, its lowest and highest value."""
 _TRACING_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -37,7 +45,7 @@ def http_config(
     settings: Settings,
     folder: Path,
     model: ModelConfig,
-    keys: tuple[str, ...],
+    keys: Mapping[str, KeyLimits],
     allowed_hosts: tuple[str, ...],
 ) -> HTTPConfig:
     """Return the HTTP layer's part of the settings.
@@ -46,7 +54,7 @@ def http_config(
         settings: of the service.
         folder: of the checkpoint.
         model: configuration of the checkpoint.
-        keys: the API keys; none if the service has none.
+        keys: the API keys with their limits; none if the service has none.
         allowed_hosts: hosts that requests may name; none for any.
 
     Raises:
@@ -55,10 +63,11 @@ def http_config(
     from_file = settings.generation_config == "auto"
     resolved = {
         "chat_template": settings.chat_template and read_template(settings.chat_template),
-        "api_key": keys,
+        "api_key": tuple(keys),
         "allowed_hosts": allowed_hosts,
     }
     return HTTPConfig(
+        key_limits={key: limits for key, limits in keys.items() if limits != NO_LIMITS},
         model_id=settings.model,
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=read_sampling_defaults(folder) if from_file else SamplingDefaults(),
@@ -76,17 +85,18 @@ def tokenizer_path(settings: Settings, model_path: Path) -> Path:
     return model_path
 
 
-def api_keys(settings: Settings) -> tuple[str, ...]:
-    """Return all keys, each once; none if the service is open to all. Keys that can be guessed are logged by number.
+def api_keys(settings: Settings) -> dict[str, KeyLimits]:
+    """Return all keys, each once, with their limits; none if the service is open to all.
+
+    Keys that can be guessed are logged by number.
 
     Raises:
-        StartupError: the file cannot be read, has no key, has one that could not be sent in a header, or can be written
-            by other users.
+        StartupError: the file cannot be read, has no key, has a line that is not a key with its limits, or can be
+            written by other users.
     """
-    keys = settings.api_key
+    keys = dict.fromkeys(settings.api_key, NO_LIMITS)
     if settings.api_key_file is not None:
-        keys += _read_keys(settings.api_key_file)
-    keys = tuple(dict.fromkeys(keys))
+        keys |= _read_keys(settings.api_key_file)
     short = [str(number) for number, key in enumerate(keys, 1) if len(key) < _KEY_CHARACTERS]
     if short:
         log.warning(
@@ -98,7 +108,7 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     return keys
 
 
-def warn_if_open(host: str, address: str, port: int, keys: Sequence[str]) -> None:
+def warn_if_open(host: str, address: str, port: int, keys: Collection[str]) -> None:
     """Log a warning if other machines can use the service without a key.
 
     Args:
@@ -118,7 +128,8 @@ def warn_if_open(host: str, address: str, port: int, keys: Sequence[str]) -> Non
         )
 
 
-def _read_keys(path: Path) -> tuple[str, ...]:
+def _read_keys(path: Path) -> dict[str, KeyLimits]:
+    keys: dict[str, KeyLimits] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -136,8 +147,15 @@ def _read_keys(path: Path) -> tuple[str, ...]:
                 "--api-key-file %s: other users of this machine can read it (chmod 600)", path
             )
         # Only at line feeds: at other separators `splitlines` would make two keys of one with a control character.
-        lines = [line.strip(" \t\r") for line in text.split("\n")]
-        keys = check_keys(tuple(line for line in lines if line and not line.startswith("#")))
+        for line in (it.strip(" \t\r") for it in text.split("\n")):
+            if line and not line.startswith("#"):
+                key, *options = re.split("[ \t]+", line)
+                if any("=" not in option for option in options):
+                    key = line  # as if it were one key, so that the message shows nothing of it
+                check_keys((*keys, key))
+                limits = _read_limits(options, len(keys) + 1)
+                if keys.setdefault(key, limits) != limits:
+                    raise refusal(f"key {len(keys)} is given before with other limits")
     except (OSError, UnicodeDecodeError, PydanticCustomError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         if isinstance(error, UnicodeDecodeError):
@@ -146,6 +164,28 @@ def _read_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise StartupError(f"--api-key-file {path}: the file has no key")
     return keys
+
+
+def _read_limits(options: Sequence[str], number: int) -> KeyLimits:
+    """Read what follows a key on its line.
+
+    Raises:
+        PydanticCustomError: an option or a value is not known. The message does not show the key.
+    """
+    values: dict[str, int] = {}
+    for option in options:
+        name, _, text = option.partition("=")
+        if name not in _KEY_LIMITS:
+            raise refusal(f"key {number}: {name!r} must be one of {', '.join(_KEY_LIMITS)}")
+        if name in values:
+            raise refusal(f"key {number}: {name} is given twice")
+        least, most = _KEY_LIMITS[name]
+        if not re.fullmatch(r"-?[0-9]{1,10}", text) or not least <= int(text) <= most:
+            raise refusal(
+                f"key {number}: {name} must be a whole number from {least} to {most}. Given: {text}"
+            )
+        values[name] = int(text)
+    return KeyLimits(**values)
 
 
 def check_tracing(settings: Settings) -> None:

@@ -64,7 +64,9 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
         data_parallel: engine processes, each with the whole model, that share the requests: each has a GPU of its own,
             or on a CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits
             of memory and steps, such as --max-num-seqs, are those of each engine.
-        api_key_file: file of further keys, one on each line; empty lines and lines that begin with # are ignored.
+        api_key_file: file of further keys, one on each line, possibly with limits after it: lowest_priority=N, the
+            lowest priority with which its requests come before those of other keys (0 without it), and
+            longest_timeout_ms=N, after which its requests end; empty lines and lines that begin with # are ignored.
         engine_hang_seconds: seconds after which a silent engine, or one whose step does not end, is restarted; steps
             that are usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front
             end that handles nothing.
@@ -107,7 +109,7 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
         if value == "auto":
             return None
         if not _is_number(str(value)) or not 1 <= int(str(value)) <= MAX_ENGINES:
-            raise _refusal(f"it must be a whole number from 1 to {MAX_ENGINES}, or auto")
+            raise refusal(f"it must be a whole number from 1 to {MAX_ENGINES}, or auto")
         return value
 
     @field_validator("*", mode="before")
@@ -116,7 +118,7 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
         if setting(cls.model_fields[str(info.field_name)]).restricts:
             texts = [value] if isinstance(value, str) else value
             if isinstance(texts, list) and texts and not any(str(it).strip(_BLANK) for it in texts):
-                raise _refusal("it is empty; leave it out to have none")
+                raise refusal("it is empty; leave it out to have none")
         return value
 
     @field_validator("api_key")
@@ -132,7 +134,7 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             return value
         for text in [value] if isinstance(value, str) else value:
             if not re.fullmatch(form.pattern, text):
-                raise _refusal(f"{text!r} {form.refusal}")
+                raise refusal(f"{text!r} {form.refusal}")
         return value
 
     @model_validator(mode="after")
@@ -141,17 +143,17 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
         tokens, prefill = self.max_num_batched_tokens, self.max_prefill_tokens
         for name, limit in (("max-num-batched-tokens", tokens), ("max-prefill-tokens", prefill)):
             if limit is not None and self.max_num_seqs is not None and limit < self.max_num_seqs:
-                raise _refusal(
+                raise refusal(
                     f"--{name} {limit} is less than --max-num-seqs {self.max_num_seqs}: "
                     "every running sequence needs a token of each step"
                 )
         if tokens is not None and prefill is not None and prefill < tokens:
-            raise _refusal(
+            raise refusal(
                 f"--max-prefill-tokens {prefill} is less than --max-num-batched-tokens {tokens}: "
                 "a step without decoding sequences would have fewer tokens than one with them"
             )
         if self.data_parallel != 1 and self.tensor_parallel > 1:
-            raise _refusal(
+            raise refusal(
                 f"--data-parallel {self.data_parallel or 'auto'} and --tensor-parallel {self.tensor_parallel} cannot "
                 "be combined: start a service for each group of GPUs"
             )
@@ -161,13 +163,14 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             if (value := getattr(self, name)) is not None
         ]
         if len(sizes) > 1:
-            raise _refusal(
+            raise refusal(
                 f"{sizes[0]} and {sizes[1]} both give the size of the KV cache: leave one out"
             )
         return self
 
 
-def _refusal(message: str) -> PydanticCustomError:
+def refusal(message: str) -> PydanticCustomError:
+    """Return the error of a value that is not allowed."""
     return PydanticCustomError("setting", "{message}", {"message": message})
 
 
@@ -231,11 +234,11 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     """
     for number, key in enumerate(keys, 1):
         if not _is_key(key):
-            raise _refusal(
+            raise refusal(
                 f"key {number} is empty or has characters other than visible ASCII without commas"
             )
         if key[0] == key[-1] and key[0] in _QUOTES:
-            raise _refusal(f"key {number} is in quotation marks, which would be part of it")
+            raise refusal(f"key {number} is in quotation marks, which would be part of it")
     return keys
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from model.sampling.parameters import SamplingDefaults
+from server.http.edge.key_limits import KeyLimits
 from server.setting import Form, Setting
 
 _ORIGIN = Form(
@@ -112,6 +113,7 @@ class HTTPConfig(HTTPSettings):
     and `allowed_hosts` is empty for any.
 
     Attributes:
+        key_limits: limits of the API keys that have any.
         model_id: the name the operator gave the model; the only text from outside that becomes a metric label.
         eos_token_ids: the model's own end tokens, from its configuration.
         sampling_defaults: sampling parameters of the checkpoint, in dialects where requests that set none take them.
@@ -133,6 +135,7 @@ class HTTPConfig(HTTPSettings):
         send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
     """
 
+    key_limits: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     model_id: str
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

@@ -64,7 +64,7 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
-        self.shedding = LoadShedding(client, config)
+        self.shedding = LoadShedding(client, config, metrics.clients)
         self.lifecycle = lifecycle
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
@@ -216,7 +216,8 @@ class AppContext:
             return convert(template.render(fitted, tools=definitions, **options))
 
         try:
-            return await self._workers.run(work, current_request().body_bytes)
+            request = current_request()
+            return await self._workers.run(work, request.body_bytes, request.client)
         except ChatTemplateError as error:
             raise ValidationError(str(error)) from None
         except TokenizerError as error:
@@ -264,7 +265,7 @@ class AppContext:
             if len(text) <= self._inline_characters:
                 return work()
             size = len(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
-            return await self._workers.run(work, size)
+            return await self._workers.run(work, size, current_request().client)
         except TokenizerError as error:
             raise ValidationError(f"`{field}` cannot be tokenized: {error}") from None
 

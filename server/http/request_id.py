@@ -8,6 +8,9 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from server.http.edge.client_name import client_of_address
+from server.http.edge.key_limits import NO_LIMITS
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
@@ -71,7 +74,8 @@ class CurrentRequest:
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
         figures: returns the figures of a request that generates; None for others.
-        client: who sent it, for fair shares of the engine: a digest of its API key, else the address of its connection.
+        client: who sent it, for equal shares: a digest of its API key, else `client_of_address`.
+        limits: what the operator allows its API key.
         cache_namespace: names the prefix caches of its API key; None if the request shares those of all requests.
         operation: of a request that generates, in OpenTelemetry's terms; None until its body was accepted.
         model: the name that the request gives the model; None for none.
@@ -80,13 +84,15 @@ class CurrentRequest:
     """
 
     __slots__ = (
-        "arrived", "body_bytes", "cache_namespace", "client", "deadline", "disconnected", "figures", "id", "model",
+        "arrived", "body_bytes", "cache_namespace", "client", "deadline", "disconnected", "figures", "id", "limits",
+        "model",
         "operation", "status",
     )  # fmt: skip
 
     def __init__(self, request_id: str, client: str = "") -> None:
         self.id = request_id
         self.client = client
+        self.limits = NO_LIMITS
         self.arrived = time.monotonic()
         self.body_bytes = 0
         self.status: int | None = None
@@ -132,10 +138,8 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         value = _given(scope) or secrets.token_hex(16).encode("ascii")
-        address = scope.get("client")
-        client = address[0] if address else ""
         path, more = scope["path"], self._headers
-        scope[_KEY] = request = CurrentRequest(value.decode("ascii"), client)
+        scope[_KEY] = request = CurrentRequest(value.decode("ascii"), client_of_address(scope))
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -10,6 +10,7 @@ import uvicorn
 
 from server.engine.link.spawn import ending_signals
 from server.http.edge.access_log import MAX_DELAY_SECONDS
+from server.http.edge.api_keys import ApiKeys
 from server.http.edge.fair_start import FairStart
 from server.http.transport import protocol_factory
 
@@ -31,9 +32,14 @@ _FLUSH_SECONDS: Final = 1.0
 """Time for the last bytes of responses that were ended."""
 
 
-def with_middleware(app: ASGIApp) -> ASGIApp:
-    """Wrap an application in the middleware that the service needs under uvicorn."""
-    return FairStart(app)
+def with_middleware(app: ASGIApp, keys: Iterable[str] = ()) -> ASGIApp:
+    """Wrap an application in the middleware that the service needs under uvicorn.
+
+    Args:
+        app: the application.
+        keys: API keys of the service, by which requests take turns; by address without them.
+    """
+    return FairStart(app, ApiKeys(keys).client_of)
 
 
 class HTTPServer(uvicorn.Server):
@@ -63,7 +69,7 @@ class HTTPServer(uvicorn.Server):
         self._on_signal = on_signal
         super().__init__(
             uvicorn.Config(
-                with_middleware(app),
+                with_middleware(app, config.api_key),
                 http=protocol_factory(config),  # type: ignore[arg-type] # uvicorn only calls it
                 lifespan="off",
                 log_config=None,
@@ -71,7 +77,7 @@ class HTTPServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
-                proxy_headers=False,  # the client's address is never used
+                proxy_headers=False,  # anybody can send them; see `client_of_address`
             )
         )
 

@@ -8,10 +8,11 @@ from server.cli.command_settings import read_settings
 from server.cli.service_parts import api_keys, warn_if_open
 from server.cli.settings import restricting
 from server.engine.core.start_checks import StartupError
+from server.http.edge.key_limits import NO_LIMITS, KeyLimits
 
 
 def keys(*arguments):
-    return api_keys(read_settings(list(arguments)))
+    return tuple(api_keys(read_settings(list(arguments))))
 
 
 def test_without_a_key_there_are_none():
@@ -34,6 +35,36 @@ def test_keys_come_from_a_file_in_addition(tmp_path):
     file.write_text("# team a\nfirst\n\n  second==  \n")
 
     assert keys("--api-key-file", str(file), "--api-key", "third") == ("third", "first", "second==")
+
+
+def test_a_key_of_a_file_may_have_limits(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("first lowest_priority=-10  longest_timeout_ms=60000\nsecond\n")
+
+    assert api_keys(read_settings(["--api-key-file", str(file), "--api-key", "first"])) == {
+        "first": KeyLimits(lowest_priority=-10, longest_timeout_ms=60000),
+        "second": NO_LIMITS,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("hidden lowest=1", "'lowest' must be one of lowest_priority, longest_timeout_ms"),
+        ("hidden lowest_priority=x", "lowest_priority must be a whole number from -2147483647 to 2147483647. Given: x"),
+        ("hidden longest_timeout_ms=0", "longest_timeout_ms must be a whole number from 1 to 86400000. Given: 0"),
+        ("hidden longest_timeout_ms=1 longest_timeout_ms=2", "longest_timeout_ms is given twice"),
+        ("hidden longest_timeout_ms=1\nhidden", "key 1 is given before with other limits"),
+    ],
+)  # fmt: skip
+def test_a_limit_that_is_not_known_is_an_error_that_does_not_show_the_key(tmp_path, line, reason):
+    file = tmp_path / "keys"
+    file.write_text(f"{line}\n")
+
+    with pytest.raises(StartupError) as error:
+        keys("--api-key-file", str(file))
+    assert reason in str(error.value)
+    assert "hidden" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,21 @@ def test_memory_does_not_grow_over_20000_requests_to_a_fake_engine(tmp_path):
         "objects",
     }
     assert report["summary"]["requests"] == 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("front_ends", [1, 2])
+def test_no_request_of_a_client_is_refused_while_another_one_floods_the_service(
+    tmp_path, front_ends
+):
+    run(
+        "tests.reliability.two_tenants", "--clients=50", "--rounds=1", "--flood-seconds=5",
+        f"--front-ends={front_ends}", f"--out={tmp_path / 'tenants.json'}", timeout=580,
+    )  # fmt: skip
+
+    rows = json.loads((tmp_path / "tenants.json").read_text())["rows"]
+    assert [row["clients"] for row in rows] == ["by key"] * 2 + ["by address"] * 2
+    # How long they take depends on what else the machine does, so only the command judges that.
+    assert [row["statuses"] for row in rows] == [{"200": 12}] * 4
+    assert all(row["flood"]["plain"].get("429") for row in rows)

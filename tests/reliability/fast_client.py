@@ -96,6 +96,7 @@ class ClientRun:
         disconnects: share of the requests whose client leaves after a random time.
         leave_seconds: longest such time.
         seed: of the random choices.
+        address: of this side of the connections; None for any.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ClientRun:
         disconnects: float = 0.0,
         leave_seconds: float = 1.0,
         seed: int = 1,
+        address: str | None = None,
     ) -> None:
         self.done = 0
         self.statuses: dict[int, int] = {}
@@ -118,6 +120,7 @@ class ClientRun:
         self._disconnects = disconnects
         self._leave_seconds = leave_seconds
         self._random = random.Random(seed)
+        self._local_address = None if address is None else (address, 0)
         self._open = 0
         self._finished = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -181,7 +184,9 @@ class ClientRun:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await loop.create_connection(lambda: Client(self), HOST, self._port)
+                await loop.create_connection(
+                    lambda: Client(self), HOST, self._port, local_addr=self._local_address
+                )
             except OSError:
                 await asyncio.sleep(0.1)
             else:

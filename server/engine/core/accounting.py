@@ -123,6 +123,7 @@ class Accounting:
         ended_block_seconds: KV blocks times seconds charged to them.
         num_reserved_tokens: tokens that the sequences of the batch have if all reach their limits.
         least_price: lowest device time of one token of a step so far; 0.0 before the first.
+        least_seconds: device time of the shortest step so far; 0.0 before the first.
     """
 
     def __init__(self) -> None:
@@ -137,6 +138,7 @@ class Accounting:
         self.ended_block_seconds = [0.0] * len(FinishReason)
         self.num_reserved_tokens = 0
         self.least_price = 0.0
+        self.least_seconds = 0.0
         self._price = 0.0  # of the newest step
         self._price_sum = 0.0  # over all steps
         self._num_steps = 0
@@ -171,6 +173,8 @@ class Accounting:
         self._num_steps += 1
         if price < self.least_price or not self.least_price:
             self.least_price = price
+        if seconds < self.least_seconds or not self.least_seconds:
+            self.least_seconds = seconds
         return price
 
     def charge_ended(self, reason: FinishReason, num_tokens: int) -> None:

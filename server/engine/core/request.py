@@ -39,11 +39,12 @@ class GenerateRequest(
         prompt_token_ids: at least one token id, each in [0, vocab_size).
         sampling: how tokens are chosen.
         external_id: the id that the client knows it by; several requests may have the same one. Empty for none.
-        priority: the scheduler serves requests with a lower number first.
+        priority: the scheduler serves requests with a lower number first, whoever sent them.
+        client_priority: orders the requests of one client with one priority: those with a lower number first.
         deadline: when the request ends, complete or not: `time.monotonic` seconds, which all processes of a machine
             share. None for never.
         cache_salt: the request uses only cached blocks of requests with an equal salt.
-        client: who sent it, in any form; waiting requests of different clients share the engine.
+        client: who sent it, in any form; clients get equal shares of the engine.
         deterministic: whether its tokens and log-probabilities must have the same bits whatever else the engine
             computes; the engine must support it.
     """
@@ -57,6 +58,7 @@ class GenerateRequest(
     cache_salt: str | None = None
     client: str = ""
     deterministic: bool = False
+    client_priority: int = 0
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):

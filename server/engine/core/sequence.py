@@ -64,12 +64,13 @@ class Sequence:
         deterministic: whether the steps that compute it must be deterministic; see `Bucket`.
         client: who sent the request; the queue shares the engine among clients.
         deadline: when the sequence ends, complete or not, on the clock of `Accounting.now`; None for never.
-        priority: sequences with a lower number are served first.
+        priority: sequences with a lower number are served first, whoever sent them.
+        client_priority: orders the sequences of one client and one priority: those with a lower number first.
         is_expired: whether its deadline has passed; it ends with its next token.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
         error: description of the error that ended the sequence; else None.
-        start_tag: its place among the new sequences of its priority in the queue; set by `WaitingQueue.add`.
+        arrival: number of sequences that came into the queue before it; set by `WaitingQueue.add`.
         rank: its place in the running list: `priority`, then the number of sequences admitted before it for the first
             time.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
@@ -82,11 +83,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "block_table", "cache_salt", "capacity", "check_at", "client", "deadline", "deterministic",
-        "end_token_ids", "error", "expected_output", "finish_reason", "first_scheduled_step", "is_expired",
-        "matcher", "max_num_tokens", "num_cached_tokens", "num_computed_tokens", "num_linked_blocks",
-        "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight", "num_void_results", "prefix_link",
-        "priority", "rank", "request_id", "sampling", "slots", "start_tag", "status", "token_ids", "usage",
+        "account", "arrival", "block_table", "cache_salt", "capacity", "check_at", "client", "client_priority",
+        "deadline", "deterministic", "end_token_ids", "error", "expected_output", "finish_reason",
+        "first_scheduled_step", "is_expired", "matcher", "max_num_tokens", "num_cached_tokens", "num_computed_tokens",
+        "num_linked_blocks", "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight", "num_void_results",
+        "prefix_link", "priority", "rank", "request_id", "sampling", "slots", "status", "token_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -112,11 +113,12 @@ class Sequence:
         self.client = request.client
         self.deadline = request.deadline
         self.priority = request.priority
+        self.client_priority = request.client_priority
         self.is_expired = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self.start_tag = (0, 0)
+        self.arrival = 0
         self.rank = (request.priority, 0)
         self.num_cached_tokens = 0
         self.first_scheduled_step: int | None = None
@@ -146,6 +148,11 @@ class Sequence:
     def num_known_output_tokens(self) -> int:
         """Output tokens, including those in flight."""
         return self.num_known_tokens - self.num_prompt_tokens
+
+    @property
+    def client_rank(self) -> tuple[int, tuple[int, int]]:
+        """Its place among the sequences of its client and priority that were admitted: the last is preempted first."""
+        return self.client_priority, self.rank
 
     @property
     def is_argmax(self) -> bool:

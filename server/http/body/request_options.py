@@ -23,8 +23,8 @@ class RequestOptions(NamedTuple):
     """How the engine schedules a request.
 
     Attributes:
-        priority: requests with a lower number are served first.
-        timeout_ms: time from the request's arrival until its deadline; None for no deadline.
+        priority: requests with a lower number are served first; see `KeyLimits.lowest_priority`.
+        timeout_ms: time from the request's arrival until its deadline; None for no deadline but the API key's.
         cache_salt: the request shares cached prefixes only with requests of an equal salt.
         deterministic: whether its results must have the same bits whatever else the engine computes.
     """
@@ -52,7 +52,9 @@ class RequestOptionFields(BaseModel):
     """The fields of a request body that make its `RequestOptions`. Bodies of dialects inherit them."""
 
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = optional(
-        "Requests with a lower number are served first, and preempted last. Default: 0."
+        "Requests with a lower number are served first, and preempted last: among those of one client (API key, else "
+        "address), and with a number above 0 after those of other clients too. Numbers below 0 come before other "
+        "clients' requests only as far as the operator allows the API key. Default: 0."
     )
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = optional(
         "Milliseconds from the request's arrival after which it ends: with an error if there is no "
@@ -74,8 +76,14 @@ class RequestOptionFields(BaseModel):
         """Return the options, and note the deadline of the current request.
 
         Raises:
-            ValidationError: the engine's kernels cannot compute a deterministic request.
+            ValidationError: the engine's kernels cannot compute a deterministic request, or the API key does not allow
+                so long a time.
         """
+        longest = current_request().limits.longest_timeout_ms
+        if longest is not None and self.timeout_ms is not None and self.timeout_ms > longest:
+            raise ValidationError(
+                f"`timeout_ms` must be <= {longest}, the longest that the API key allows. Given: {self.timeout_ms}"
+            )
         plan = info.plan.deterministic
         if self.deterministic and plan.requests == "none":
             raise ValidationError(f"`deterministic` must be false here: {plan.why}. Given: true")
@@ -83,5 +91,8 @@ class RequestOptionFields(BaseModel):
             request = current_request()
             request.deadline = request.arrived + self.timeout_ms / 1000
         return RequestOptions(
-            self.priority or 0, self.timeout_ms, self.cache_salt, bool(self.deterministic)
+            self.priority or 0,
+            self.timeout_ms,
+            self.cache_salt,
+            bool(self.deterministic),
         )

@@ -1,4 +1,4 @@
-"""Refuses requests without an API key, and gives each key a prefix cache of its own."""
+"""Refuses requests without an API key, and gives each key a prefix cache, limits and a share of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import hmac
 from typing import TYPE_CHECKING, Any
 
 from server.errors import TesseraError, UnauthorizedError, UnavailableError
+from server.http.edge.client_name import client_of_address
+from server.http.edge.key_limits import NO_LIMITS, KeyLimits
 from server.http.edge.probes import HEALTH_PATHS
 from server.http.request_id import current_request
 from server.http.responses import ErrorBody, error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,6 +29,57 @@ A browser opens a page without a key; what the page requests afterwards needs on
 """
 
 _BEARER = b"bearer "
+_INDEX = "tessera.key"
+
+
+class ApiKeys:
+    """Finds the key of a request.
+
+    Args:
+        keys: of the service; may be none.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._clients = [digest.hex() for digest in self._digests]
+
+    def find(self, scope: Scope) -> int | None:
+        """Return the number of the first of the keys that a request has; None if it has none of them."""
+        if not self._digests:
+            return None
+        if _INDEX not in scope:
+            scope[_INDEX] = self._find(scope)
+        index: int | None = scope[_INDEX]
+        return index
+
+    def client(self, index: int) -> str:
+        """Return the name under which the requests with a key have their share."""
+        return self._clients[index]
+
+    def client_of(self, scope: Scope) -> str:
+        """Return who sent a request: its key, or without a valid one its address."""
+        index = self.find(scope)
+        return client_of_address(scope) if index is None else self._clients[index]
+
+    def _find(self, scope: Scope) -> int | None:
+        for name, value in scope["headers"]:
+            if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+                index = self._compare(value[len(_BEARER) :].strip())
+            elif name == b"x-api-key":
+                index = self._compare(value)
+            else:
+                continue
+            if index is not None:
+                return index
+        return None
+
+    def _compare(self, given: bytes) -> int | None:
+        """Compare with every key. The time depends neither on the keys nor on where they differ."""
+        digest, found = _digest(given), None
+        for index, expected in enumerate(self._digests):
+            if hmac.compare_digest(digest, expected):
+                found = index
+        return found
 
 
 class ApiKeyMiddleware:
@@ -37,6 +90,7 @@ class ApiKeyMiddleware:
         keys: each of them gives access to everything.
         render: returns the status and body of the refusal for a path, in its dialect.
         isolate_caches: whether requests of different keys share no cached prefixes.
+        limits: of the keys that have any.
     """
 
     def __init__(
@@ -46,9 +100,12 @@ class ApiKeyMiddleware:
         render: Callable[[str, TesseraError], ErrorBody],
         *,
         isolate_caches: bool,
+        limits: Mapping[str, KeyLimits],
     ) -> None:
+        keys = tuple(keys)
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = ApiKeys(keys)
+        self._limits = [limits.get(key, NO_LIMITS) for key in keys]
         self._namespaces = [
             _cache_namespace(key.encode()) if isolate_caches else None for key in keys
         ]
@@ -69,27 +126,14 @@ class ApiKeyMiddleware:
 
     def _accept(self, scope: Scope) -> bool:
         """Return whether the request has one of the keys; the first one that it has is the one that it uses."""
-        for name, value in scope["headers"]:
-            if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
-                index = self._find(value[len(_BEARER) :].strip())
-            elif name == b"x-api-key":
-                index = self._find(value)
-            else:
-                continue
-            if index is not None:
-                request = current_request()
-                request.client = self._digests[index].hex()
-                request.cache_namespace = self._namespaces[index]
-                return True
-        return False
-
-    def _find(self, given: bytes) -> int | None:
-        """Compare with every key. The time depends neither on the keys nor on where they differ."""
-        digest, found = _digest(given), None
-        for index, expected in enumerate(self._digests):
-            if hmac.compare_digest(digest, expected):
-                found = index
-        return found
+        index = self._keys.find(scope)
+        if index is None:
+            return False
+        request = current_request()
+        request.client = self._keys.client(index)
+        request.cache_namespace = self._namespaces[index]
+        request.limits = self._limits[index]
+        return True
 
 
 def document_keys(app: FastAPI) -> None:

@@ -52,7 +52,9 @@ def install_edge(
         stack = DrainMiddleware(stack, lifecycle, render)
         if config.api_key:
             isolate = config.prefix_cache_sharing == "key"
-            stack = ApiKeyMiddleware(stack, config.api_key, render, isolate_caches=isolate)
+            stack = ApiKeyMiddleware(
+                stack, config.api_key, render, isolate_caches=isolate, limits=config.key_limits
+            )
         stack = OriginMiddleware(stack, config.cors_allow_origin, render)
         if config.cors_allow_origin:
             # Outside of the keys: a browser asks for permission without one.

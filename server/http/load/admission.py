@@ -2,15 +2,20 @@
 
 A request is refused as early as possible: before its body is read if no sequence could be admitted, before its body is
 buffered if the budget of bytes is used up, and after it was parsed if it asks for more sequences than there are places.
-A place is taken only when the body is complete, so that clients that send slowly hold none.
+A place is taken only when the body is complete, so that clients that send slowly hold none, and it is given back while
+a grammar is compiled. Each limit is shared equally by clients (`server.http.load.shares`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from typing import TYPE_CHECKING, Final, Self
 
 from server.errors import OverloadedError, ValidationError
+from server.http.load.shares import Shares, allows
+from server.http.metrics.client_counts import Counts
+from server.http.request_id import current_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +35,8 @@ _GPU_PLACES: Final = 16
 _DEFAULT_PLACES: Final = 128
 """Until the engine reports its limit; that of a CPU."""
 
+_place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("tessera.place")
+
 
 class Admission:
     """Owns the budget of bytes and the number of requests that tokenize. Used only on the event loop.
@@ -47,7 +54,8 @@ class Admission:
         self._metrics = metrics
         self._retry_after = retry_after
         self._budget = _Budget(config.max_buffered_body_bytes)
-        self._tokenizing = 0
+        self._tokenizing = Shares()
+        self._aside = Shares()
 
     def limit(self, info: EngineInfo | None) -> int:
         """Return the limit of sequences in flight: the configured one, or a multiple of the engine's `max_num_seqs`."""
@@ -64,7 +72,7 @@ class Admission:
         Raises:
             OverloadedError: no place is free.
         """
-        self._check_places(1, info)
+        self._check_places(current_request().client, 1, info)
 
     def check_sequences(self, field: str, count: int, info: EngineInfo) -> None:
         """Check that a request asks for no more sequences than are ever admitted.
@@ -83,22 +91,66 @@ class Admission:
         """Count the sequences of a request as in flight.
 
         The limit applies to the whole service. Front ends that admit at the same moment may exceed it by one request
-        each.
+        each, and clients below their share may exceed it (`server.http.load.shares`).
 
         Raises:
-            OverloadedError: the request would exceed the limit.
+            OverloadedError: the request would exceed the limit, and its client's share.
         """
-        self._check_places(sequences, info)
-        self._metrics.add_in_flight(sequences)
+        place = _Place(self, current_request().client, sequences, info)
+        place.take()
+        token = _place.set(place)
         try:
             yield
         finally:
-            self._metrics.add_in_flight(-sequences)
+            _place.reset(token)
+            place.give_back()
 
-    def _check_places(self, sequences: int, info: EngineInfo) -> None:
-        excess = self._metrics.in_flight + sequences - self.limit(info)
-        if excess > 0:
-            raise OverloadedError(retry_after=self._retry_after(excess))
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Give the place of the current request back for a time in which others can use it, and take one afterwards.
+
+        As many requests wait at a time as there may be sequences. Does nothing for a request without a place.
+
+        Raises:
+            OverloadedError: too many requests wait, or no place is free afterwards.
+        """
+        place = _place.get(None)
+        if place is None:
+            yield
+            return
+        client, waiting = place.client, self._aside
+        if not waiting.allows(client, 1, self.limit(place.info)):
+            raise OverloadedError("too many grammars wait to be compiled")
+        waiting.add(client, 1)
+        place.give_back()
+        try:
+            yield
+        finally:
+            waiting.add(client, -1)
+        place.take()
+
+    def take(self, client: str, sequences: int, info: EngineInfo) -> None:
+        """Count sequences as in flight.
+
+        Raises:
+            OverloadedError: the request would exceed the limit, and its client's share.
+        """
+        self._check_places(client, sequences, info)
+        self.count(client, sequences)
+
+    def count(self, client: str, sequences: int) -> None:
+        """Count sequences as in flight, or with a negative number as answered."""
+        self._metrics.add_in_flight(sequences)
+        self._metrics.clients.add(client, Counts(places=sequences))
+
+    def _check_places(self, client: str, sequences: int, info: EngineInfo) -> None:
+        metrics, limit = self._metrics, self.limit(info)
+        total = metrics.in_flight
+        if total + sequences <= limit:
+            return
+        own, num_clients = metrics.clients.of(client).places, metrics.clients.num_clients(client)
+        if not allows(sequences, own, total, limit, num_clients):
+            raise OverloadedError(retry_after=self._retry_after(total + sequences - limit))
 
     @contextlib.contextmanager
     def admit_tokenizing(self, info: EngineInfo | None) -> Iterator[None]:
@@ -108,19 +160,44 @@ class Admission:
             info: reported by the engine; None if it is not ready, which these requests do not need.
 
         Raises:
-            OverloadedError: no place is free.
+            OverloadedError: no place is free, and the client has its share.
         """
-        if self._tokenizing >= self.limit(info):
+        client = current_request().client
+        if not self._tokenizing.allows(client, 1, self.limit(info)):
             raise OverloadedError("too many requests are being tokenized")
-        self._tokenizing += 1
+        self._tokenizing.add(client, 1)
         try:
             yield
         finally:
-            self._tokenizing -= 1
+            self._tokenizing.add(client, -1)
 
     def buffer(self) -> Buffer:
         """Make the account of a new request's bytes."""
-        return Buffer(self._budget)
+        return Buffer(self._budget, current_request().client)
+
+
+class _Place:
+    """The place of a request, for all its sequences, which it may give back and take again."""
+
+    __slots__ = ("_admission", "_held", "_sequences", "client", "info")
+
+    def __init__(self, admission: Admission, client: str, sequences: int, info: EngineInfo) -> None:
+        self.client = client
+        self.info = info
+        self._admission = admission
+        self._sequences = sequences
+        self._held = False
+
+    def take(self) -> None:
+        if self._held:
+            return
+        self._admission.take(self.client, self._sequences, self.info)
+        self._held = True
+
+    def give_back(self) -> None:
+        if self._held:
+            self._held = False
+            self._admission.count(self.client, -self._sequences)
 
 
 class _Budget:
@@ -130,20 +207,34 @@ class _Budget:
         limit: number of bytes; a request that no other one competes with may exceed it.
     """
 
-    __slots__ = ("held", "limit")
+    __slots__ = ("_limit", "_shares")
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.held = 0
+        self._limit = limit
+        self._shares = Shares()
+
+    @property
+    def held(self) -> int:
+        """Bytes that all requests hold."""
+        return self._shares.total
+
+    def allows(self, client: str, more: int, own: int) -> bool:
+        """Return whether a request that holds `own` bytes may hold `more`."""
+        # A request that could never fit would be told to retry for ever.
+        return self._shares.allows(client, more, self._limit) or self.held <= own
+
+    def add(self, client: str, size: int) -> None:
+        self._shares.add(client, size)
 
 
 class Buffer:
     """Context manager with the bytes that one request holds of the budget; it gives them back at the end."""
 
-    __slots__ = ("_budget", "_held")
+    __slots__ = ("_budget", "_client", "_held")
 
-    def __init__(self, budget: _Budget) -> None:
+    def __init__(self, budget: _Budget, client: str) -> None:
         self._budget = budget
+        self._client = client
         self._held = 0
 
     def __enter__(self) -> Self:
@@ -157,16 +248,14 @@ class Buffer:
         """Hold `size` bytes in all; the first `FREE_BYTES` do not count.
 
         Raises:
-            OverloadedError: other requests hold too many.
+            OverloadedError: other requests hold too many, and the client has its share.
         """
         more = size - FREE_BYTES - self._held
         if more <= 0:
             return
-        budget = self._budget
-        # A request that could never fit would be told to retry for ever.
-        if budget.held + more > budget.limit and budget.held > self._held:
+        if not self._budget.allows(self._client, more, self._held):
             raise OverloadedError("too many bytes of requests are being processed")
-        budget.held += more
+        self._budget.add(self._client, more)
         self._held += more
 
     def add(self, size: int) -> None:
@@ -179,5 +268,5 @@ class Buffer:
 
     def release(self) -> None:
         """Give all bytes back."""
-        self._budget.held -= self._held
+        self._budget.add(self._client, -self._held)
         self._held = 0

@@ -15,13 +15,16 @@ from server.engine.core.queue.expected_output import expected_output
 from server.engine.core.queue.waiting_queue import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
+from server.http.load.shares import allows
+from server.http.metrics.client_counts import Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from server.engine.core.messages import EngineInfo, EngineStats
     from server.engine.link.front_end.client import EngineHandle
     from server.http.config import HTTPConfig
+    from server.http.metrics.client_counts import ClientCounts
 
 _MAX_RETRY_SECONDS: Final = 600
 _REPORTED_SECONDS: Final = 1.0
@@ -42,15 +45,25 @@ class LoadShedding:
     prompts that are no longer. The wait is that many tokens at the measured rate of prompts, or, if places are
     short, what those sequences will probably generate at the measured rate of output. It ends where the prompt's
     own computation begins: an idle engine accepts every request. Until a rate was measured, nothing is refused for
-    its wait. Priorities
-    are not considered.
+    its wait. Priorities are not considered.
+
+    The engine serves clients by turns, so the queue of another client delays a prompt by no more than the queue of its
+    own client does: of several clients, each expects to wait for as many times what it has queued itself.
 
     Used only on the event loop.
+
+    Args:
+        client: of the engine.
+        config: the limits.
+        clients: what each client has in progress; None if the whole queue is one client's.
     """
 
-    def __init__(self, client: EngineHandle, config: HTTPConfig) -> None:
+    def __init__(
+        self, client: EngineHandle, config: HTTPConfig, clients: ClientCounts | None = None
+    ) -> None:
         self._client = client
         self._config = config
+        self._clients = clients
         self._stats: EngineStats | None = None
         self._stats_seen = 0.0
         self._steps_seen = 0  # of the engine at the last submission
@@ -60,7 +73,11 @@ class LoadShedding:
         self._previous = _Lengths()
 
     def admit(
-        self, lengths: Sequence[tuple[int, int]], info: EngineInfo, deadline: float | None = None
+        self,
+        lengths: Sequence[tuple[int, int]],
+        info: EngineInfo,
+        deadline: float | None = None,
+        client: str = "",
     ) -> None:
         """Count sequences as submitted, or refuse them. Call directly before they are submitted.
 
@@ -68,6 +85,7 @@ class LoadShedding:
             lengths: tokens of each prompt, and the limit of its output.
             info: reported by the running engine.
             deadline: when the request ends, `time.monotonic` seconds; None for never.
+            client: who asks.
 
         Raises:
             OverloadedError: the prompts would wait too long, or wait until the deadline.
@@ -76,10 +94,36 @@ class LoadShedding:
             return  # requests wait for another engine process, which has no queue; admission bounds their number
         stats = self._update()
         if stats.waiting_by_length or stats.num_prefill_tokens or self._recent or self._previous:
-            self._check(lengths, info, stats, deadline)
+            self._check(lengths, info, stats, deadline, client)
         for length, limit in lengths:
             self._recent.add(length, expected_output(limit, stats.output_means))
         self._steps_seen = stats.num_steps
+
+    def enqueue(self, client: str, length: int, limit: int) -> Callable[[], None]:
+        """Count a submitted sequence in its client's queue.
+
+        Args:
+            client: who sent it.
+            length: tokens of its prompt.
+            limit: of its output.
+
+        Returns:
+            What must be called when its first step begins or it has ended, whichever is first; further calls do
+            nothing.
+        """
+        clients = self._clients
+        assert clients is not None
+        output = expected_output(limit, self._client.stats.output_means)
+        clients.add(client, Counts(0, 1, length, output))
+        is_queued = True
+
+        def leave() -> None:
+            nonlocal is_queued
+            if is_queued:
+                is_queued = False
+                clients.add(client, Counts(0, -1, -length, -output))
+
+        return leave
 
     def retry_after(self, sequences: int = 1) -> int:
         """Return the seconds in which sequences as long as those that wait will probably have ended."""
@@ -92,12 +136,15 @@ class LoadShedding:
         info: EngineInfo,
         stats: EngineStats,
         deadline: float | None,
+        client: str,
     ) -> None:
         config = self._config
         most_tokens = config.max_queued_tokens
         if most_tokens is not None:
             queued, wanted = self._queued(stats).tokens, sum(length for length, _ in lengths)
-            if queued and queued + wanted > most_tokens:
+            if queued + wanted > most_tokens and not self._may_queue(
+                client, wanted, queued, most_tokens
+            ):
                 excess = min(queued, queued + wanted - most_tokens)
                 seconds = excess / stats.prompt_rate if stats.prompt_rate else 0.0
                 raise _overloaded(
@@ -108,7 +155,7 @@ class LoadShedding:
         wait = self._wait(self._queued(stats), info, stats)
         if wait <= config.max_queue_seconds and (deadline is None or not wait):
             return  # the usual case: not even the whole queue takes too long
-        wait = self._expected_wait(max(lengths)[0], info, stats)
+        wait = self._expected_wait(max(lengths)[0], info, stats, client)
         if wait > config.max_queue_seconds:
             raise _overloaded(
                 f"the request would wait about {wait:.0f} s, longer than {config.max_queue_seconds:g} s",
@@ -122,11 +169,33 @@ class LoadShedding:
                     wait - left,
                 )
 
-    def _expected_wait(self, length: int, info: EngineInfo, stats: EngineStats) -> float:
+    def _may_queue(self, client: str, wanted: int, queued: int, limit: int) -> bool:
+        """Return whether a client may queue more tokens although all clients together have reached the limit."""
+        if not queued:
+            return True  # a prompt that could never fit would be told to retry for ever
+        own, num_clients = self._share(client)
+        return num_clients > 1 and allows(wanted, own.tokens, queued, limit, num_clients)
+
+    def _share(self, client: str) -> tuple[Counts, int]:
+        """Return what a client has in progress, and the number of clients that have something."""
+        if self._clients is None:
+            return Counts(), 1
+        return self._clients.of(client), self._clients.num_clients(client)
+
+    def _expected_wait(
+        self, length: int, info: EngineInfo, stats: EngineStats, client: str = ""
+    ) -> float:
         """Return the seconds that a prompt would wait before its computation begins, as far as is known."""
         shorter = self._queued_classes(stats, length_class(length) + 1)
         pairs = zip(shorter, self._queued(stats), strict=True)
         before = _Queue(*(min(2 * part, whole) for part, whole in pairs))
+        own, num_clients = self._share(client)
+        if num_clients > 1:
+            turns = (own.queued, own.tokens, own.output)
+            pairs = zip(before, turns, strict=True)
+            before = _Queue(*(min(whole, num_clients * part) for whole, part in pairs))
+            if not own.queued:
+                return 0.0  # the engine makes place for it
         return self._wait(before, info, stats)
 
     def _wait(self, queue: _Queue, info: EngineInfo, stats: EngineStats) -> float:

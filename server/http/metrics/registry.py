@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from server.http.metrics import own, tgi, vllm
+from server.http.metrics.client_counts import ClientCounts
 from server.http.metrics.exposition import Exposition
 from server.http.metrics.histogram import Histogram
 from server.http.metrics.process import EngineProcesses, Processes
@@ -23,6 +24,7 @@ from server.http.metrics.specs import (
     LOG_LINES_DROPPED_CELL,
     MAX_ENDPOINTS,
     NUM_CELLS,
+    NUM_METRICS,
     PID_CELL,
     Outcome,
 )
@@ -43,6 +45,9 @@ class Metrics:
     """Owns this process's row of the counters, and renders the metrics of the service.
 
     Used only on the event loop.
+
+    Attributes:
+        clients: what each client has in progress; no metric shows it.
 
     Args:
         client: provides the engine's state and statistics.
@@ -69,6 +74,10 @@ class Metrics:
         self._counters = counters or SharedCounters.private(NUM_CELLS)
         mine = self._counters.mine
         mine[IN_FLIGHT_CELL] = 0  # requests of an earlier process with this row have ended
+        self.clients = ClientCounts(
+            mine[NUM_METRICS:],
+            [row[NUM_METRICS:] for row in self._counters.rows if row is not mine],
+        )
         mark_process(self._counters)
         (
             self.ttft, self.itl, self.duration, self.validation, self.queue, self.prefill, self.decode, self.inference,
@@ -101,7 +110,7 @@ class Metrics:
         snapshot = Snapshot(
             self._config.model_id,
             self._version,
-            self._counters.totals(),
+            self._counters.totals(NUM_METRICS),
             list(self._request_cells),
             self._client,
             self._kept,

@@ -51,7 +51,7 @@ class SharedCounters:
         """Sum one number over all processes."""
         return sum(row[cell] for row in self.rows)
 
-    def totals(self) -> list[float]:
-        """Sum each number over all processes."""
-        rows = [list(row) for row in self.rows]
+    def totals(self, count: int | None = None) -> list[float]:
+        """Sum each of the first `count` numbers over all processes; None for all numbers."""
+        rows = [list(row[:count]) for row in self.rows]
         return rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 )
 
 from server.engine.core.accounting import STEP_SECONDS_BOUNDS
+from server.http.metrics import client_counts
 from server.http.metrics.histogram import num_cells
 
 
@@ -278,5 +279,7 @@ _STARTS = itertools.accumulate(
 HISTOGRAM_CELLS = {
     spec: slice(a, b) for spec, (a, b) in zip(HISTOGRAMS, itertools.pairwise(_STARTS), strict=True)
 }
-NUM_CELLS = _FIRST_HISTOGRAM_CELL + sum(num_cells(spec.buckets) for spec in HISTOGRAMS)
-"""Numbers in a row of a service's `SharedCounters`."""
+NUM_METRICS = _FIRST_HISTOGRAM_CELL + sum(num_cells(spec.buckets) for spec in HISTOGRAMS)
+"""Numbers at the beginning of a row that are added up for the metrics."""
+NUM_CELLS = NUM_METRICS + client_counts.NUM_CELLS
+"""Numbers in a row of a service's `SharedCounters`; the last of them are the row's `ClientCounts`."""

@@ -65,8 +65,8 @@ class Generation:
         checks_texts: whether the texts are checked when all has ended; until then `settled` is false.
         returned: the completions that the answer consists of: all, unless `select_best` was called.
         prompt_tokens: tokens of the prompts; each prompt counts once.
-        warnings: a sentence for each schema that the grammar enforces in part; when all has ended, also for each way
-            in which a complete text violates its schema.
+        warnings: a sentence for each schema that the grammar enforces in part, and for a priority that the client may
+            not have; when all has ended, also for each way in which a complete text violates its schema.
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
@@ -97,15 +97,18 @@ class Generation:
         self.checks_texts = bool(self.warnings)
         self._checked = not self.checks_texts
         request = current_request()
-        deadline = None
-        if options.timeout_ms is not None:
-            deadline = request.arrived + options.timeout_ms / 1000
+        lowest = request.limits.lowest_priority
+        if options.priority < lowest:
+            self.warnings += (f"`priority` below {lowest} orders only requests of the same client",)
+        deadline, timeout_ms = None, options.timeout_ms or request.limits.longest_timeout_ms
+        if timeout_ms is not None:
+            deadline = request.arrived + timeout_ms / 1000
         lengths = [
             (len(prompt.token_ids), prompt.sampling.max_new_tokens)
             for prompt in prompts
             for _ in range(completions_per_prompt)
         ]
-        context.shedding.admit(lengths, context.engine_info(), deadline)
+        context.shedding.admit(lengths, context.engine_info(), deadline, request.client)
         cache_salt = options.salt_within(request.cache_namespace)
         try:
             for prompt in prompts:
@@ -116,13 +119,17 @@ class Generation:
                         prompt_token_ids=prompt.token_ids,
                         sampling=sampling,
                         external_id=request.id,
-                        priority=options.priority,
+                        priority=max(options.priority, lowest),
+                        client_priority=options.priority,
                         deadline=deadline,
                         cache_salt=cache_salt,
                         client=request.client,
                         deterministic=options.deterministic,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
+                    stream.on_start = context.shedding.enqueue(
+                        request.client, len(prompt.token_ids), sampling.max_new_tokens
+                    )
                     self.completions.append(
                         Completion(
                             context.tokenizer,
@@ -142,6 +149,8 @@ class Generation:
         """Free what the engine holds for this request. Does nothing for completions that have ended."""
         for completion in self.completions:
             completion.stream.abort()
+            if (leave := completion.stream.on_start) is not None:
+                leave()
 
     def expire(self) -> None:
         """End what still runs as at its deadline; the engine drops it."""

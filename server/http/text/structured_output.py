@@ -64,17 +64,18 @@ class CompiledConstraint(NamedTuple):
 async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> CompiledConstraint:
     """Compile a constraint to a serialized grammar.
 
-    Does not block the event loop. Results are cached by content.
+    Does not block the event loop. Results are cached by content. The request holds no place meanwhile.
 
     Raises:
         ValidationError: the constraint is not valid, is not supported, or is too costly.
-        OverloadedError: too many constraints wait.
+        OverloadedError: too many constraints wait, or no place is free afterwards.
         UnavailableError: the engine is not ready, or the constraint cannot be checked at the moment.
     """
     constraint = Constraint(wanted.kind, wanted.value, wanted.strict)
-    verdict = await context.grammars.check(
-        constraint, context.engine_info().vocab_size, current_request().client
-    )
+    with context.admission.aside():
+        verdict = await context.grammars.check(
+            constraint, context.engine_info().vocab_size, current_request().client
+        )
     if verdict.error:
         raise ValidationError(f"`{wanted.field}`: {verdict.error}")
     warnings = tuple(f"`{wanted.field}`: {phrase}" for phrase in verdict.unenforced)

@@ -1,4 +1,4 @@
-"""The threads that tokenize: long texts never take all of them, and what nobody waits for any more is not run."""
+"""The threads that tokenize: by turns of clients, long texts never on all, and nothing that nobody waits for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from model.thread_pool import started_pool
+from server.http.load.fair_queue import FairPlaces
 from server.http.text.tokenizer_memory import TokenizerMemory
 
 ResultT = TypeVar("ResultT")
@@ -31,7 +32,8 @@ class Releasable(Protocol):
 class TokenizerThreads:
     """Owns the threads. Used only on the event loop.
 
-    Short texts may use all threads, long ones all but one, so that a short text waits only for other short ones.
+    Short texts may use all threads, long ones all but one, so that a short text waits only for other short ones, and
+    for one of each other client at most.
 
     Args:
         count: number of threads; with one, short texts do wait for a long one.
@@ -43,48 +45,49 @@ class TokenizerThreads:
 
     def __init__(self, count: int, growth: float = 1.0) -> None:
         self._pool = started_pool(count, "tokenize")
-        self._long = asyncio.Semaphore(max(1, count - 1))
+        self._places = FairPlaces(count)
+        self._long = FairPlaces(max(1, count - 1))
         self._memory = TokenizerMemory(growth)
 
     def close(self) -> None:
         """Let the threads end; work that has not begun is cancelled."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, work: Callable[[], ResultT], size: int) -> ResultT:
+    async def run(self, work: Callable[[], ResultT], size: int, client: str = "") -> ResultT:
         """Call a function in a thread. If the caller is cancelled before the function runs, it never does.
 
         Args:
             work: the function; must not use state that the event loop changes.
             size: bytes of the text or of the request that the function works on.
+            client: who sent the request.
 
         Raises:
             CapacityError: there is too little memory for the text at the moment.
             BodyTooLargeError: there never is enough.
         """
         if size < LONG:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        await self._long.acquire()
-        try:
+            await self._places.acquire(client)
+            return await run_in_place(self._pool, self._places, work)
+        with contextlib.ExitStack() as stack:
+            await self._long.acquire(client)
+            stack.callback(self._long.release)
             memory = await self._memory.acquire(size)
-        except BaseException:
-            self._long.release()
-            raise
-        held = _Held(self._long, self._memory, memory)
+            stack.callback(self._memory.release, memory)
+            await self._places.acquire(client)
+            stack.callback(self._places.release)
+            held = _Held(stack.pop_all())
         return await run_in_place(self._pool, held, work if size < _TRIMMED else _trimming(work))
 
 
 class _Held:
     """What a long text holds."""
 
-    def __init__(self, place: Releasable, memory: TokenizerMemory, size: int) -> None:
-        self._place = place
-        self._memory = memory
-        self._size = size
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
 
     def release(self) -> None:
-        """Release the place and the memory."""
-        self._place.release()
-        self._memory.release(self._size)
+        """Release all of it."""
+        self._stack.close()
 
 
 def _trimming(work: Callable[[], ResultT]) -> Callable[[], ResultT]:

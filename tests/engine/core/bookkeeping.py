@@ -34,6 +34,7 @@ def make_request(
     priority: int = 0,
     client: str = "",
     deadline: float | None = None,
+    client_priority: int = 0,
     **sampling: Any,
 ):
     """Return a request. A prompt given as a number has that many tokens, different from those of other requests."""
@@ -47,6 +48,7 @@ def make_request(
         priority=priority,
         client=client,
         deadline=deadline,
+        client_priority=client_priority,
     )
 
 

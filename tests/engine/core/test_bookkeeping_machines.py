@@ -219,6 +219,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended = []
         self.head = None
         self.num_overtaken = 0
+        self.admitted_by_share = set()
+        self.admit_by_share = self.scheduler._shares.admit
+        self.scheduler._shares.admit = self.check_shares
+
+    def check_shares(self):
+        """Admit the sequences of clients with fewer places than others, and check at whose cost."""
+        live = self.scheduler._live
+        before, places = list(live.running), Counter(live.num_places)
+        victims = self.admit_by_share()
+        admitted = set(live.running) - set(before)
+        self.admitted_by_share = admitted
+        assert before[:1] == live.running[:1] or live.running[0] in admitted
+        assert not before or before[0] not in victims
+        if not admitted and victims:
+            assert self.scheduler.block_manager.enable_prefix_caching  # a victim's blocks were hits
+        for sequence in admitted:
+            assert places[sequence.client] + 2 <= max(places.values())
+            assert all(victim.priority >= sequence.priority for victim in victims)
+        if len(before) + len(admitted) > self.scheduler.config.max_num_seqs:
+            assert victims
+        return victims
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
@@ -230,6 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, "a"]),
         priority=st.sampled_from([0, 0, 0, -1, 5]),
         client=st.sampled_from(["", "", "b", "c"]),
+        client_priority=st.sampled_from([0, 0, 0, -3, 7]),
         seconds=st.sampled_from([None, None, None, 0.5, 5.0]),
     )
     def add(
@@ -243,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt,
         priority,
         client,
+        client_priority,
         seconds,
     ):
         for prompt in prompts:
@@ -258,6 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     salt=salt,
                     priority=priority,
                     client=client,
+                    client_priority=client_priority,
                     deadline=None if seconds is None else self.bills.now + seconds,
                 )
             )
@@ -443,6 +467,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for sequence in scheduler._live.running
             if sequence.num_known_tokens - sequence.num_computed_tokens == 1
         }
+        first = scheduler._live.running[:1]
         output = scheduler.schedule()
         scheduler.check_invariants()
         self.end_late()
@@ -460,9 +485,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         served |= {i for i, sequence in self.live.items() if sequence.num_tokens_in_flight}
         if self.live:
             assert served
-        if len({sequence.priority for sequence in self.live.values()}) == 1:
-            admitted = [s for s in self.live.values() if s.first_scheduled_step is not None]
-            assert min(admitted, key=lambda s: s.rank).request_id in served  # never preempted
+        if first:
+            assert first[0].request_id in served  # never preempted
         for row in (*output.decode, *output.prefill):
             assert (row.num_tokens == 1) == (row in output.decode)
             assert bool(row.num_logits) == (
@@ -490,6 +514,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         share = config.max_num_batched_tokens // config.max_num_seqs
         for sequence in output.first_scheduled:
             assert sequence.priority <= head.priority
+            if sequence in self.admitted_by_share:
+                continue
             if sequence.priority == head.priority:
                 assert not head.num_preemptions
                 assert sequence.num_prompt_tokens <= head.num_prompt_tokens

@@ -1,71 +1,69 @@
-"""Sequences that wait for their grammar: only a fault of the grammar is one."""
+"""Sequences that wait for their grammar: clients take turns, whoever asked first."""
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 
-from model.errors import GrammarError, ModelFolderError
+from server.engine.core import grammar_queue
 from server.engine.core.grammar_queue import GrammarQueue
+from tests.engine.core.bookkeeping import make_sequence
 
 
 class Compiler:
-    """Compiles with the results of a list; an exception is raised by the future, a class by the call itself."""
+    """Notes which grammars are compiled; they end when their futures are set."""
 
-    def __init__(self, *results):
-        self.results = list(results)
+    def __init__(self):
+        self.started = []
+        self.futures = {}
 
     def __call__(self, sampling):
-        result = self.results.pop(0)
-        if isinstance(result, type):
-            raise result("can't start new thread")
-        future = Future()
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+        self.started.append(sampling.grammar)
+        self.futures[sampling.grammar] = future = Future()
         return future
 
-
-def outcome(compiler):
-    """Return the matcher and the error of a sequence whose grammar is compiled."""
-    queue = GrammarQueue(compiler)
-    sequence = SimpleNamespace(request_id=1, sampling=SimpleNamespace(grammar="g"), matcher=None)
-    queue.add(sequence)
-    for _ in range(10):
-        if ended := queue.take(wait=True):
-            break
-    assert not len(queue)
-    assert not compiler.results
-    ((same, error),) = ended
-    assert same is sequence
-    return sequence.matcher, error
+    def end(self, grammar):
+        self.futures[grammar].set_result(None)
 
 
-def test_a_grammar_at_fault_ends_its_sequence_at_once():
-    assert outcome(Compiler(GrammarError("it is nothing"))) == (
-        None,
-        "the grammar cannot be compiled: it is nothing",
-    )
+@pytest.fixture
+def compiler():
+    return Compiler()
 
 
-@pytest.mark.parametrize("failure", [MemoryError(), OSError(24, "files"), RuntimeError], ids=str)
-def test_other_failures_are_tried_again(failure):
-    assert outcome(Compiler(failure, failure, "matcher")) == ("matcher", None)
+@pytest.fixture
+def waiting(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_queue, "_MOST_STARTED", 2)
+    return GrammarQueue(compiler)
 
 
-def test_failures_that_last_are_no_fault_of_the_grammar_and_reveal_nothing():
-    error = ModelFolderError("/secret/tokenizer.json does not exist")
-
-    assert outcome(Compiler(error, RuntimeError, error)) == (
-        None,
-        "the grammar cannot be compiled: an internal error",
-    )
+def add(queue, request_id, client):
+    queue.add(make_sequence(request_id, 3, grammar=f"{client}{request_id}", client=client))
 
 
-def test_a_sequence_that_is_removed_is_not_compiled_again():
-    queue = GrammarQueue(Compiler(MemoryError()))
-    queue.add(SimpleNamespace(request_id=7, sampling=SimpleNamespace(grammar="g")))
+def test_a_client_waits_for_one_grammar_of_each_other_one(waiting, compiler):
+    for i in range(6):
+        add(waiting, i, "a")
+    add(waiting, 6, "b")
+    assert compiler.started == ["a0", "a1"]
 
-    assert queue.remove(7)
-    assert queue.take(wait=False) == []
+    compiler.end("a0")
+    compiler.end("a1")
+    ended = waiting.take(wait=False)
+
+    assert [sequence.request_id for sequence, _ in ended] == [0, 1]
+    assert compiler.started == ["a0", "a1", "a2", "b6"]
+    assert len(waiting) == 5
+
+
+def test_a_sequence_that_is_dropped_is_not_compiled_and_one_that_was_started_makes_way(
+    waiting, compiler
+):
+    for i in range(4):
+        add(waiting, i, "a")
+
+    assert waiting.remove(2)
+    assert waiting.remove(0)
+    assert not waiting.remove(0)
+
+    assert compiler.started == ["a0", "a1", "a3"]
+    assert len(waiting) == 2

@@ -9,6 +9,7 @@ import pytest
 from server.engine.core.plan_report import DeterminismPlan
 from server.engine.core.request import FinishReason
 from server.http.body.request_options import RequestOptionFields, RequestOptions
+from server.http.edge.key_limits import KeyLimits
 from tests.http.conftest import frames
 from tests.http.fakes import INFO, event, put
 
@@ -18,11 +19,75 @@ pytestmark = pytest.mark.anyio
 async def test_the_engine_gets_the_options(generate, engine):
     before = time.monotonic()
 
-    assert (await generate(priority=-3, timeout_ms=5000, cache_salt="tenant")).status_code == 200
+    assert (await generate(priority=3, timeout_ms=5000, cache_salt="tenant")).status_code == 200
 
     (request,) = engine.requests
-    assert (request.priority, request.cache_salt) == (-3, "tenant")
+    assert (request.priority, request.client_priority, request.cache_salt) == (3, 3, "tenant")
     assert before + 5 <= request.deadline <= time.monotonic() + 5
+
+
+async def test_without_a_key_a_low_priority_orders_only_the_clients_own_requests_and_says_so(
+    generate, engine
+):
+    response = await generate(priority=-3)
+
+    (request,) = engine.requests
+    assert (request.priority, request.client_priority) == (0, -3)
+    assert json.loads(response.headers["x-tessera-warnings"]) == [
+        "`priority` below 0 orders only requests of the same client"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("priority", "between_clients", "warns"),
+    [(-9, -5, True), (-5, -5, False), (-1, -1, False), (7, 7, False)],
+)
+async def test_a_keys_priority_counts_between_clients_down_to_its_limit(
+    open_client, engine, priority, between_clients, warns
+):
+    client = await open_client(api_key=("k",), key_limits={"k": KeyLimits(lowest_priority=-5)})
+
+    response = await client.post(
+        "/generate",
+        json={"inputs": "x", "parameters": {"priority": priority}},
+        headers={"x-api-key": "k"},
+    )
+
+    (request,) = engine.requests
+    assert (request.priority, request.client_priority) == (between_clients, priority)
+    assert ("x-tessera-warnings" in response.headers) == warns
+
+
+@pytest.mark.parametrize(("timeout_ms", "seconds"), [(None, 4.0), (4000, 4.0), (50, 0.05)])
+async def test_a_keys_requests_end_after_its_longest_time(open_client, engine, timeout_ms, seconds):
+    client = await open_client(api_key=("k",), key_limits={"k": KeyLimits(longest_timeout_ms=4000)})
+    before = time.monotonic()
+
+    await client.post(
+        "/generate",
+        json={"inputs": "x", "parameters": {"timeout_ms": timeout_ms}},
+        headers={"x-api-key": "k"},
+    )
+
+    (request,) = engine.requests
+    assert before + seconds <= request.deadline <= time.monotonic() + seconds
+
+
+async def test_a_longer_time_than_the_key_allows_is_refused_with_the_limit(open_client, engine):
+    client = await open_client(api_key=("k",), key_limits={"k": KeyLimits(longest_timeout_ms=4000)})
+
+    response = await client.post(
+        "/generate",
+        json={"inputs": "x", "parameters": {"timeout_ms": 4001}},
+        headers={"x-api-key": "k"},
+    )
+
+    assert response.status_code == 422
+    assert (
+        "`timeout_ms` must be <= 4000, the longest that the API key allows. Given: 4001"
+        in response.text
+    )
+    assert not engine.requests
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])

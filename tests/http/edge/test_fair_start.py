@@ -28,7 +28,7 @@ class App:
     def __init__(self):
         self.begun = []
         self.may_end = asyncio.Event()
-        self.fair_start = FairStart(self)
+        self.fair_start = FairStart(self, lambda scope: scope.get("from", ""))
 
     async def __call__(self, scope, receive, send):
         self.begun.append(receive)
@@ -156,3 +156,13 @@ async def test_a_health_check_behind_a_burst_of_connections_does_not_wait_for_al
             await asyncio.wait_for(is_done.wait(), GIVE_UP)
 
     assert begun.index("/health") < burst / 2
+
+
+async def test_requests_of_different_clients_start_by_turns():
+    app = App()
+    app.arrive(*"abcd", scope=HTTP | {"from": "flood"})
+    app.arrive("other", scope=HTTP | {"from": "other"})
+    await passes(40)
+
+    assert app.begun == ["a", "b", "other", "c", "d"]
+    app.may_end.set()

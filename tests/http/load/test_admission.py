@@ -8,6 +8,8 @@ import pytest
 
 from server.errors import OverloadedError, ValidationError
 from server.http.load.admission import FREE_BYTES, Admission
+from server.http.request_id import CurrentRequest, _current
+from server.http.text.grammar_compiler import GrammarCompiler, Verdict
 from server.http.transport import HTTP11Protocol
 from tests.http.conftest import CONFIG
 from tests.http.fakes import INFO, silent
@@ -177,3 +179,92 @@ async def test_replies_that_are_not_read_count_until_their_clients_are_given_up(
             writer.transport.abort()
 
     assert seen == [429, 200, 200]
+
+
+# Clients: by key here, so that all of them have one address.
+
+
+@pytest.fixture
+async def tenants(open_client):
+    """Returns a function that posts with a client's key."""
+    client = await open_client(
+        api_key=("a", "b", "c"), max_concurrent_requests=4, max_buffered_body_bytes=LIMIT
+    )
+
+    def post(key, body=None, path="/generate"):
+        request = client.post(
+            path, json=body or {"inputs": "hello"}, headers={"authorization": f"Bearer {key}"}
+        )
+        return asyncio.ensure_future(request)
+
+    return post
+
+
+async def test_a_client_below_its_share_is_admitted_though_another_one_has_all_places(
+    tenants, engine
+):
+    engine.script = silent
+    flood = [tenants("a") for _ in range(6)]
+    await reached(lambda: len(engine.running) == 4)
+    assert [(await task).status_code for task in flood[4:]] == [429, 429]
+
+    others = [tenants("b") for _ in range(3)]
+    await reached(lambda: len(engine.running) == 6)
+    third = tenants("c")
+    await reached(lambda: len(engine.running) == 7)
+
+    assert (await others[2]).status_code == 429, "half of four places are the share of one of two"
+    assert (await tenants("a")).status_code == 429
+    for task in (*flood, *others, third):
+        task.cancel()
+
+
+async def test_a_client_that_has_left_is_forgotten(tenants, engine):
+    assert (await tenants("a")).status_code == 200
+    engine.script = silent
+
+    alone = [tenants("b") for _ in range(5)]
+    await reached(lambda: len(engine.running) == 4)
+
+    assert (await alone[4]).status_code == 429
+    for task in alone:
+        task.cancel()
+
+
+async def test_bodies_of_one_client_leave_another_one_its_part_of_the_budget(admission):
+    token = _current.set(CurrentRequest("", "a"))
+    flood, more = admission.buffer(), admission.buffer()
+    _current.set(CurrentRequest("", "b"))
+    other, second = admission.buffer(), admission.buffer()
+    _current.reset(token)
+    flood.hold(FREE_BYTES + LIMIT)
+
+    other.hold(FREE_BYTES + LIMIT // 2)
+
+    for buffer in (more, second):
+        with pytest.raises(OverloadedError):
+            buffer.hold(FREE_BYTES + 1)
+
+
+async def test_a_request_holds_no_place_while_its_grammar_is_compiled(tenants, engine, monkeypatch):
+    may_end = asyncio.Event()
+
+    async def check(*_):
+        await may_end.wait()
+        return Verdict(grammar="g")
+
+    monkeypatch.setattr(GrammarCompiler, "check", check)
+    engine.script = silent
+    grammar = {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {}}}}
+    compiling = [tenants("a", grammar) for _ in range(4)]
+    await asyncio.sleep(0.05)
+
+    plain = [tenants("a") for _ in range(3)]
+    await reached(lambda: len(engine.running) == 3)
+    may_end.set()
+
+    await reached(lambda: len(engine.running) == 4)
+    await reached(lambda: sum(task.done() for task in compiling) == 3)
+    assert {task.result().status_code for task in compiling if task.done()} == {429}
+    for task in (*compiling, *plain):
+        task.cancel()

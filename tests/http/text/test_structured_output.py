@@ -7,9 +7,11 @@ import shutil
 import pytest
 
 from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.http.load.admission import Admission
 from server.http.text import grammar_compiler
 from server.http.text.grammar_compiler import GrammarCompiler
 from server.http.text.structured_output import StructuredOutput, compile_grammar
+from tests.http.conftest import CONFIG
 
 pytestmark = pytest.mark.anyio
 
@@ -21,6 +23,7 @@ class Context:
 
     def __init__(self, folder, vocab_size=260):
         self.grammars = GrammarCompiler(str(folder), (256,))
+        self.admission = Admission(CONFIG, None, None)
         self._vocab_size = vocab_size
 
     def engine_info(self):

@@ -144,3 +144,24 @@ async def test_any_length_of_text_can_be_tokenized_or_truncated(client):
 
     assert long.status_code == 200
     assert len(tokens.json()) == 5000
+
+
+async def test_a_text_waits_for_one_of_each_other_client_however_many_these_have(hold):
+    threads = TokenizerThreads(1)
+    order = []
+
+    def note(name):
+        return lambda: order.append(name)
+
+    first = asyncio.ensure_future(threads.run(hold, 1, "flood"))
+    await reached(lambda: len(hold.started) == 1)
+    rest = [asyncio.ensure_future(threads.run(note("flood"), LONG, "flood")) for _ in range(5)]
+    rest += [asyncio.ensure_future(threads.run(note("flood"), 1, "flood")) for _ in range(5)]
+    await asyncio.sleep(0)
+    rest.append(asyncio.ensure_future(threads.run(note("other"), 1, "other")))
+    await asyncio.sleep(0)
+    hold.may_end.set()
+    await asyncio.gather(first, *rest)
+
+    assert order.index("other") <= 1
+    threads.close()

@@ -5,7 +5,8 @@ Works on token ids and block ids, without tensors. The scheduler decides the ord
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias
 
@@ -143,8 +144,7 @@ class BlockManager:
         hits = prefix.blocks
         references = self._references
         num_new = sequence.num_tokens // self.block_size + 1 - len(hits)
-        num_idle_hits = sum(not references[block] for block in hits)
-        if num_new + num_idle_hits + num_spare > self.num_free_blocks:
+        if self._num_taken(sequence, hits) + num_spare > self.num_free_blocks:
             return False
         if self.slots is not None and not self._admit_state(self.slots, sequence, prefix):
             return False
@@ -160,6 +160,15 @@ class BlockManager:
         self._extend(hits, num_new)
         self._set_capacity(sequence)
         return True
+
+    def num_taken(self, sequence: Sequence) -> int:
+        """Return how many of the free blocks `admit` would take for a sequence that owns no block."""
+        return self._num_taken(sequence, self._find_prefix(sequence).blocks)
+
+    def num_freed(self, sequences: Iterable[Sequence]) -> int:
+        """Return how many blocks would be free in addition if these admitted sequences owned none."""
+        counts = Counter(block for sequence in sequences for block in sequence.block_table)
+        return sum(self._references[block] == count for block, count in counts.items())
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extend the block table of an admitted sequence to hold `num_tokens` tokens.
@@ -294,6 +303,11 @@ class BlockManager:
         # The keys and values of the last token are never computed.
         held = len(sequence.block_table) * self.block_size
         sequence.capacity = min(held, sequence.max_num_tokens - 1)
+
+    def _num_taken(self, sequence: Sequence, hits: list[int]) -> int:
+        """Return how many free blocks a sequence takes whose first blocks are `hits`: empty ones and idle hits."""
+        num_new = sequence.num_tokens // self.block_size + 1 - len(hits)
+        return num_new + sum(not self._references[block] for block in hits)
 
     def _find_prefix(self, sequence: Sequence) -> _Prefix:
         """Find the leading tokens of a sequence in the prefix cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,7 @@ RUNNING: Final = SequenceStatus.RUNNING
 """A constant, since looking the member up takes as long as the rest of what most rows need."""
 
 _rank = attrgetter("rank")
+_peers = attrgetter("priority", "client", "client_priority")
 
 
 class LiveSequences:
@@ -31,14 +33,16 @@ class LiveSequences:
 
     No other module changes the status of a sequence: its place, blocks, account and status change together.
 
-    Invariants (`check_invariants`): the running list is in order, and of sequences with one priority, running ones were
-    admitted before those that wait after a preemption. Exactly the running sequences own blocks. Every running sequence
-    has a token left to compute, unless its last one is in flight.
+    Invariants (`check_invariants`): the running list is in order, and of a client's sequences with one priority,
+    running ones were admitted before those that wait after a preemption. Exactly the running sequences own blocks.
+    Every running sequence has a token left to compute, unless its last one is in flight.
 
     Attributes:
         waiting: the queue.
         running: sequences in order of priority, then of first admission. A sequence that ends with its step stays until
             `drop_finished`.
+        num_places: running sequences by client, those left out that have ended; no client without one.
+        place_limits: most running sequences of some clients; see `limit_places`.
         num_preemptions: preemptions so far.
         output_means: how much ended sequences have generated.
     """
@@ -48,6 +52,8 @@ class LiveSequences:
     ) -> None:
         self.waiting = WaitingQueue(config)
         self.running: list[Sequence] = []
+        self.num_places: dict[str, int] = {}
+        self.place_limits: dict[str, int] = {}
         self.num_preemptions = 0
         self.output_means = OutputMeans()
         self._most_running = config.max_num_seqs
@@ -75,15 +81,26 @@ class LiveSequences:
         sequence.expected_output = expected_output(limit, self.output_means.means)
         self.waiting.add(sequence)
 
+    def limit_places(self, limits: dict[str, int]) -> None:
+        """Limit the running sequences of some clients: at the limit the queue passes over a client."""
+        self.place_limits = limits
+        places = self.num_places
+        self.waiting.passed_over = {c for c, most in limits.items() if places.get(c, 0) >= most}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many sequences run as may."""
+        return len(self.running) == self._most_running
+
     def admit(self, sequence: Sequence) -> bool:
         """Move a sequence from the queue to the running list; return whether there is a place for it."""
-        if len(self.running) == self._most_running:
+        if self.is_full:
             return False
         if sequence.num_tokens_in_flight:
             return (
                 False  # preempted by a schedule that was not started: not all its tokens have ids
             )
-        if not self._block_manager.admit(sequence, num_spare=self._num_growing()):
+        if not self._block_manager.admit(sequence, num_spare=self.num_growing()):
             return False
         self.waiting.admit(sequence)
         if not sequence.num_preemptions:
@@ -91,15 +108,19 @@ class LiveSequences:
             self._num_admitted += 1
         bisect.insort(self.running, sequence, key=_rank)
         sequence.status = RUNNING
+        client = sequence.client
+        self.num_places[client] = count = self.num_places.get(client, 0) + 1
+        if count >= self.place_limits.get(client, count + 1):
+            self.waiting.passed_over.add(client)
         self._accounting.admit(
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self._accounting.num_reserved_tokens += sequence.max_num_tokens
         return True
 
-    def preempt_last(self) -> Sequence:
-        """Move the last running sequence back to the queue, without its blocks; return it."""
-        sequence = self.running.pop()
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a running sequence back to the queue, without its blocks; `running` becomes another list."""
+        self.running = [it for it in self.running if it is not sequence]
         self._leave(sequence)
         self._block_manager.free(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -107,7 +128,6 @@ class LiveSequences:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
-        return sequence
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state."""
@@ -142,13 +162,18 @@ class LiveSequences:
         self.running = [sequence for sequence in self.running if sequence.status is RUNNING]
 
     def _leave(self, sequence: Sequence) -> None:
-        """Account for a sequence whose blocks are about to be freed."""
+        """Account for a sequence whose place and blocks are about to be free."""
+        left = self.num_places[sequence.client] - 1
+        if left:
+            self.num_places[sequence.client] = left
+        else:
+            del self.num_places[sequence.client]
         self._accounting.leave(
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self._accounting.num_reserved_tokens -= sequence.max_num_tokens
 
-    def _num_growing(self) -> int:
+    def num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
         return len([s for s in self.running if s.capacity < s.max_num_tokens - 1])
 
@@ -162,13 +187,14 @@ class LiveSequences:
         self.waiting.check_invariants()
         ranks = [sequence.rank for sequence in running]
         assert ranks == sorted(ranks), "sequences out of order"
-        last_running = {sequence.priority: sequence.rank for sequence in running}
+        last_running = {_peers(sequence): sequence.rank for sequence in running}
         for sequence in waiting:
-            rank = last_running.get(sequence.priority)
+            rank = last_running.get(_peers(sequence))
             if sequence.num_preemptions and rank is not None:
                 assert rank < sequence.rank, f"{sequence} was overtaken"
         assert len(running) <= self._most_running
         assert all(sequence.status is RUNNING for sequence in running)
+        assert self.num_places == Counter(sequence.client for sequence in running)
         for sequence in waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table, f"{sequence} waits and owns blocks"

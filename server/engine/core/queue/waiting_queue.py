@@ -5,26 +5,19 @@ Pure bookkeeping without clocks: the unit of work is a token.
 
 from __future__ import annotations
 
-import bisect
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from server.engine.core.queue.client_queues import ClientQueues
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.sequence import Sequence
 
 MAX_LENGTH_CLASSES: Final = 40
 """Length classes of `WaitingQueue.num_by_length`; more than any context needs."""
-
-_rank = attrgetter("rank")
-_start_tag = attrgetter("start_tag")
-
-
-def _length(sequence: Sequence) -> tuple[int, tuple[int, int]]:
-    return sequence.num_prompt_tokens, sequence.start_tag
 
 
 def length_class(num_tokens: int) -> int:
@@ -35,33 +28,28 @@ def length_class(num_tokens: int) -> int:
 class WaitingQueue:
     """Owns the sequences that wait, and proposes which of them is admitted next.
 
-    Sequences with a lower priority number always come first. Within a priority, preempted sequences come before new
-    ones, in the order of their first admission. New sequences of one priority have two orders:
+    Sequences with a lower priority number always come first. Those of one priority have two orders:
 
-    - by start tag: start-time fair queueing among clients. The sequences of one client are in order of arrival. The
-      start tag of a sequence is the finish tag of its client's sequence before it, or the virtual time if that is
-      later. The finish tag is the start tag plus the sequence's tokens (prompt and limit of the output). The virtual
-      time advances with each admission: by its tokens, divided by the number of waiting sequences, and at least to the
-      start tag of an admitted head. A client that sends one request is therefore not behind all requests of one that
-      sent many.
-    - by length: the shortest prompt first. Lengths include tokens that the prefix cache may have.
+    - by client, with start-time fair queueing among clients (`client_queues.ClientQueues`). A client's preempted
+      sequences come before its new ones.
+    - by length: the shortest prompt first, of those that were not preempted. Lengths include tokens that the prefix
+      cache may have.
 
-    `head` has the lowest start tag, `shortest` is the one that may be admitted before it. Between two admissions of a
-    head, the other admitted prompts have together at most as many tokens as the prompt of the head, or as a step if
-    that is more; each counts at least as much as a sequence's share of a step (`max_num_batched_tokens /
-    max_num_seqs`). After that, nothing overtakes the head. Every sequence is therefore admitted eventually, however
-    many shorter ones keep arriving: one with N tokens of prompts before it by start tag is admitted after at most about
-    2 N tokens.
+    `head` is the first sequence of the client whose turn it is, `shortest` is the one that may be admitted before it.
+    Between two admissions of a head, the other admitted prompts have together at most as many tokens as the prompt of
+    the head, or as a step if that is more; each counts at least as much as a sequence's share of a step
+    (`max_num_batched_tokens / max_num_seqs`). After that, nothing overtakes the head, and nothing ever overtakes a
+    preempted one. Every sequence is therefore admitted eventually, however many shorter ones keep arriving: one with N
+    tokens of prompts before it in the order of clients is admitted after at most about 2 N tokens.
 
-    Source: Goyal, Vin, Cheng, "Start-time fair queueing", SIGCOMM 1996.
+    `first_of_least` serves a client that has fewer places than others, whatever its turn.
 
-    Shares are counted while sequences of the priority wait; without a queue there is nothing to share.
-
-    Only the scheduler calls it. Invariants (`check_invariants`): both orders contain the same sequences.
+    Only the scheduler calls it. Invariants (`check_invariants`): both orders contain the same new sequences.
 
     Attributes:
         num_tokens_by_length, num_by_length: prompt tokens and number of the waiting sequences by `length_class`.
         output_by_length: tokens that they will probably generate.
+        passed_over: clients whose turn does not come at the moment: `head` and `shortest` are of others.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -70,41 +58,43 @@ class WaitingQueue:
         self.output_by_length = [0] * MAX_LENGTH_CLASSES
         self._least_allowance = config.max_num_batched_tokens
         self._least_cost = config.max_num_batched_tokens // config.max_num_seqs
+        self.passed_over: set[str] = set()
         self._num_added = 0
-        self._preempted: list[Sequence] = []
-        self._classes: dict[int, _PriorityClass] = {}
+        self._priorities: dict[int, ClientQueues] = {}
 
     def __len__(self) -> int:
         return sum(self.num_by_length)
 
     def __bool__(self) -> bool:
-        return bool(self._classes or self._preempted)
+        return bool(self._priorities)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self._preempted, *(known.by_start_tag for known in self._classes.values()))
+        return chain(*self._priorities.values())
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence."""
-        if (known := self._classes.get(sequence.priority)) is None:
-            known = self._classes[sequence.priority] = _PriorityClass()
-        known.add(sequence, self._num_added)
+        sequence.arrival = self._num_added
         self._num_added += 1
-        self._count(sequence, 1)
+        self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Add a sequence that was preempted."""
-        bisect.insort(self._preempted, sequence, key=_rank)
+        if (clients := self._priorities.get(sequence.priority)) is None:
+            clients = self._priorities[sequence.priority] = ClientQueues()
+        clients.add(sequence)
         self._count(sequence, 1)
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence with the lowest start tag, or a preempted one; None if none waits."""
-        if not self._classes:
-            return self._preempted[0] if self._preempted else None
-        priority = min(self._classes)
-        if self._preempted and self._preempted[0].priority <= priority:
-            return self._preempted[0]
-        return self._classes[priority].by_start_tag[0]
+        """The first sequence of the client whose turn it is; None if none waits."""
+        if not self._priorities:
+            return None
+        if not self.passed_over:
+            return self._priorities[min(self._priorities)].head
+        heads = (
+            self._priorities[it].head_beside(self.passed_over) for it in sorted(self._priorities)
+        )
+        return next((head for head in heads if head is not None), None)
 
     @property
     def shortest(self) -> Sequence | None:
@@ -112,39 +102,58 @@ class WaitingQueue:
         head = self.head
         if head is None or head.num_preemptions:
             return head
-        known = self._classes[head.priority]
-        shortest = known.by_length[0]
+        clients = self._priorities[head.priority]
+        shortest = clients.shortest
+        if shortest.client in self.passed_over:
+            return head
+        if shortest.num_prompt_tokens >= head.num_prompt_tokens:
+            return head
         allowance = max(head.num_prompt_tokens, self._least_allowance)
-        return shortest if known.num_overtaken + self._cost(shortest) <= allowance else head
+        return shortest if clients.num_overtaken + self._cost(shortest) <= allowance else head
+
+    def first_of_least(self, num_places: Mapping[str, int]) -> Sequence | None:
+        """Return the first sequence of the client with the fewest places among those that wait; None if none waits.
+
+        Only clients with sequences of the lowest priority number count. Of several the one whose turn is next.
+
+        Args:
+            num_places: running sequences by client; none of a client that is missing.
+        """
+        if not self._priorities:
+            return None
+        return self._priorities[min(self._priorities)].first_of_least(num_places, self.passed_over)
+
+    def num_of(self, client: str) -> int:
+        """Return how many sequences of a client wait."""
+        return sum(clients.num_of(client) for clients in self._priorities.values())
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that wait with sequences of the lowest priority number."""
+        return self._priorities[min(self._priorities)].num_clients if self._priorities else 0
 
     def admit(self, sequence: Sequence) -> None:
         """Remove a sequence that is admitted."""
         if not sequence.num_preemptions:
-            self._classes[sequence.priority].count_admission(sequence, self._cost(sequence))
+            self._priorities[sequence.priority].charge(sequence, self._cost(sequence))
         self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
         self._count(sequence, -1)
-        if sequence.num_preemptions:
-            del self._preempted[bisect.bisect_left(self._preempted, sequence.rank, key=_rank)]
-            return
-        known = self._classes[sequence.priority]
-        known.remove(sequence)
-        if not known.by_start_tag:
-            del self._classes[sequence.priority]
+        clients = self._priorities[sequence.priority]
+        clients.remove(sequence)
+        if not clients:
+            del self._priorities[sequence.priority]
 
     def check_invariants(self) -> None:
         """Assert the invariants. Slow."""
         waiting = list(self)
         assert len(waiting) == len(self)
-        assert [s.rank for s in self._preempted] == sorted(s.rank for s in self._preempted)
-        for known in self._classes.values():
-            assert [s.start_tag for s in known.by_start_tag] == sorted(
-                s.start_tag for s in known.by_start_tag
-            )
-            assert known.by_length == sorted(known.by_start_tag, key=_length)
-            assert known.by_start_tag, "a priority without sequences"
+        for priority, clients in self._priorities.items():
+            assert clients, "a priority without sequences"
+            assert all(sequence.priority == priority for sequence in clients)
+            clients.check_invariants()
         sums = [[0] * MAX_LENGTH_CLASSES for _ in range(3)]
         for sequence in waiting:
             values = (sequence.num_prompt_tokens, 1, sequence.expected_output)
@@ -160,57 +169,3 @@ class WaitingQueue:
         self.num_by_length[at] += sign
         self.num_tokens_by_length[at] += sign * sequence.num_prompt_tokens
         self.output_by_length[at] += sign * sequence.expected_output
-
-
-class _PriorityClass:
-    """The new sequences of one priority, at least one.
-
-    Attributes:
-        by_start_tag, by_length: the sequences in the two orders.
-        num_overtaken: tokens of the prompts admitted before the head since the last admission of a head.
-    """
-
-    __slots__ = ("_finish_tags", "_virtual_time", "by_length", "by_start_tag", "num_overtaken")
-
-    def __init__(self) -> None:
-        self.by_start_tag: list[Sequence] = []
-        self.by_length: list[Sequence] = []
-        self.num_overtaken = 0
-        self._virtual_time = 0
-        self._finish_tags: dict[str, int] = {}  # by client; only those after the virtual time count
-
-    def add(self, sequence: Sequence, number: int) -> None:
-        start = max(self._virtual_time, self._finish_tags.get(sequence.client, 0))
-        self._finish_tags[sequence.client] = start + sequence.max_num_tokens
-        sequence.start_tag = (start, number)
-        bisect.insort(self.by_start_tag, sequence, key=_start_tag)
-        bisect.insort(self.by_length, sequence, key=_length)
-        if self._has_too_many_tags():
-            self._prune()
-
-    def count_admission(self, sequence: Sequence, cost: int) -> None:
-        """Note that a sequence is about to be admitted."""
-        # Also if each client sends one request: otherwise ever new clients would start at the same virtual time.
-        self._virtual_time += -(-sequence.max_num_tokens // len(self.by_start_tag))
-        if sequence is self.by_start_tag[0]:
-            self._virtual_time = max(self._virtual_time, sequence.start_tag[0])
-            self.num_overtaken = 0
-        else:
-            self.num_overtaken += cost
-
-    def _prune(self) -> None:
-        """Forget the finish tags that no longer count and, if that is not enough, those of clients that do not wait."""
-        tags = self._finish_tags
-        self._finish_tags = {c: tag for c, tag in tags.items() if tag > self._virtual_time}
-        if self._has_too_many_tags():
-            waiting = {sequence.client for sequence in self.by_start_tag}
-            self._finish_tags = {c: tag for c, tag in self._finish_tags.items() if c in waiting}
-
-    def _has_too_many_tags(self) -> bool:
-        return len(self._finish_tags) > 2 * len(self.by_start_tag) + 16
-
-    def remove(self, sequence: Sequence) -> None:
-        del self.by_start_tag[
-            bisect.bisect_left(self.by_start_tag, sequence.start_tag, key=_start_tag)
-        ]
-        del self.by_length[bisect.bisect_left(self.by_length, _length(sequence), key=_length)]

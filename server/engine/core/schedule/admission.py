@@ -74,14 +74,14 @@ class Admission:
         head = self._candidate(shortest=False)
         if head is None:
             return None
-        if (chunk := self._admit(head)) is None:
+        if (chunk := self.admit(head)) is None:
             assert self._live.running or head.num_tokens_in_flight, (
                 "`Scheduler.add` ensures that a sequence fits in an empty cache"
             )
             self.is_short_of_places = True
             shortest = self._candidate(shortest=True)
             if shortest is not None and shortest is not self._live.waiting.head:
-                chunk = self._admit(shortest)
+                chunk = self.admit(shortest)
         return chunk
 
     def admit_before(self, chunk: Chunk) -> Chunk | None:
@@ -91,20 +91,26 @@ class Admission:
             return None
         is_ahead = shortest.priority < chunk.sequence.priority
         if is_ahead or shortest.num_tokens * _SHORTER <= chunk.num_tokens:
-            return self._admit(shortest)
+            return self.admit(shortest)
         return None
 
     def _candidate(self, *, shortest: bool) -> Sequence | None:
         """Return the queue's head or its shortest sequence; end those that cannot meet their deadline."""
         waiting = self._live.waiting
         while sequence := waiting.shortest if shortest else waiting.head:
-            if not self._is_late(sequence):
+            if not self.end_if_late(sequence):
                 return sequence
-            self._live.finish(sequence, FinishReason.TIMEOUT)
-            self._late.append((sequence.request_id, timeout_event(sequence)))
         return None
 
-    def _admit(self, sequence: Sequence) -> Chunk | None:
+    def end_if_late(self, sequence: Sequence) -> bool:
+        """End a waiting sequence if it cannot meet its deadline; return whether it was so."""
+        if not self._is_late(sequence):
+            return False
+        self._live.finish(sequence, FinishReason.TIMEOUT)
+        self._late.append((sequence.request_id, timeout_event(sequence)))
+        return True
+
+    def admit(self, sequence: Sequence) -> Chunk | None:
         """Admit a waiting sequence; None if there is no place for it."""
         if not self._live.admit(sequence):
             return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence
 
 _rank = attrgetter("sequence.rank")
+_NO_LIMITS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Chunk(NamedTuple):
@@ -51,7 +54,12 @@ class NoneWaiting:
         """Return None."""
 
 
-def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list[ScheduledSequence]:
+def divide(
+    budget: int,
+    chunks: Iterable[Chunk],
+    waiting: WaitingSource,
+    limits: Mapping[str, int] = _NO_LIMITS,
+) -> list[ScheduledSequence]:
     """Divide a budget among chunks and the sequences that are admitted.
 
     Half of the budget goes to the first chunk. The other half goes to the shortest chunks, and before each of them to
@@ -59,16 +67,21 @@ def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list
     `admit_next` admits. So a short prompt does not wait for the end of a long one, and a long one takes at most twice
     as long as if short ones waited for it. Chunks of a lower priority number come first.
 
+    Among several clients, the chunks of one with more than one have together at most an equal part of the budget while
+    others need the rest, and the shortest chunk of each client comes before all second ones.
+
     Args:
         budget: tokens left after one for each chunk.
         chunks: of running sequences, in the order of the running list.
         waiting: admits waiting sequences.
+        limits: tokens that some clients have at most beside one for each chunk, while others have no limit.
 
     Returns:
         Rows, in the order of the running list; at least one token for each chunk and each admitted sequence.
     """
     rows: list[ScheduledSequence] = []
     chunks = list(chunks)
+    left = dict(limits)
     while True:
         if not chunks:
             chunk = waiting.admit_next() if budget else None
@@ -76,22 +89,67 @@ def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list
                 break
             budget -= 1
             chunks = [chunk]
+        parts = _parts(budget, chunks)
+        for client in parts.keys() & left.keys():
+            parts[client] = min(parts[client], left[client])
         first = chunks[0]
-        reserved = min(first.num_tokens - 1, budget - budget // 2)
+        part = parts[first.sequence.client]
+        reserved = min(first.num_tokens - 1, part - part // 2)
         budget -= reserved
-        for chunk in sorted(chunks, key=_shortest_first):
+        parts[first.sequence.client] = part - reserved
+        taken: list[int] = []
+        chunks = _in_turn(chunks)
+        for chunk in chunks:
             while budget and (short := waiting.admit_before(chunk)) is not None:
-                num_tokens = min(short.num_tokens, budget)
+                client = short.sequence.client
+                num_tokens = min(short.num_tokens, budget, 1 + left.get(client, budget))
                 budget -= num_tokens
+                if client in left:
+                    left[client] -= num_tokens - 1
                 rows.append(_row(short, num_tokens))
+            client = chunk.sequence.client
             if chunk is first:
                 budget += reserved
-            num_tokens = 1 + min(chunk.num_tokens - 1, budget)
-            budget -= num_tokens - 1
-            rows.append(_row(chunk, num_tokens))
+                parts[client] += reserved
+            num_tokens = min(chunk.num_tokens - 1, budget, parts[client])
+            parts[client] -= num_tokens
+            budget -= num_tokens
+            taken.append(1 + num_tokens)
+            if client in left:
+                left[client] -= num_tokens
+        for chunk, num_tokens in zip(chunks, taken, strict=True):
+            client = chunk.sequence.client
+            more = min(chunk.num_tokens - num_tokens, budget, left.get(client, budget))
+            budget -= more
+            if client in left:
+                left[client] -= more
+            rows.append(_row(chunk, num_tokens + more))
         chunks = []
     rows.sort(key=_rank)
     return rows
+
+
+def _parts(budget: int, chunks: list[Chunk]) -> dict[str, int]:
+    """Return what each client may have of a budget: an equal part if it has several chunks, else all."""
+    counts = Counter([chunk.sequence.client for chunk in chunks])
+    equal = budget // len(counts)
+    return {client: equal if count > 1 else budget for client, count in counts.items()}
+
+
+def _in_turn(chunks: list[Chunk]) -> list[Chunk]:
+    """Return chunks in order of priority, and the shortest first; of each client one after the other."""
+    shortest_first = sorted(chunks, key=_shortest_first)
+    seen: Counter[str] = Counter()
+    turns = []
+    for chunk in shortest_first:
+        client = chunk.sequence.client
+        turns.append(seen[client])
+        seen[client] += 1
+    if len(seen) == 1:
+        return shortest_first
+    pairs = zip(shortest_first, turns, strict=True)
+    ordered = sorted(pairs, key=lambda it: (it[0].sequence.priority, it[1], it[0].num_tokens))
+    return [chunk for chunk, _ in ordered]
 
 
 def _shortest_first(chunk: Chunk) -> tuple[int, int]:

@@ -18,8 +18,10 @@ from server.engine.core.request_checks import CapacityError, EmptyRequestError
 from server.engine.core.results.step_charges import StepCharges
 from server.engine.core.results.step_results import StepResults
 from server.engine.core.schedule.admission import Admission, timeout_event
+from server.engine.core.schedule.client_shares import ClientShares
 from server.engine.core.schedule.prompt_chunks import Chunk, NoneWaiting, divide
 from server.engine.core.schedule.rates import Rate
+from server.engine.core.schedule.short_steps import ShortSteps
 from server.engine.core.step import (
     NO_ROWS,
     DecodeBatch,
@@ -57,12 +59,13 @@ class Scheduler:
 
     Order: `WaitingQueue` says which sequence is admitted next, `Admission` whether there is a place for it. The running
     list is in order of priority, then of first admission. Priorities are strict: a sequence waits as long as sequences
-    with lower numbers keep coming and fill the limits. A waiting sequence never preempts a running one.
+    with lower numbers keep coming and fill the limits.
 
-    Preemption: if no block is free for the next token of a running sequence, the last running
-    sequence loses all its blocks and returns to the queue, before all new sequences of its priority,
-    until its whole context fits again. That step admits no sequence. The first running sequence
-    therefore always advances, and of sequences with one priority each eventually is the first.
+    Preemption: if no block is free for the next token of a running sequence, the last running sequence of the client
+    with the most blocks loses them and returns to the queue, before all new sequences of its client, until its whole
+    context fits again. A waiting sequence preempts one of another client only if that has more than its share of the
+    places or blocks (`ClientShares`). After a preemption the step admits no further sequence. The first running
+    sequence therefore always advances, and of sequences with one priority each eventually is the first.
 
     Only the engine's loop calls it, from one thread. The life of a step:
 
@@ -103,6 +106,8 @@ class Scheduler:
         self._charges = StepCharges(self.accounting)
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
+        self._shares = ClientShares(self._live, block_manager, self.admission)
+        self._short_steps = ShortSteps(self._live, block_manager, self.accounting)
         self._results = StepResults(self._live, block_manager, self.accounting)
         self._scheduled: SchedulerOutput | None = None
         self._decode_batch = DecodeBatch([])  # of the latest `schedule`
@@ -141,7 +146,8 @@ class Scheduler:
     @property
     def num_free_places(self) -> int:
         """Number of sequences that may be admitted before another one ends; 0 if the last schedule lacked blocks."""
-        if self._live.waiting and self.admission.is_short_of_places:
+        waiting = self._live.waiting
+        if waiting and (self.admission.is_short_of_places or waiting.passed_over):
             return 0
         return self.config.max_num_seqs - len(self._live.running)
 
@@ -169,6 +175,7 @@ class Scheduler:
         if sequence.max_num_tokens > self.max_total_tokens:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
         self._live.add(sequence)
+        self._short_steps.note_arrival(sequence.client)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in any state and free its blocks.
@@ -209,16 +216,18 @@ class Scheduler:
         chunks: list[Chunk] = []
         preempted: list[int] = []
         self.admission.begin(self.num_steps)
-        # A preemption removes the last sequence of the list during this loop, never one that the
-        # loop has already passed.
+        self._apply_shares(preempted)
+        # A preemption takes a sequence out of a new list during this loop, never one that the loop has already passed.
         for sequence in self._live.running:
+            if preempted and sequence.status is not RUNNING:
+                continue
             start = sequence.num_computed_tokens
             num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
             if num_known > sequence.capacity:
                 if num_known == sequence.max_num_tokens:
                     continue  # its last token is in flight
                 if not self._reserve_blocks(sequence, num_known, preempted):
-                    break
+                    continue
             if num_known - start == 1:
                 decoding.append(sequence)
                 starts.append(start)
@@ -230,7 +239,8 @@ class Scheduler:
         prefill: list[ScheduledSequence] = []
         self.num_prefill_tokens = 0
         if chunks or (self._live.waiting and not preempted):
-            for row in divide(budget, chunks, _NONE_WAITING if preempted else self.admission):
+            source = _NONE_WAITING if preempted else self.admission
+            for row in divide(budget, chunks, source, self._live.place_limits):
                 num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
                 self.num_prefill_tokens += num_left
                 if row.num_tokens > 1:
@@ -429,19 +439,30 @@ class Scheduler:
         self._live.check_invariants(self._started)
 
     def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
-        """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt later sequences if necessary.
+        """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt it or later ones if necessary.
 
         Returns:
-            False if the sequence was itself the last and was preempted.
+            False if the sequence was itself preempted.
         """
         num_blocks = len(sequence.block_table)
         while not self.block_manager.grow(sequence, num_tokens):
-            victim = self._live.preempt_last()
-            if self._started:
-                self._charges.preempt(victim)
-            preempted.append(victim.request_id)
+            victim = self._shares.last_of_heaviest(sequence)
+            self._live.preempt(victim)
+            self._note_preemption(victim, preempted)
             if victim is sequence:
-                assert self._live.running, "`add` ensures that the first sequence fits in the cache"
                 return False
         self.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
         return True
+
+    def _apply_shares(self, preempted: list[int]) -> None:
+        """Preempt and admit sequences so that each client has its share."""
+        excess = self._short_steps.begin()
+        for victim in excess:
+            self._live.preempt(victim)
+        for victim in (*excess, *self._shares.admit()):
+            self._note_preemption(victim, preempted)
+
+    def _note_preemption(self, victim: Sequence, preempted: list[int]) -> None:
+        if self._started:
+            self._charges.preempt(victim)
+        preempted.append(victim.request_id)

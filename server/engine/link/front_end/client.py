@@ -138,8 +138,7 @@ class EngineHandle(EngineReports):
         streams = self._streams
         for started in step.started:
             if stream := streams.get(started.request_id):
-                stream.queue_seconds = started.queue_seconds
-                stream.num_cached_tokens = started.num_cached_tokens
+                stream.start(started.queue_seconds, started.num_cached_tokens)
         for request_id, prompt_logprobs in step.prompt_logprobs.items():
             if stream := streams.get(request_id):
                 stream.prompt_logprobs = prompt_logprobs

@@ -26,6 +26,7 @@ class RequestStream:
         prompt_top_tokens: the most likely tokens at the positions of prompt tokens 1.., if requested; likewise.
         events: what was added and not yet delivered; only for the engine's side, which adds events by `push`, or those
             without a `finish_reason` directly.
+        on_start: called when the first step of the request begins; None for nothing.
         delivered: when events were last delivered, `time.perf_counter` seconds. The same for all streams that events of
             one step are delivered to.
 
@@ -39,8 +40,8 @@ class RequestStream:
 
     __slots__ = (
         "_abort", "_accepted", "_finished", "_first_events", "_stop", "_stopped", "_take", "_waiter",
-        "client", "delivered", "engine", "events", "external_id", "num_cached_tokens", "prompt_logprobs",
-        "prompt_top_tokens", "queue_seconds", "request", "request_id", "usage",
+        "client", "delivered", "engine", "events", "external_id", "num_cached_tokens", "on_start",
+        "prompt_logprobs", "prompt_top_tokens", "queue_seconds", "request", "request_id", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,7 @@ class RequestStream:
         self.client = client
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
+        self.on_start: Callable[[], None] | None = None
         self.prompt_logprobs: list[float] | None = None
         self.usage = SequenceUsage()
         self.prompt_top_tokens: list[list[tuple[int, float]]] | None = None
@@ -160,6 +162,12 @@ class RequestStream:
             self._abort(self.request_id)
             self.push(TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT))
             self.deliver()
+
+    def start(self, queue_seconds: float, num_cached_tokens: int) -> None:
+        """Note that the first step of the request begins; only for the engine's side."""
+        self.queue_seconds, self.num_cached_tokens = queue_seconds, num_cached_tokens
+        if self.on_start is not None:
+            self.on_start()
 
     def push(self, event: TokenEvent) -> bool:
         """Add an event without delivering it; only for the engine's side.

@@ -120,7 +120,7 @@ def test_the_record_of_shares_does_not_grow_with_the_clients_that_were_served():
         queue.add(make_sequence(i, 9, client=f"client {i}"))
         queue.admit(queue.head)
 
-    assert len(queue._classes[0]._finish_tags) < 40
+    assert len(queue._priorities[0]._finish_tags) < 40
 
 
 def test_the_record_of_shares_does_not_grow_with_the_clients_that_left():
@@ -130,7 +130,7 @@ def test_the_record_of_shares_does_not_grow_with_the_clients_that_left():
         queue.add(removed)
         queue.remove(removed)
 
-    assert len(queue._classes[0]._finish_tags) < 40
+    assert len(queue._priorities[0]._finish_tags) < 40
 
 
 # Simulations. The unit of time is the token computed, that of a full step its budget.
