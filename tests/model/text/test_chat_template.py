@@ -355,7 +355,7 @@ def test_a_damaged_configuration_is_an_error(tmp_path, value) -> None:
     "source",
     [
         "{% for x in %}",
-        "{{ x | center(3) }}",
+        "{{ x | unknown(3) }}",
         "{% include 'x' %}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     ],
