@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 ResultT = TypeVar("ResultT")
 
@@ -57,8 +57,15 @@ class TokenizerThreads:
         return await run_in_place(self._pool, self._long, work_and_trim)
 
 
+class Places(Protocol):
+    """What limits how many functions a pool has: a semaphore, or `server.http.load.fair_queue.FairPlaces`."""
+
+    def release(self) -> None:
+        """Give a place back."""
+
+
 async def run_in_place(
-    pool: ThreadPoolExecutor, places: asyncio.Semaphore, work: Callable[[], ResultT]
+    pool: ThreadPoolExecutor, places: Places, work: Callable[[], ResultT]
 ) -> ResultT:
     """Call a function in a thread of a pool, and release a place when the function has returned.
 
