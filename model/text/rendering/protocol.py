@@ -1,8 +1,8 @@
 """What the service and the process that renders say to each other, and the limits of that process.
 
-A task is a JSON array: `["compile", seconds, key, source, marks]`, or `["render", seconds, key, variables, now]`. `now` is
-a time of `time.time`, the zone's offset from UTC in seconds, and its name. A
-reply is a byte of `Kind`, the processor time that the task took in microseconds (four bytes), and a text.
+A task is a JSON array: `["compile", seconds, key, source, marks]`, or `["render", seconds, key, variables, now]`, where
+`now` is a time of `time.time`, the zone's offset from UTC in seconds, and its name. A reply is a byte of `Kind`, the
+processor time that the task took in microseconds (four bytes), and a text.
 """
 
 from __future__ import annotations

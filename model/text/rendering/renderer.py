@@ -31,8 +31,8 @@ from model.text.rendering.helper_process import (
 from model.text.rendering.protocol import (
     COMPILE,
     MOST_REPLY_BYTES,
-    REPLY,
     RENDER,
+    REPLY,
     SECONDS,
     Kind,
 )
@@ -135,6 +135,7 @@ class Renderers:
         self._free: list[_Renderer] = []
         self._all: set[_Renderer] = set()
         self._changed = threading.Condition()
+        self._num_ends = 0
 
     def compile(self, program: Program, allowance: Allowance) -> None:
         """Compile a template.
@@ -171,16 +172,25 @@ class Renderers:
             raise TemplateFailureError(f"{type(error).__name__}: {error}") from None
         return self._run(program, task, allowance)
 
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that run."""
+        with self._changed:
+            return [pid for renderer in self._all if (pid := renderer.pid) is not None]
+
     def end(self) -> None:
         """End all processes. A rendering that still runs fails; a later one starts a new process."""
         with self._changed:
             processes, self._all, self._free = self._all, set(), []
+            self._num_ends += 1
         for renderer in processes:
             renderer.kill()
 
     def _run(self, program: Program, task: bytes | None, allowance: Allowance) -> str:
-        problem, code = "", 0
+        problem, code, num_ends = "", 0, self._num_ends
         for _ in range(_ATTEMPTS):
+            if self._num_ends != num_ends:
+                break
             with self._renderer() as renderer:
                 try:
                     return renderer.run(program, task, allowance)
@@ -246,6 +256,12 @@ class _Renderer:
         if self._ended or len(self._templates) >= _MOST_TEMPLATES:
             return False
         return self._helper is None or self._helper.is_usable
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None if it does not run."""
+        helper = self._helper
+        return helper.pid if helper is not None and helper.is_usable else None
 
     def run(self, program: Program, task: bytes | None, allowance: Allowance) -> str:
         """Compile a template if the process does not have it, and do a task.
@@ -330,13 +346,20 @@ _ERRORS: Final = {
 def _start() -> HelperProcess:
     handed_on = os.environ  # noqa: TID251 - handed on, not read
     environment = {name: handed_on[name] for name in _HANDED_ON if name in handed_on}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
+        environment["PYTHONPATH"] = os.pathsep.join(_module_path())
         return HelperProcess(_COMMAND, environment, MOST_REPLY_BYTES)
     except OSError as error:
         raise RenderingUnavailableError(
             f"the process that renders chat templates cannot be started: {error}"
         ) from None
+
+
+def _module_path() -> list[str]:
+    """Return where this process finds modules, without the working directory, where anybody may put a `json.py`."""
+    ours = str(Path(__file__).resolve().parents[__name__.count(".")])
+    others = {"", str(Path.cwd())} - {ours}
+    return list(dict.fromkeys([*(path for path in sys.path if path not in others), ours]))
 
 
 def _encode(value: object) -> bytes:

@@ -54,7 +54,7 @@ _LIMITS: Final = {
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NO_NEW_PRIVILEGES: Final = 38
 # What Jinja's filters import when they are first used.
-_IMPORTED_LATE: Final = ("pprint", "textwrap")
+_IMPORTED_LATE: Final = ("html", "pprint", "textwrap")
 # Reported by Python itself during a rendering: a warning looks for its place, `id` for a number.
 _HARMLESS: Final = frozenset(("builtins.id", "sys._getframe", "sys._getframemodulename"))
 _COMPILING: Final = _HARMLESS | {"code.__new__", "compile", "exec"}
