@@ -36,6 +36,7 @@ _METHODS = {
 _OWN_METHODS = (
     "next", "reset", "current", "cycle", "changed", "name", "arguments", "send", "index0", "previtem", "mro",
 )  # fmt: skip
+_SIMPLE = ("upper", "lower", "title", "trim", "escape", "urlencode", "forceescape", "capitalize")
 _NAMES = (
     "d", "attribute", "width", "separators", "indent", "default", "length", "count", "by", "fill_with", "first", "sep",
     "maxsplit", "base", "precision", "method", "reverse", "trim_url_limit", "linenum", "case_sensitive", "a", "b",
@@ -72,7 +73,7 @@ _ESCAPES = (
     "{% set n = namespace() %}{% set n.__class__ = dict %}{{ n.__class__ }}{{ n._Namespace__attrs }}",
     "{{ namespace(__class__=1, _a=2)._a }}",
     "{% macro f() %}{{ caller.__globals__ }}{{ varargs.__class__ }}{% endmacro %}{% call f() %}{% endcall %}",
-    "{% for x in messages %}{{ loop.__class__ }}{{ loop._iterator.gi_frame }}{{ loop.__init__.__globals__ }}{% endfor %}",
+    "{% for x in messages %}{{ loop.__class__ }}{{ loop._iterator.gi_frame }}{{ loop.__init__ }}{% endfor %}",
     "{{ messages|map('tojson')|list }}{{ (messages|map('upper')).gi_frame.f_back.f_globals }}",
     "{{ strftime_now('%Y' * 100000)|length }}{{ strftime_now('%999999999Y') }}",
     "{{ self.__init__.__globals__ }}{{ self.blocks }}{{ self._context }}",
@@ -80,7 +81,8 @@ _ESCAPES = (
     "{{ url_for.__globals__ }}{{ config }}{{ request.application.__globals__ }}{{ get_flashed_messages }}",
     "{{ missing.__init__.__globals__ }}{{ missing._undefined_exception }}{{ missing._fail_with_undefined_error }}",
 )
-_NAMED = (
+# Each computes too much within one call of a function, where Python handles no signal.
+_ONE_CALL = (
     "{{ ['a'] * 3 | join(d=big * 999) }}",
     "{{ messages | tojson(separators=(big * 99, big * 99)) }}",
     "{{ range(100000) | list | tojson(separators=('x' * 99999, ':')) }}",
@@ -90,6 +92,8 @@ _NAMED = (
     "{{ '{0:>999999999}'.format('a') }}",
     "{{ big.strip(big * 99) }}{{ big.lstrip(range(99999)|join) }}",
     "{% for i in range(100000) %}{{ big.strip('y' * 1000000) }}{% endfor %}",
+)
+_NAMED = (
     "{{ 'a' * 10**12 }}",
     "{{ (10**9) ** (10**9) }}",
     "{{ ('9' * 4000000) | int }}",
@@ -135,7 +139,7 @@ class TemplateWriter:
 
     def named(self) -> list[str]:
         """Return templates that are always worth trying: known attacks and known escapes."""
-        return [self._with_path(source) for source in (*_NAMED, *_ESCAPES)]
+        return [self._with_path(source) for source in (*_ONE_CALL, *_ESCAPES, *_NAMED)]
 
     def write(self) -> str:
         """Return a random template."""
@@ -184,7 +188,7 @@ class TemplateWriter:
             f"{text}[::{number}]",
             f"{text}.strip({other})", f"{text}.lstrip({other})", f"{text}.expandtabs({number})", f"{text} | urlize",
             f"{text} | wordwrap({number})", f"{text} | truncate({number}, true, {other})", f"{text} | striptags",
-            f"{text} | {self._pick(['upper', 'lower', 'title', 'trim', 'escape', 'urlencode', 'forceescape', 'capitalize'])}",
+            f"{text} | {self._pick(_SIMPLE)}",
             f"'%{number.replace('10**', '9').strip('-')}d' % 1", f"'%*d' % ({number}, 1)",
             f"'%.{{}}f'.format({number}) % 1.5",
             f"'{{:>{{}}}}'.format({text}, {number})", f"'{{0}}{{0}}{{0}}'.format({text})",
@@ -357,7 +361,8 @@ class TemplateWriter:
 
     def _doubling(self) -> str:
         return self._pick([
-            "n.v ~ n.v", "[n.v, n.v]", "n.v + n.v", "n.v * 2", "n.v * n.v", "{1: n.v, 2: n.v}", "(n.v, n.v)", "n.v | tojson",
-            "n.v | string", "n.v ~ big", "[n.v] | join(n.v)", "n.v.replace('', n.v)", "n.v | replace('a', n.v)", "n.v | list",
+            "n.v ~ n.v", "[n.v, n.v]", "n.v + n.v", "n.v * 2", "n.v * n.v", "{1: n.v, 2: n.v}", "(n.v, n.v)",
+            "n.v | tojson", "n.v | string", "n.v ~ big", "[n.v] | join(n.v)", "n.v.replace('', n.v)",
+            "n.v | replace('a', n.v)", "n.v | list",
             "'%s%s' % (n.v, n.v)", "'{0}{0}'.format(n.v)", "n.v | escape", "dict(a=n.v, b=n.v)", "n.v.join([n.v, n.v])",
         ])  # fmt: skip

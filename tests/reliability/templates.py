@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from model.text.rendering import renderer
+from model.text.rendering.protocol import SECONDS
 from model.text.rendering.renderer import (
     Allowance,
     Program,
@@ -73,13 +73,13 @@ class Findings:
         )
 
 
-def try_templates(sources: list[str], conversation: dict[str, object]) -> Findings:
-    """Compile and render each template in a process as the service does."""
+def try_templates(sources: list[str], conversation: dict[str, object], seconds: float) -> Findings:
+    """Compile and render each template as the service does, each time within these seconds of processor time."""
     findings, renderers = Findings(), Renderers()
     os.environ[_VARIABLE] = SECRET
     try:
         for source in sources:
-            _try_one(renderers, source, conversation, findings)
+            _try_one(renderers, source, conversation, seconds, findings)
     finally:
         del os.environ[_VARIABLE]
         renderers.end()
@@ -89,13 +89,17 @@ def try_templates(sources: list[str], conversation: dict[str, object]) -> Findin
 
 
 def _try_one(
-    renderers: Renderers, source: str, conversation: dict[str, object], findings: Findings
+    renderers: Renderers,
+    source: str,
+    conversation: dict[str, object],
+    seconds: float,
+    findings: Findings,
 ) -> None:
     began, used = time.monotonic(), _processor_time()
     try:
         program = Program(source, {"<|im_end|>": "\U00100000\U00100001"})
-        renderers.compile(program, Allowance())
-        text, outcome = renderers.render(program, conversation, Allowance()), "text"
+        renderers.compile(program, Allowance(seconds))
+        text, outcome = renderers.render(program, conversation, Allowance(seconds)), "text"
     except (
         TemplateInvalidError, TemplateFailureError, TemplateRefusalError, TemplateLimitError, RenderingUnavailableError,
     ) as error:  # fmt: skip
@@ -139,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     options = parser.parse_args()
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(SECRET)
@@ -146,11 +151,11 @@ def main() -> None:
         writer = TemplateWriter(options.seed, file.name)
         named = writer.named()[: options.count]
         sources = named + [writer.write() for _ in range(options.count - len(named))]
-        findings = try_templates(sources, conversation())
+        findings = try_templates(sources, conversation(), options.seconds)
     seconds = sorted(findings.seconds)
     at = {q: round(seconds[int(len(seconds) * q)], 3) for q in (0.5, 0.9, 0.99)}
     result = {
-        "count": len(sources), "seed": options.seed, "limit_seconds": renderer.SECONDS,
+        "count": len(sources), "seed": options.seed, "limit_seconds": options.seconds,
         "outcomes": dict(findings.outcomes.most_common()), "stopped_by_the_hook": dict(findings.stopped),
         "wall_seconds": {**at, "max": round(seconds[-1], 3), "over_3": sum(s > MOST_SECONDS for s in seconds)},
         "peak_mib": round(findings.peak_bytes / 2**20, 1), "escapes": findings.escapes[:10], "slow": findings.slow[:10],
