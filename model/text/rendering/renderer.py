@@ -368,7 +368,7 @@ def _encode(value: object) -> bytes:
 
 
 def _time_limit(seconds: float) -> str:
-    return f"it takes more than {seconds:g} seconds of processor time"
+    return f"it takes more than {seconds:.2g} s of processor time"
 
 
 RENDERERS: Final = Renderers()
