@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 HEADER: Final = struct.Struct("!I")
 """The number of bytes that follow, of a task and of a reply."""
 
+_FIRST_BYTES: Final = 1 << 16
 _MOST_ERROR_BYTES: Final = 4096
 
 
@@ -98,14 +99,10 @@ class HelperProcess:
             HelperEndedError: the process ended, or its reply is longer than the limit.
             HelperTimeoutError: it did not answer in time.
         """
-        deadline = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
             self._socket.sendall(HEADER.pack(len(task)) + task)
-            (size,) = HEADER.unpack(self._receive(HEADER.size, deadline))
-            if size > self._most_reply_bytes:
-                raise EOFError
-            return self._receive(size, deadline)
+            return self._receive(time.monotonic() + seconds)
         except TimeoutError:
             self.kill()
             raise HelperTimeoutError(f"it did not answer within {seconds:g} seconds") from None
@@ -127,16 +124,27 @@ class HelperProcess:
             assert self._process.stderr is not None
             self._process.stderr.close()
 
-    def _receive(self, size: int, deadline: float) -> bytes:
-        buffer = bytearray(size)
-        view, done = memoryview(buffer), 0
+    def _receive(self, deadline: float) -> bytes:
+        """Return the next reply. Nothing follows it, so what is there may be read at once."""
+        received = self._socket.recv(_FIRST_BYTES)
+        while 0 < len(received) < HEADER.size:
+            received += self._socket.recv(_FIRST_BYTES)
+        if not received:
+            raise EOFError
+        (size,) = HEADER.unpack_from(received)
+        if size > self._most_reply_bytes:
+            raise EOFError
+        if len(received) == HEADER.size + size:
+            return received[HEADER.size :]
+        reply = bytearray(received[HEADER.size :]).ljust(size)
+        view, done = memoryview(reply), len(received) - HEADER.size
         while done < size:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            received = self._socket.recv_into(view[done:])
-            if not received:
+            count = self._socket.recv_into(view[done:])
+            if not count:
                 raise EOFError
-            done += received
-        return bytes(buffer)
+            done += count
+        return bytes(reply)
 
     def _ended(self) -> HelperEndedError:
         """Return the error of a process that has closed its socket."""

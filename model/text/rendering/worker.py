@@ -60,6 +60,8 @@ _HARMLESS: Final = frozenset(("builtins.id", "sys._getframe", "sys._getframemodu
 _COMPILING: Final = _HARMLESS | {"code.__new__", "compile", "exec"}
 _INPUT: Final = 0
 _OUTPUT: Final = 1
+_FIRST_BYTES: Final = 1 << 16
+_MORE_BYTES: Final = 1 << 20
 
 
 class _Template:
@@ -89,10 +91,7 @@ class _Worker:
     def run(self) -> None:
         """Answer tasks until the socket is closed."""
         sys.addaudithook(self._audit)
-        while header := _read(HEADER.size):
-            task = _read(*HEADER.unpack(header))
-            if not task:
-                return
+        while task := _read():
             began = time.process_time()
             kind, text = self._answer(task)
             microseconds = int((time.process_time() - began) * 1e6)
@@ -170,16 +169,24 @@ def _text(error: object) -> str:
         return ""
 
 
-def _read(size: int) -> bytes:
-    """Return the next bytes of the socket; none if it was closed."""
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
-    while done < size:
-        received = os.readv(_INPUT, [view[done:]])
-        if not received:
+def _read() -> bytes:
+    """Return the next task; none if the socket was closed. Nothing follows a task, so what is there may be read at once."""
+    received = os.read(_INPUT, _FIRST_BYTES)
+    while 0 < len(received) < HEADER.size:
+        received += os.read(_INPUT, _FIRST_BYTES)
+    if not received:
+        return b""
+    (size,) = HEADER.unpack_from(received)
+    if len(received) == HEADER.size + size:
+        return received[HEADER.size :]
+    parts = [received[HEADER.size :]]
+    left = size - len(parts[0])
+    while left:
+        parts.append(os.read(_INPUT, min(left, _MORE_BYTES)))
+        if not parts[-1]:
             return b""
-        done += received
-    return bytes(buffer)
+        left -= len(parts[-1])
+    return b"".join(parts)
 
 
 def _write(*parts: bytes) -> None:
