@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
+from jinja2.filters import FILTERS
+from jinja2.tests import TESTS
 
 ItemT = TypeVar("ItemT")
 
@@ -240,10 +241,10 @@ class TemplateWriter:
         return ", ".join(given)
 
     def _filtered(self, depth: int) -> str:
-        name = self._pick([*DEFAULT_FILTERS, "join", "tojson", "map", "select", "replace"])
+        name = self._pick([*FILTERS, "join", "tojson", "map", "select", "replace"])
         arguments = self._arguments(depth)
         if name in ("map", "select", "reject", "selectattr", "rejectattr"):
-            inner = self._pick([*DEFAULT_FILTERS, *_INTERNALS])
+            inner = self._pick([*FILTERS, *_INTERNALS])
             arguments = ", ".join(filter(None, (f"'{inner}'", arguments)))
         return f"({self._expression(depth)} | {name}({arguments}))"
 
@@ -311,7 +312,7 @@ class TemplateWriter:
         )
 
     def _test(self, depth: int) -> str:
-        name = self._pick([name for name in DEFAULT_TESTS if name.isidentifier()])
+        name = self._pick([name for name in TESTS if name.isidentifier()])
         argument = f"({self._value()})" if self._random.random() < 0.3 else ""
         return f"({self._expression(depth)} is {name}{argument})"
 
@@ -350,7 +351,7 @@ class TemplateWriter:
             "{% macro m(a, b=" + expression + ") %}" + inner + "{{ m(a, a) }}{% endmacro %}{{ m(1) }}",
             "{% macro m(a) %}{% if a %}{{ m(a - 1) }}{{ m(a - 1) }}{% endif %}" + inner + "{% endmacro %}{{ m(30) }}",
             "{% macro m() %}{{ caller() }}" + inner + "{% endmacro %}{% call m() %}" + inner + "{% endcall %}",
-            "{% filter " + self._pick(list(DEFAULT_FILTERS)) + " %}" + inner + "{% endfilter %}",
+            "{% filter " + self._pick(list(FILTERS)) + " %}" + inner + "{% endfilter %}",
             "{% if " + expression + " %}" + inner + "{% else %}" + inner + "{% endif %}",
             "{% generation %}" + inner + "{% endgeneration %}",
             "{% with x = " + expression + " %}" + inner + "{% endwith %}",

@@ -73,7 +73,7 @@ class HelperProcess:
             undo.callback(self._socket.close)
             # In a session of its own, since an interrupt often goes to the whole process group.
             self._process = subprocess.Popen(  # noqa: S603 - the caller's command
-                command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=dict(environment),
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE, env=dict(environment),
                 start_new_session=True,
             )  # fmt: skip
             undo.pop_all()

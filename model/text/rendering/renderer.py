@@ -19,7 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from model.errors import ModelError
 from model.text.rendering.helper_process import (
@@ -100,8 +100,13 @@ class Allowance:
             TemplateLimitError: nothing is left.
         """
         if self._left <= 0:
-            raise TemplateLimitError(_time_limit(self._total))
+            raise TemplateLimitError(self.describe(self._left))
         return min(self._left, SECONDS)
+
+    def describe(self, seconds: float) -> str:
+        """Return the limit of a task that had these seconds: its own, or that of the series if less was left."""
+        limit = seconds if seconds >= SECONDS else self._total
+        return f"it takes more than {limit:g} s of processor time"
 
     def charge(self, seconds: float) -> None:
         """Subtract what a task took."""
@@ -126,6 +131,13 @@ class Program:
         """Compute the key."""
         content = _encode([self.source, dict(self.marks)])
         object.__setattr__(self, "key", hashlib.sha256(content).hexdigest())
+
+
+class _Task(NamedTuple):
+    """An encoded task, and its limit of processor time."""
+
+    content: bytes
+    seconds: float
 
 
 class Renderers:
@@ -167,7 +179,8 @@ class Renderers:
         offset = now.utcoffset() or datetime.timedelta()
         zone = (now.timestamp(), offset.total_seconds(), now.tzname() or "")
         try:
-            task = _encode([RENDER, allowance.seconds, program.key, variables, zone])
+            seconds = allowance.seconds
+            task = _Task(_encode([RENDER, seconds, program.key, variables, zone]), seconds)
         except (ValueError, TypeError, RecursionError) as error:
             raise TemplateFailureError(f"{type(error).__name__}: {error}") from None
         return self._run(program, task, allowance)
@@ -186,7 +199,7 @@ class Renderers:
         for renderer in processes:
             renderer.kill()
 
-    def _run(self, program: Program, task: bytes | None, allowance: Allowance) -> str:
+    def _run(self, program: Program, task: _Task | None, allowance: Allowance) -> str:
         problem, code, num_ends = "", 0, self._num_ends
         for _ in range(_ATTEMPTS):
             if self._num_ends != num_ends:
@@ -195,8 +208,6 @@ class Renderers:
                 try:
                     return renderer.run(program, task, allowance)
                 except HelperEndedError as error:
-                    if error.code == -signal.SIGPROF:
-                        raise TemplateLimitError(_time_limit(allowance.seconds)) from None
                     problem = str(error)
                     code = error.code
                 except HelperTimeoutError as error:
@@ -263,7 +274,7 @@ class _Renderer:
         helper = self._helper
         return helper.pid if helper is not None and helper.is_usable else None
 
-    def run(self, program: Program, task: bytes | None, allowance: Allowance) -> str:
+    def run(self, program: Program, task: _Task | None, allowance: Allowance) -> str:
         """Compile a template if the process does not have it, and do a task.
 
         Raises:
@@ -283,44 +294,41 @@ class _Renderer:
         self._ended = True
         self._stop()
 
-    def _run(self, program: Program, task: bytes | None, allowance: Allowance) -> str:
-        if self._helper is None:
-            self._helper = _start()
+    def _run(self, program: Program, task: _Task | None, allowance: Allowance) -> str:
+        helper = self._helper
+        if helper is None:
+            helper = self._helper = _start()
+        if self._ended:  # meanwhile, by another thread
+            helper.kill()
+            raise HelperEndedError(-signal.SIGKILL)
         if program.key not in self._templates:
             own = allowance if task is None else Allowance()
             order = [COMPILE, own.seconds, program.key, program.source, dict(program.marks)]
             was_new = self._is_new
-            self._ask(_encode(order), own)
+            self._ask(helper, _Task(_encode(order), own.seconds), own)
             self._templates.add(program.key)
             self._is_new = was_new
-        return "" if task is None else self._ask(task, allowance)
+        return "" if task is None else self._ask(helper, task, allowance)
 
-    def _ask(self, task: bytes, allowance: Allowance) -> str:
-        assert self._helper is not None
+    def _ask(self, helper: HelperProcess, task: _Task, allowance: Allowance) -> str:
         is_first, self._is_new = self._is_new, False
         began = time.monotonic()
-        reply = self._helper.ask(task, WALL_SECONDS)
-        if time.monotonic() - began > _LONG_SECONDS and self._memory() > _KEPT_MEMORY:
-            self.kill()
+        try:
+            reply = helper.ask(task.content, WALL_SECONDS)
+        except HelperEndedError as error:
+            if error.code == -signal.SIGPROF:
+                raise TemplateLimitError(allowance.describe(task.seconds)) from None
+            raise
         kind, microseconds = REPLY.unpack_from(reply)
-        text = reply[REPLY.size :].decode("utf-8", "surrogatepass")
+        if kind == Kind.MEMORY and not is_first:
+            raise _LessMemoryError
+        if time.monotonic() - began > _LONG_SECONDS and _memory(helper.pid) > _KEPT_MEMORY:
+            self.kill()
         allowance.charge(microseconds / 1e6)
+        text = reply[REPLY.size :].decode("utf-8", "surrogatepass")
         if kind == Kind.TEXT:
             return text
-        if kind == Kind.MEMORY:
-            if not is_first:
-                raise _LessMemoryError
-            self.kill()
         raise _ERRORS[Kind(kind)](text)
-
-    def _memory(self) -> int:
-        """Return the resident memory of the process in bytes; 0 where the system does not tell."""
-        assert self._helper is not None
-        try:
-            pages = Path(f"/proc/{self._helper.pid}/statm").read_text(encoding="ascii").split()[1]
-        except OSError:
-            return 0
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def _stop(self) -> None:
         helper, self._helper = self._helper, None
@@ -328,6 +336,15 @@ class _Renderer:
         self._is_new = True
         if helper is not None:
             helper.kill()
+
+
+def _memory(pid: int) -> int:
+    """Return the resident memory of a process in bytes; 0 where the system does not tell."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _LessMemoryError(Exception):
@@ -365,10 +382,6 @@ def _module_path() -> list[str]:
 def _encode(value: object) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
-
-
-def _time_limit(seconds: float) -> str:
-    return f"it takes more than {seconds:.2g} s of processor time"
 
 
 RENDERERS: Final = Renderers()

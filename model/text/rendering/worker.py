@@ -51,7 +51,13 @@ _LIMITS: Final = {
     "RLIMIT_NPROC": 0,
     "RLIMIT_NOFILE": 0,  # the descriptors that are open stay so
 }
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+)
 _NO_NEW_PRIVILEGES: Final = 38
 # What Jinja's filters import when they are first used.
 _IMPORTED_LATE: Final = ("html", "pprint", "textwrap")
@@ -92,9 +98,10 @@ class _Worker:
         """Answer tasks until the socket is closed."""
         sys.addaudithook(self._audit)
         while task := _read():
-            began = time.process_time()
+            # That of the process is imprecise while its timer runs.
+            began = time.thread_time()
             kind, text = self._answer(task)
-            microseconds = int((time.process_time() - began) * 1e6)
+            microseconds = int((time.thread_time() - began) * 1e6)
             signal.setitimer(signal.ITIMER_PROF, 0)
             _write(HEADER.pack(REPLY.size + len(text)) + REPLY.pack(kind, microseconds), text)
 
@@ -154,10 +161,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for name, value in _LIMITS.items():
-        if (number := getattr(resource, name, None)) is not None:
-            _, hard = resource.getrlimit(number)
+        if (kind := getattr(resource, name, None)) is not None:
+            _, hard = resource.getrlimit(kind)
             limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(number, (limit, limit))
+            resource.setrlimit(kind, (limit, limit))
     _Worker().run()
 
 
@@ -170,7 +177,7 @@ def _text(error: object) -> str:
 
 
 def _read() -> bytes:
-    """Return the next task; none if the socket was closed. Nothing follows a task, so what is there may be read at once."""
+    """Return the next task, none if the socket was closed. Nothing follows it, so what is there may be read at once."""
     received = os.read(_INPUT, _FIRST_BYTES)
     while 0 < len(received) < HEADER.size:
         received += os.read(_INPUT, _FIRST_BYTES)

@@ -99,7 +99,9 @@ def test_a_template_reads_neither_files_nor_variables_and_starts_nothing(
         assert line.split(f"Max {limit} ")[1].split()[:2] == ["0", "0"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+)
 def test_a_signal_for_all_processes_of_a_service_does_not_end_one_that_renders(
     renderers, number
 ) -> None:
