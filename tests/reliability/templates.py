@@ -153,7 +153,7 @@ def main() -> None:
         sources = named + [writer.write() for _ in range(options.count - len(named))]
         findings = try_templates(sources, conversation(), options.seconds)
     seconds = sorted(findings.seconds)
-    at = {q: round(seconds[int(len(seconds) * q)], 3) for q in (0.5, 0.9, 0.99)}
+    at = {f"p{100 * q:g}": round(seconds[int(len(seconds) * q)], 3) for q in (0.5, 0.9, 0.99)}
     result = {
         "count": len(sources), "seed": options.seed, "limit_seconds": options.seconds,
         "outcomes": findings.outcomes, "stopped_by_the_hook": findings.stopped,
