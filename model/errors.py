@@ -6,6 +6,7 @@
     ├── WeightsError            the tensors do not fit the configuration
     ├── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
     ├── ChatTemplateError       the chat template cannot be used, or rejects these messages
+    │   └── ChatTemplateLimitError  it takes too much time or memory
     └── GrammarError            a grammar for structured output cannot be used
 
 The messages name the file, the value and the limit.
@@ -47,6 +48,10 @@ class TokenizerError(ModelError):
 
 class ChatTemplateError(ModelError):
     """The chat template cannot be used, or cannot render these messages."""
+
+
+class ChatTemplateLimitError(ChatTemplateError):
+    """The chat template takes too much time or memory."""
 
 
 class GrammarError(ModelError):

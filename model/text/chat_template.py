@@ -13,17 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-
-from model.errors import ChatTemplateError
+from model.errors import ChatTemplateError, ChatTemplateLimitError
+from model.text.rendering.marks import alternatives
+from model.text.rendering.protocol import FUNCTIONS
+from model.text.rendering.renderer import (
+    RENDERERS,
+    Allowance,
+    Program,
+    TemplateFailureError,
+    TemplateInvalidError,
+    TemplateLimitError,
+    TemplateRefusalError,
+)
 from model.text.special_text import SpecialText, special_tokens
 from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
 from model.text.template_form import PROBE_TOOL, TemplateForm, find_form
-from model.text.template_limits import TemplateLimitError, TemplateRefusalError
-from model.text.template_sandbox import BoundedEnvironment
 from model.text.tokenizer import Tokenizer, TokenSpans
 from model.text.tools.arguments import read_arguments
 
+LOADING_SECONDS: Final = 5.0
+"""Processor time for compiling the templates of a checkpoint and trying them on short conversations."""
 _MAX_MESSAGE = 500
 _WITH_TOOLS: Final = "tool_use"
 _ROLES: Final = (
@@ -67,6 +76,8 @@ class RenderedChat:
 class ChatTemplate:
     """The chat templates of a checkpoint, compiled. Immutable, and therefore thread-safe.
 
+    They run in the processes of `model.text.rendering.renderer`.
+
     Args:
         templates: Jinja source by name: `default`, and `tool_use` for conversations with tools if it is there.
         tokenizer: the checkpoint's tokenizer.
@@ -98,28 +109,25 @@ class ChatTemplate:
             if text is not None:
                 tokens.setdefault(name, text)
         known = special_tokens(tokenizer)
-        plain = BoundedEnvironment()
+        allowance = Allowance(LOADING_SECONDS)
         written = "\0".join(
             text
             for source in templates.values()
-            for text in (source, *_probe(plain, _compile(plain, source), tokens))
+            for text in (source, *_probe(_Trial(Program(source), tokens, allowance)))
         )
         everything = "\0".join((written, *_texts(tokens)))
         self._special = SpecialText(tokenizer, [text for text in known if text in everything])
-        self._environment = BoundedEnvironment(self._special.mark)
         self._tokens = _map_texts(tokens, self._special.mark)
         self._templates = {
-            name: _Template(self._environment, source, self._tokens)
+            name: _Template(_Trial(Program(source, self._special.marks), self._tokens, allowance))
             for name, source in templates.items()
         }
         # A special token that is not marked is made of pieces, such as '<|' + role + '|>'.
         marked = "\0".join(
-            text
-            for template in self._templates.values()
-            for text in _probe(self._environment, template.compiled, self._tokens)
+            text for template in self._templates.values() for text in _probe(template.trial)
         )
         self._composed = tuple(text for text in known if len(text) > 1 and text in marked)
-        self._find_composed = re.compile("|".join(map(re.escape, self._composed)))
+        self._find_composed = alternatives(self._composed)
         self.reads_parts = all(template.reads_parts for template in self._templates.values())
         self.form = self._templates[DEFAULT].find_form(None)
         self.form_with_tools = self._templates[self._name(tools=True)].find_form([PROBE_TOOL])
@@ -167,13 +175,14 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template cannot render these messages; the message names the place.
+            RenderingUnavailableError: no process could render them.
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
                 "`add_generation_prompt` and `continue_final_message` exclude each other"
             )
         for name in variables or ():
-            if name in _RESERVED or name in self._environment.globals or not name.isidentifier():
+            if name in _RESERVED or name in FUNCTIONS or not name.isidentifier():
                 raise ChatTemplateError(
                     f"`{_printable(name, 60)}` cannot be a variable of the chat template"
                 )
@@ -198,7 +207,7 @@ class ChatTemplate:
                 message["role"] = role
         given = {"documents": None, **self._tokens, **given}
         given["add_generation_prompt"] = add_generation_prompt
-        text = self._run(template.compiled, given)
+        text = self._run(template.program, given)
         if continue_final_message:
             text = _cut(text, self._special.end)
         if self._composed:
@@ -210,22 +219,20 @@ class ChatTemplate:
         """Return the name of the template for conversations with or without tools."""
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else DEFAULT
 
-    def _run(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
+    def _run(self, program: Program, variables: Mapping[str, object]) -> str:
         try:
-            return self._environment.render(template, variables)
+            return RENDERERS.render(program, variables, Allowance())
         except TemplateRefusalError as error:
             raise ChatTemplateError(
                 f"`messages`: the chat template rejects the conversation: {self._printable(error)}"
             ) from None
         except TemplateLimitError as error:
-            raise ChatTemplateError(
+            raise ChatTemplateLimitError(
                 f"`messages`: the chat template reached a limit: {error}"
             ) from None
-        # A template can fail in any way that an expression can.
-        except Exception as error:  # noqa: BLE001 - see above
-            name = type(error).__name__
+        except TemplateFailureError as error:
             raise ChatTemplateError(
-                f"`messages`: the chat template fails: {name}: {self._printable(error)}"
+                f"`messages`: the chat template fails: {self._printable(error)}"
             ) from None
 
     def _printable(self, error: Exception) -> str:
@@ -246,22 +253,74 @@ class ChatTemplate:
         return text
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Renders short conversations with a template, to find out what it does.
+
+    Args:
+        program: the template, which is compiled.
+        tokens: special tokens by role.
+        allowance: of all templates of the checkpoint.
+
+    Raises:
+        ChatTemplateError: the template cannot be compiled.
+        ChatTemplateLimitError: it reaches a limit.
+    """
+
+    program: Program
+    tokens: Mapping[str, object]
+    allowance: Allowance
+
+    def __post_init__(self) -> None:
+        """Compile the template."""
+        try:
+            RENDERERS.compile(self.program, self.allowance)
+        except TemplateInvalidError as error:
+            problem = _printable(str(error))
+        except TemplateLimitError as error:
+            problem = str(error)
+        else:
+            return
+        raise ChatTemplateError(f"the chat template cannot be compiled: {problem}")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """Return what the template makes of messages; empty if it rejects them.
+
+        Raises:
+            ChatTemplateLimitError: it reaches a limit even here.
+        """
+        given = {"messages": messages, "tools": tools, "documents": None}
+        try:
+            return RENDERERS.render(
+                self.program,
+                {**self.tokens, **given, "add_generation_prompt": True},
+                self.allowance,
+            )
+        except TemplateLimitError as error:
+            raise ChatTemplateLimitError(
+                f"the chat template reaches a limit for one short message: {error}"
+            ) from None
+        except (TemplateRefusalError, TemplateFailureError):
+            return ""
+
+
 class _Template:
     """One compiled template, and the forms of messages that it understands.
 
     Attributes:
-        compiled: the template.
+        program: the template.
+        trial: renders short conversations with it.
         reads_parts: whether it reads content that is a list of parts.
     """
 
-    def __init__(
-        self, environment: BoundedEnvironment, source: str, tokens: Mapping[str, object]
-    ) -> None:
-        self.compiled = _compile(environment, source)
-        self._environment, self._tokens = environment, tokens
+    def __init__(self, trial: _Trial) -> None:
+        self.program, self.trial = trial.program, trial
         as_text, as_parts = (
-            _renders(environment, self.compiled, tokens, content)
-            for content in (_PROBE, [{"type": "text", "text": _PROBE}])
+            _renders(trial, content) for content in (_PROBE, [{"type": "text", "text": _PROBE}])
         )
         self.reads_parts = as_parts
         self._texts = as_text or not as_parts
@@ -273,11 +332,7 @@ class _Template:
         def render(
             messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = tools
         ) -> str:
-            adapted = [self.adapt(message, "") for message in messages]
-            try:
-                return _try(self._environment, self.compiled, self._tokens, adapted, tools)
-            except ChatTemplateError:
-                return ""
+            return self.trial.render([self.adapt(message, "") for message in messages], tools)
 
         self._object_arguments = False
         form = find_form(render, functools.partial(render, tools=None) if tools else None)
@@ -314,20 +369,7 @@ class _Template:
         return adapted
 
 
-def _compile(environment: BoundedEnvironment, source: str) -> jinja2.Template:
-    try:
-        return environment.compile_template(source)
-    except jinja2.TemplateSyntaxError as error:
-        problem = f"line {error.lineno}: {_printable(str(error.message))}"
-    # Deep nesting fails in the parser or in Python's compiler, each with errors of its own.
-    except Exception as error:  # noqa: BLE001 - see above
-        problem = f"{type(error).__name__}: {_printable(str(error))}"
-    raise ChatTemplateError(f"the chat template cannot be compiled: {problem}")
-
-
-def _probe(
-    environment: BoundedEnvironment, template: jinja2.Template, tokens: Mapping[str, object]
-) -> Iterator[str]:
+def _probe(trial: _Trial) -> Iterator[str]:
     """Render short conversations with every usual role; those that the template rejects are left out."""
     user: Message = {"role": "user", "content": _PROBE}
     conversations: list[list[Message]] = [
@@ -338,42 +380,13 @@ def _probe(
         message: Message = {"role": role, "content": _PROBE}
         conversations += [[message, user], [user, message]]
     for messages in conversations:
-        yield _try(environment, template, tokens, messages)
+        yield trial.render(messages)
 
 
-def _renders(
-    environment: BoundedEnvironment,
-    template: jinja2.Template,
-    tokens: Mapping[str, object],
-    content: object,
-) -> bool:
+def _renders(trial: _Trial, content: object) -> bool:
     """Return whether a template writes the probe's text, and not a Python list."""
-    message: Message = {"role": "user", "content": content}
-    text = _try(environment, template, tokens, [message])
+    text = trial.render([{"role": "user", "content": content}])
     return _PROBE in text and "'type'" not in text and '"type"' not in text
-
-
-def _try(
-    environment: BoundedEnvironment,
-    template: jinja2.Template,
-    tokens: Mapping[str, object],
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, object]] | None = None,
-) -> str:
-    """Return what a template makes of messages; empty if it rejects them.
-
-    Raises:
-        ChatTemplateError: it reaches a limit even here.
-    """
-    given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
-    try:
-        return environment.render(template, {**tokens, **given})
-    except TemplateLimitError as error:
-        raise ChatTemplateError(
-            f"the chat template reaches a limit for one short message: {error}"
-        ) from None
-    except Exception:  # noqa: BLE001 - as in `ChatTemplate.render`
-        return ""
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Distinguishes the special tokens that a chat template writes from text that only looks like them.
 
-A template is compiled with each special token's text in its literals replaced by a mark, which nobody outside this
-process can guess. A tokenizer in which the marks have taken the place of the special tokens then encodes the result: a
+A template is compiled with each special token's text in its literals replaced by a mark, which nobody outside the
+service can guess. A tokenizer in which the marks have taken the place of the special tokens then encodes the result: a
 mark becomes the token, and the token's own text, which can only come from a message, becomes ordinary text. What
 a template does to texts in between does not matter: a mark that it cuts into pieces is no token.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import bisect
 import json
-import re
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import tokenizers
 
 from model.errors import ChatTemplateError, TokenizerError
+from model.text.rendering.marks import alternatives
 from model.text.tokenizer import Tokenizer, TokenSpans, read_offsets
 
 # The last plane of private-use characters. No pre-tokenizer or normalizer knows them.
@@ -34,6 +34,7 @@ class SpecialText:
     """Marks special tokens in text, and encodes marked text. Immutable, and therefore thread-safe.
 
     Attributes:
+        marks: the mark of each special token that is used.
         breaker: a text that nobody can guess, to be put into texts that should not become a special token.
         end: another one, to find a place in a rendered text again.
 
@@ -49,10 +50,10 @@ class SpecialText:
         texts = [text for text in dict.fromkeys(used) if text in known]
         self.breaker = nonce + chr(_FIRST_MARK + len(texts))
         self.end = nonce + chr(_FIRST_MARK + len(texts) + 1)
-        self._marks = {text: nonce + chr(_FIRST_MARK + i) for i, text in enumerate(texts)}
-        self._texts = {mark: text for text, mark in self._marks.items()}
-        self._find = _alternatives(self._marks)
-        self._find_mark = _alternatives(self._texts)
+        self.marks = {text: nonce + chr(_FIRST_MARK + i) for i, text in enumerate(texts)}
+        self._texts = {mark: text for text, mark in self.marks.items()}
+        self._find = alternatives(self.marks)
+        self._find_mark = alternatives(self._texts)
         self._special_ids = frozenset(known.values())
         library, self._ids = self._build(tokenizer.library, tokenizer.library.model)
         self._encoder = tokenizer.encoder_for(library)
@@ -79,7 +80,7 @@ class SpecialText:
 
     def mark(self, text: str) -> str:
         """Replace the text of every special token by its mark."""
-        return self._find.sub(lambda found: self._marks[found[0]], text)
+        return self._find.sub(lambda found: self.marks[found[0]], text)
 
     def unmark(self, text: str) -> str:
         """Replace every mark by the text of its special token."""
@@ -141,8 +142,8 @@ class SpecialText:
             if not token.special:
                 others.append(token)
                 ids[token.content] = token_id
-            elif token.content in self._marks:
-                mark = self._marks[token.content]
+            elif token.content in self.marks:
+                mark = self.marks[token.content]
                 flags = {
                     name: getattr(token, name)
                     for name in ("single_word", "lstrip", "rstrip", "normalized")
@@ -186,12 +187,6 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the id of each special token by its text."""
     added = tokenizer.library.get_added_tokens_decoder()
     return {token.content: i for i, token in added.items() if token.special and token.content}
-
-
-def _alternatives(texts: Mapping[str, object]) -> re.Pattern[str]:
-    """Return a pattern that finds the texts, the longest first, as the library does."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _without(library: tokenizers.Tokenizer, texts: list[str]) -> tokenizers.models.Model:

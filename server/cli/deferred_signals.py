@@ -1,9 +1,10 @@
-"""Defers signals during a critical section."""
+"""Defers signals during a critical section, except where it takes long."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,3 +38,17 @@ def deferred_signals(
             signal.signal(number, handler)
         for late in pending:
             signal.raise_signal(late)
+
+
+@contextlib.contextmanager
+def exit_on_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Exit when a signal comes, also within `deferred_signals`.
+
+    Only for the main thread, where no module is imported and an exception does no harm.
+    """
+    handlers = {number: signal.signal(number, lambda *_: sys.exit(0)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -14,7 +14,7 @@ from model.errors import ModelError
 from model.hub.resolve import is_bundled
 from model.thread_pool import ThreadStartError
 from server.cli.command_settings import engine_config, find_model
-from server.cli.deferred_signals import deferred_signals
+from server.cli.deferred_signals import deferred_signals, exit_on_signals
 from server.cli.exit_deadline import exit_within
 from server.cli.front_end.count import front_end_count
 from server.cli.listening import listen, local_hosts
@@ -230,7 +230,8 @@ def _create_front_ends(
     from server.http.text.chat import load_chat_template  # noqa: PLC0415 - after the engine has started
 
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    chat_template = load_chat_template(tokenizer_folder, tokenizer, limits)
+    with exit_on_signals(*ending_signals()):  # a template may compute for seconds
+        chat_template = load_chat_template(tokenizer_folder, tokenizer, limits)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
     return _SingleFrontEnd(HTTPServer(app, limits, on_signal=on_signal), listeners[0])
 

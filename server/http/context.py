@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from model.errors import ChatTemplateError, TokenizerError
+from model.errors import ChatTemplateError, ChatTemplateLimitError, TokenizerError
 from model.text.chat_template import ChatTemplate, RenderedChat
+from model.text.rendering.renderer import RenderingUnavailableError
 from model.text.special_text import MARK_BYTES
 from model.text.token_length import longest_token
 from model.text.tools.conversation import fit_conversation
@@ -17,6 +19,7 @@ from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
 from server.http.request_id import current_request
+from server.http.text.chat_threads import ChatThreads
 from server.http.text.grammar_compiler import GrammarCompiler
 from server.http.text.tokenizing import TokenizerThreads
 
@@ -33,13 +36,15 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
+log = logging.getLogger("tessera")
+
 # A phase is free text and may be long after a failed start.
 _MAX_PHASE_CHARACTERS = 200
 _MAX_UTF8_BYTES = 4
 
 
 class AppContext:
-    """Owns the tokenizer threads and the grammar compiler. Used only on the event loop.
+    """Owns the threads that tokenize and render, and the grammar compiler. Used only on the event loop.
 
     Args:
         client: the engine's client.
@@ -75,11 +80,14 @@ class AppContext:
         # Elsewhere the event loop would wait for another process.
         self._inline_characters = config.inline_characters if tokenizer.is_linear else -1
         self._workers = TokenizerThreads(config.validation_workers, tokenizer.growth)
+        self._chat_threads = ChatThreads()
+        self._has_logged_limit = False
 
     def close(self) -> None:
         """End the threads and processes; no request may follow."""
         self._workers.close()
         self.tokenizer.close()
+        self._chat_threads.close()
         self.grammars.close()
 
     def engine_info(self) -> EngineInfo:
@@ -159,7 +167,7 @@ class AppContext:
         variables: Mapping[str, object] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """Render a conversation with the model's chat template and tokenize it, in a thread.
+        """Render a conversation with the model's chat template and tokenize it.
 
         Args:
             messages: from `server.http.text.messages.read_messages`.
@@ -199,10 +207,14 @@ class AppContext:
         tools: Sequence[Mapping[str, object]] | None = None,
         **options: Any,  # noqa: ANN401 - those of `ChatTemplate.render`
     ) -> ResultT:
-        """Render a conversation and pass it to a function, both in a thread; otherwise like `encode_chat`.
+        """Render a conversation and pass it to a function, as `tokenize` does; otherwise like `encode_chat`.
 
         Messages and tools are fitted to the template first. The event loop never waits for a template, whose time
         depends on more than the length of the text.
+
+        Raises:
+            ValidationError: as `encode_chat`.
+            UnavailableError: no process could render the conversation.
         """
         template = self.chat_template
         if template is None:
@@ -210,18 +222,22 @@ class AppContext:
                 "`messages`: the model has no chat template; start the server with --chat-template, or use a prompt"
             )
 
-        def work() -> ResultT:
+        def render() -> RenderedChat:
             forms = template.form, template.form_with_tools
             fitted, definitions = fit_conversation(messages, tools, forms, self.tool_format)
-            return convert(template.render(fitted, tools=definitions, **options))
+            return template.render(fitted, tools=definitions, **options)
 
         try:
-            request = current_request()
-            return await self._workers.run(work, request.body_bytes, request.client)
+            rendered = await self._chat_threads.run(current_request().client, render)
         except ChatTemplateError as error:
+            if isinstance(error, ChatTemplateLimitError) and not self._has_logged_limit:
+                self._has_logged_limit = True
+                log.warning("a conversation is refused, and so will others be: %s", error)
             raise ValidationError(str(error)) from None
-        except TokenizerError as error:
-            raise ValidationError(f"`messages` cannot be tokenized: {error}") from None
+        except RenderingUnavailableError as error:
+            log.error("%s", error)
+            raise UnavailableError(str(error)) from None
+        return await self.tokenize(rendered.marked, "messages", lambda: convert(rendered))
 
     async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
         """Tokenize each word twice: at the beginning of a text and after a space.

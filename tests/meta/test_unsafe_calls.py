@@ -87,7 +87,7 @@ def test_a_deadline_or_an_interval_never_depends_on_the_wall_clock():
     """A step of the clock then changes only the dates in replies and in benchmarks."""
     allowed = {
         "server/http/dialects/openai/routes.py", "server/http/dialects/openai/responses_api/format.py",
-        "server/http/dialects/openai/reply_format.py", "server/cli/bench/result.py", "model/text/template_sandbox.py",
+        "server/http/dialects/openai/reply_format.py", "server/cli/bench/result.py", "model/text/rendering/renderer.py",
         "server/http/tracing.py", "server/http/metrics/process.py", "server/log.py",
         "server/cli/local_models/commands.py",
     }  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from model.errors import ChatTemplateError
+from model.errors import ChatTemplateError, ChatTemplateLimitError
 from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
 from tests.model.text import chat_cases
@@ -355,7 +355,7 @@ def test_a_damaged_configuration_is_an_error(tmp_path, value) -> None:
     "source",
     [
         "{% for x in %}",
-        "{{ x | center(3) }}",
+        "{{ x | unknown(3) }}",
         "{% include 'x' %}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     ],
@@ -363,6 +363,37 @@ def test_a_damaged_configuration_is_an_error(tmp_path, value) -> None:
 def test_a_template_that_cannot_be_compiled_is_an_error(source) -> None:
     with pytest.raises(ChatTemplateError, match="cannot be compiled"):
         chat_cases.load("byte_level", source)
+
+
+def test_a_template_that_is_slow_for_short_conversations_is_an_error_within_its_limit(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr("model.text.chat_template.LOADING_SECONDS", 0.1)
+    slow = "{% for i in range(99999) %}{{ i }}{% endfor %}"
+    with pytest.raises(
+        ChatTemplateLimitError, match=r"it takes more than 0.\d+ s of processor time"
+    ):
+        chat_cases.load("byte_level", slow)
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [("{{ 'a' * 10**12 }}", "more than 256 MiB"), ("x" * (2 << 20), "more than 1048576")],
+)
+def test_a_limit_that_a_template_reaches_at_once_is_an_error(source, limit) -> None:
+    with pytest.raises(ChatTemplateError, match=limit):
+        chat_cases.load("byte_level", source)
+
+
+def test_a_limit_that_a_conversation_reaches_is_an_error_that_names_it() -> None:
+    _, chat = chat_cases.load(
+        "byte_level", "{{ messages[0].content * (10**9 if messages | length > 40 else 1) }}"
+    )
+    assert chat.render([USER]).text == USER["content"]
+    with pytest.raises(
+        ChatTemplateLimitError, match=r"^`messages`: .* limit: it needs more than 256 MiB"
+    ):
+        chat.render([USER] * 50)
 
 
 # --- the tokenizer --------------------------------------------------------------------------------------------------
