@@ -209,6 +209,15 @@ def test_a_wait_of_exactly_the_limit_is_accepted_and_a_longer_one_refused(second
     assert caught.value.retry_after == 1
 
 
+def test_a_wait_for_twice_the_shorter_prompts_of_exactly_the_limit_is_accepted():
+    shorter = (10_000 + INFO.max_num_batched_tokens) // 2
+    longer = [9000] * 10
+    shedding(waiting(shorter, *longer), max_queue_seconds=10).admit([(8000, OUTPUT)], INFO)
+
+    with pytest.raises(OverloadedError, match="longer than 10 s"):
+        shedding(waiting(shorter + 1, *longer), max_queue_seconds=10).admit([(8000, OUTPUT)], INFO)
+
+
 def test_a_deadline_at_the_end_of_the_wait_suffices_and_an_earlier_one_does_not(monkeypatch):
     monkeypatch.setattr(load_shedding.time, "monotonic", lambda: 100.0)
     shed = shedding(waiting(8000 + INFO.max_num_batched_tokens))
