@@ -184,6 +184,29 @@ def test_each_row_gets_the_requested_number_of_top_logprobs(forward) -> None:
     assert [t.logprob is None for t in tokens] == [True, False, False, False]
 
 
+@pytest.mark.parametrize("others", [[], [0], [5], [0, 5], [-1, 5, 0]])
+def test_a_row_s_log_probabilities_do_not_depend_on_what_the_others_report(forward, others) -> None:
+    """Rows with the sampled token's only, with the most likely ones too, and with none (-1)."""
+    vocab = 50257
+    logits = logits_of(22, 2 + len(others), vocab)
+    counts = [0, 3, *others]
+    rows = [
+        sampling_row(seed=i, logprobs=count >= 0, top_logprobs=max(count, 0))
+        for i, count in enumerate(counts)
+    ]
+
+    tokens = forward(logits, rows)
+
+    for i, count in enumerate(counts):
+        assert tokens[i] == forward(logits[i : i + 1], rows[i : i + 1])[0]
+        assert len(tokens[i].top) == max(count, 0)
+        if count >= 0:
+            expected = torch.log_softmax(logits[i], -1)[tokens[i].token_id].item()
+            assert tokens[i].logprob == pytest.approx(expected, rel=1e-6)
+        else:
+            assert tokens[i].logprob is None
+
+
 def test_tokens_of_probability_zero_are_not_in_the_top_logprobs(forward) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 5] = 1.0

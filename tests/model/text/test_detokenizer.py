@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
 from model.errors import TokenizerError
 from model.text.detokenizer import IncrementalDetokenizer
-from model.text.pieces import _byte_alphabet
+from model.text.pieces import DecoderRules, _byte_alphabet, recognize
+from model.text.streams import _WindowStream
 from model.text.tokenizer import Tokenizer
+from tests.model import conftest as libraries_of
 
 KINDS = (
     "byte_level",
@@ -250,6 +254,129 @@ def test_an_invalid_id_is_rejected(tokenizer, bad) -> None:
         IncrementalDetokenizer(tokenizer).push(bad)
     with pytest.raises(TokenizerError, match="not a token id"):
         tokenizer.decode([bad])
+
+
+# --- decoders ---------------------------------------------------------------------------------------------------
+
+REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+FALLBACK, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+
+
+def steps(*decoders):
+    return {"type": "Sequence", "decoders": list(decoders)}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "rules"),
+    [
+        ({"type": "ByteLevel", "use_regex": True}, DecoderRules(byte_level=True)),
+        (steps({"type": "ByteLevel"}), DecoderRules(byte_level=True)),
+        (METASPACE, DecoderRules(drop_first_marks=True)),
+        (METASPACE | {"prepend_scheme": "first"}, DecoderRules(drop_first_marks=True)),
+        (METASPACE | {"prepend_scheme": "never"}, DecoderRules()),
+        (steps(REPLACE, FALLBACK, FUSE), DecoderRules(byte_fallback=True)),
+        (steps(REPLACE, FALLBACK, FUSE, STRIP), DecoderRules(byte_fallback=True, strip_spaces=1)),
+        (
+            steps(REPLACE, FALLBACK, FUSE, STRIP | {"start": 3}),
+            DecoderRules(byte_fallback=True, strip_spaces=3),
+        ),
+        (None, None),
+        ({"type": "WordPiece", "prefix": "##", "cleanup": True}, None),
+        ({"type": "CTC"}, None),
+        (METASPACE | {"replacement": "_"}, None),
+        (steps({"type": "ByteLevel"}, FUSE), None),
+        (steps(), None),
+        (steps(FALLBACK, FUSE), None),
+        (steps(REPLACE, FUSE, FALLBACK), None),
+        (steps(REPLACE | {"content": "_"}, FALLBACK, FUSE), None),
+        (steps(REPLACE | {"pattern": {"String": "_"}}, FALLBACK, FUSE), None),
+        (steps(REPLACE | {"pattern": {"Regex": "▁"}}, FALLBACK, FUSE), None),
+        (steps(REPLACE, FALLBACK, FUSE, STRIP | {"content": "_"}), None),
+        (steps(REPLACE, FALLBACK, FUSE, STRIP | {"stop": 1}), None),
+        (steps(REPLACE, FALLBACK, FUSE, STRIP, FUSE), None),
+    ],
+    ids=str,
+)
+def test_a_decoder_that_works_token_by_token_is_recognized_and_no_other(decoder, rules) -> None:
+    assert recognize(decoder) == rules
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_library_decodes_only_for_decoders_without_known_rules(
+    tokenizers_by_kind, kind
+) -> None:
+    tokenizer = tokenizers_by_kind[kind]
+    decoder = tokenizer.library.decoder
+    stated = None if decoder is None else json.loads(decoder.__getstate__())
+
+    assert tokenizer.pieces(True).rules == recognize(stated)
+    assert (recognize(stated) is None) is (kind in ("word_piece", "no_decoder"))
+
+
+def test_a_piece_is_looked_up_in_the_vocabulary_once_for_all_streams(tokenizers_by_kind) -> None:
+    tokenizer = Tokenizer(tokenizers_by_kind["byte_level"].library)
+    pieces, loads = tokenizer.pieces(True), []
+    pieces.token = lambda token_id: (
+        loads.append(token_id) or pieces.__class__.token(pieces, token_id)
+    )
+    ids = tokenizer.encode("the dogs")
+
+    for _ in range(3):
+        push_all(tokenizer, ids)
+
+    assert sorted(loads) == sorted(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("<0x41>", "A"), ("<0x0A>", "\n"), ("<0xGG>", None), ("<0x4>", None), ("<0x041>", None),
+     ("<1x41>", None), ("<0x41)", None), ("(0x41>", None)],
+)  # fmt: skip
+def test_only_a_token_that_names_a_byte_is_one(name, text) -> None:
+    library = libraries_of.byte_fallback(strip=False)
+    library.add_tokens([tokenizers.AddedToken(name, normalized=False)])
+    tokenizer = Tokenizer(library)
+
+    assert tokenizer.decode([library.token_to_id(name)]) == (name if text is None else text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "expected"),
+    [
+        ("word_piece", ["the", "dog", "##s", "!"], ["the", " dog", "s", "!", ""]),
+        ("no_decoder", ["the", "dog", "!"], ["the", " dog", " !", ""]),
+        # Its apostrophe is joined to the word before it once the letters after it are known.
+        ("word_piece", ["dog", "'", "n't", ","], None),
+    ],
+)
+def test_a_decoder_without_known_rules_streams_each_token_when_its_text_is_known(
+    tokenizers_by_kind, kind, words, expected
+) -> None:
+    tokenizer = tokenizers_by_kind[kind]
+    ids = [tokenizer.library.token_to_id(word) for word in words]
+
+    streamed = push_all(tokenizer, ids)
+
+    assert "".join(streamed) == tokenizer.library.decode(ids)
+    assert expected in (None, streamed)
+
+
+def test_without_known_rules_text_that_stays_incomplete_is_returned_after_sixteen_tokens(libraries):
+    """A decoder of bytes whose rules are made unknown: each token is the first byte of a character."""
+    library = tokenizers.Tokenizer.from_str(libraries["byte_level"].to_str())
+    tokenizer = Tokenizer(library)
+    ids = ids_of_bytes(tokenizer, "byte_level", b"\xe4" * 20 + b"A")
+    stream = _WindowStream(tokenizer.pieces(True), library)
+
+    streamed = [stream.push(token_id) for token_id in ids]
+
+    assert streamed == [""] * 15 + ["\ufffd" * 16] + [""] * 4 + ["\ufffd" * 4 + "A"]
+    assert stream.push(ids[0]) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+    assert not stream.at_rest
 
 
 # --- after a prompt ---------------------------------------------------------------------------------------------
