@@ -85,33 +85,34 @@ async def test_the_budget_and_the_bytes_that_do_not_count_include_their_last_byt
     assert admission._budget.held == 0
 
 
-@pytest.mark.parametrize(("configured", "limit"), [(3, 3), (None, 2 * INFO.max_num_seqs)])
+@pytest.mark.parametrize(("configured", "limit"), [(3, 3), (None, 2 * 21)])
 async def test_the_last_place_is_given_and_no_more(configured, limit):
+    info = msgspec.structs.replace(INFO, max_num_seqs=21)
     places = SimpleNamespace(in_flight=0)
     places.add_in_flight = lambda count: setattr(places, "in_flight", places.in_flight + count)
     asked = []
     config = replace(CONFIG, max_concurrent_requests=configured)
     admission = Admission(config, places, lambda count: asked.append(count) or 7)
 
-    with admission.admit(limit - 1, INFO):
-        admission.check(INFO)
+    with admission.admit(limit - 1, info):
+        admission.check(info)
         with pytest.raises(OverloadedError):
-            admission.admit(2, INFO).__enter__()
-        with admission.admit(1, INFO):
+            admission.admit(2, info).__enter__()
+        with admission.admit(1, info):
             assert places.in_flight == limit
             with pytest.raises(OverloadedError) as caught:
-                admission.check(INFO)
+                admission.check(info)
             with pytest.raises(OverloadedError):
-                admission.admit(3, INFO).__enter__()
+                admission.admit(3, info).__enter__()
         assert places.in_flight == limit - 1
 
     assert (places.in_flight, caught.value.retry_after) == (0, 7)
     assert asked == [1, 1, 3]
-    with admission.admit(limit, INFO):
+    with admission.admit(limit, info):
         pass
-    admission.check_sequences("n", limit, INFO)
+    admission.check_sequences("n", limit, info)
     with pytest.raises(ValidationError, match=f"at most {limit} .* Given: {limit + 1}"):
-        admission.check_sequences("n", limit + 1, INFO)
+        admission.check_sequences("n", limit + 1, info)
 
 
 async def test_places_are_given_back_after_an_error():
