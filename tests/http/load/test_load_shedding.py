@@ -297,6 +297,30 @@ def test_clients_refused_at_one_moment_return_at_different_times(monkeypatch):
     assert [shed.retry_after() for _ in range(3)] == [20, 25, 30]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "share", "expected"),
+    [
+        (0.0, 0.999, 1),
+        (0.2, 0.999, 1),
+        (1.0, 0.999, 1),  # not spread: the header has whole seconds
+        (1.01, 0.999, 2),
+        (1.5, 0.0, 2),
+        (1.5, 0.999, 3),
+        (10.0, 0.999, 15),
+        (399.0, 0.999, 599),
+        (401.0, 0.999, 600),
+        (1e9, 0.0, 600),
+    ],
+)
+def test_the_time_to_try_again_is_spread_by_up_to_half_from_1_to_600_s(
+    monkeypatch, seconds, share, expected
+):
+    monkeypatch.setattr(load_shedding.random, "random", lambda: share)
+    rate = OUTPUT / seconds if seconds else 0.0
+
+    assert shedding(waiting(10, output_rate=rate)).retry_after(1) == expected
+
+
 @pytest.mark.anyio
 async def test_a_refused_request_gets_429_with_retry_after_and_never_reaches_the_engine(
     open_client, engine

@@ -174,6 +174,16 @@ def test_top_logprobs_are_sorted_by_probability_then_by_id(forward) -> None:
     assert token.logprob == expected[1].item()
 
 
+def test_many_tokens_of_one_probability_are_reported_by_id(forward) -> None:
+    """More than a sort of small arrays, which keeps the order of equals in any case, would take."""
+    logits = torch.full((1, VOCAB), -3.0)
+    logits[0, 1::2] = 0.5
+
+    (token,) = forward(logits, [sampling_row(temperature=0.0, top_logprobs=70)])
+
+    assert [i for i, _ in token.top] == [*range(1, VOCAB, 2), *range(0, 40, 2)]
+
+
 def test_each_row_gets_the_requested_number_of_top_logprobs(forward) -> None:
     logits = logits_of(15, 4)
     asked = [0, 3, 10**6, 1]

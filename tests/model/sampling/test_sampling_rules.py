@@ -296,6 +296,24 @@ def test_a_history_with_further_tokens_gives_the_tokens_of_a_new_one_and_stays_a
     assert [it.tolist() for it in kept.output_counts()] == [[3], [2]]
 
 
+def test_the_prompt_counts_as_seen_and_not_as_output_however_a_history_was_made() -> None:
+    for is_counted in (False, True):
+        history = TokenHistory([4, 4, 1], num_prompt_tokens=2)
+        if is_counted:
+            history.output_counts()
+            history.seen_ids()
+        longer = history.followed_by([1, 4, 9])
+
+        for _ in range(2):
+            ids, counts = longer.output_counts()
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 2, 4: 1, 9: 1}
+            assert set(longer.seen_ids().tolist()) == {1, 4, 9}
+        ids, counts = history.output_counts()
+        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 1}
+        assert set(history.seen_ids().tolist()) == {1, 4}
+        assert longer.num_prompt_tokens == history.num_prompt_tokens == 2
+
+
 @pytest.mark.usefixtures("each_token_in_turn")
 @pytest.mark.parametrize(
     ("words", "banned"),

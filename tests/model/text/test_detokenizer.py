@@ -408,6 +408,29 @@ def test_the_first_space_is_dropped_without_a_prompt_and_kept_after_one(tokenize
     assert "".join(push_all(tokenizer, ids, prompt=far)) == " the"
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["<0x0A>", "▁"], "\n "),
+        (["<0x09>", "a"], "\ta"),
+        (["<0x20>", "<0x20>", "a"], " a"),
+        (["▁", "▁", "<0x0A>"], " \n"),
+        (["</s>", "▁", "a"], "a"),
+        (["▁"], ""),
+        ([], ""),
+    ],
+)
+def test_of_the_beginning_of_a_text_only_one_space_is_dropped(
+    tokenizers_by_kind, names, text
+) -> None:
+    tokenizer = tokenizers_by_kind["byte_fallback_strip"]
+    ids = [tokenizer.library.token_to_id(name) for name in names]
+
+    assert tokenizer.library.decode(ids) == text
+    assert "".join(push_all(tokenizer, ids)) == text
+    assert tokenizer.decode(ids) == text
+
+
 def test_a_character_that_begins_in_the_prompt_is_completed(tokenizers_by_kind) -> None:
     tokenizer = tokenizers_by_kind["byte_level"]
     ids = tokenizer.encode("🦊")
