@@ -1,4 +1,4 @@
-"""Applies mistakes to critical code one by one, runs the tests that reach each, and reports those that all survive.
+"""Applies mistakes to critical code one by one, runs the tests that reach each, and reports those that none notices.
 
     make mutants                                        one mutant in three of each function
     python -m tests.mutants --digits 0123456789         all
@@ -21,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[2]
 MUTANTS: Final = ROOT / "mutants"
 EQUIVALENT: Final = Path(__file__).with_name("equivalent.json")
-_SURVIVED: Final = (0, 33)
+_NO_TEST: Final = (5, 33)
+_SURVIVED: Final = (0, *_NO_TEST)
 """Exit codes: the tests pass, or none reaches the function. All others are noticed: a failure, a crash, a limit."""
-_TIMED_OUT: Final = (24, 36, 152, 255, -24, -9)
+_NOT_RUN: Final = (None, 2, 34)
+_TIMED_OUT: Final = (24, 36, 152, 255, -24)
 
 
 class Mutant(NamedTuple):
@@ -69,18 +72,21 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         Exit status; 0 also with survivors.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.digits.isdecimal():
+        parser.error(f"--digits: {options.digits!r} must be digits, such as 258")
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; at least 1 is needed")
+    selected = mutated_files(ROOT)
+    if not any(file.startswith(options.only) for file in selected):
+        parser.error(f"--only: {options.only!r} has no file of {', '.join(selected)}")
     if not options.report:
-        if not options.keep:
-            shutil.rmtree(MUTANTS, ignore_errors=True)
+        shutil.rmtree(MUTANTS, ignore_errors=True)
         pattern = f"{options.only.removesuffix('.py').replace('/', '.')}*[{options.digits}]"
-        command = [
-            Path(sys.executable).with_name("mutmut"),
-            "run",
-            "--max-children",
-            str(options.jobs),
-        ]
-        done = subprocess.run([*command, *(options.names or [pattern])], cwd=ROOT, check=False)
+        program = Path(sys.executable).with_name("mutmut")
+        command = [program, "run", "--max-children", str(options.jobs), pattern]
+        done = subprocess.run(command, cwd=ROOT, check=False)
         if done.returncode:
             return done.returncode
     os.chdir(ROOT)  # mutmut reads pyproject.toml there
@@ -114,13 +120,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", default="", help="a folder or file")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--keep", action="store_true", help="keep the results of earlier runs")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument(
         "--output", type=Path, help="write score and survivors to this file, as JSON"
     )
-    parser.add_argument("names", nargs="*", help="names of mutants to run, in place of a selection")
     return parser
+
+
+def mutated_files(root: Path) -> list[str]:
+    """Return the files whose mutants are made, relative to the repository, as `[tool.mutmut]` selects them."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["mutmut"]
+    found = {path for pattern in settings["only_mutate"] for path in root.glob(pattern)}
+    return sorted(str(path.relative_to(root)) for path in found if path.name != "__init__.py")
 
 
 def run_mutants(folder: Path, digits: str, only: str = "") -> Iterable[Mutant]:
@@ -136,7 +147,7 @@ def run_mutants(folder: Path, digits: str, only: str = "") -> Iterable[Mutant]:
         if not file.startswith(only):
             continue
         for name, code in json.loads(path.read_text())["exit_code_by_key"].items():
-            if code is not None and name[-1] in digits:
+            if code not in _NOT_RUN and name[-1] in digits:
                 yield Mutant(name, file, code)
 
 
@@ -186,7 +197,7 @@ def table(mutants: list[Mutant], equivalent: Iterable[Mutant]) -> str:
         for file in (mutant.file, "all"):
             counts[file][kind] += 1
             counts[file]["time limit"] += mutant.code in _TIMED_OUT
-            counts[file]["no test"] += mutant.code == 33
+            counts[file]["no test"] += mutant.code in _NO_TEST
     kinds = ("killed", "survived", "equivalent", "no test", "time limit")
     lines = [f"{'file':48}" + "".join(f"{kind:>12}" for kind in (*kinds, "score"))]
     for file, found in counts.items():

@@ -1,6 +1,7 @@
 """The report of a run of mutants."""
 
 import json
+import tomllib
 
 import pytest
 
@@ -63,3 +64,31 @@ def test_every_known_equivalent_names_a_file_and_a_line_that_exist():
             lines = (mutants.ROOT / entry["file"]).read_text().splitlines()
             text = " ".join(" ".join(line.strip() for line in lines).split())
             assert " ".join(entry["removed"].split()) in text, entry
+
+
+def test_the_selection_has_files_and_tests_that_exist():
+    files = mutants.mutated_files(mutants.ROOT)
+    settings = tomllib.loads((mutants.ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+
+    assert "server/engine/core/schedule/scheduler.py" in files
+    for pattern in settings["only_mutate"]:
+        assert list(mutants.ROOT.glob(pattern)), pattern
+    for path in settings["pytest_add_cli_args_test_selection"] + settings["also_copy"]:
+        assert (mutants.ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--digits", "2x"], "--digits: '2x' must be digits"),
+        (["--digits", ""], "--digits: '' must be digits"),
+        (["--jobs", "0"], "--jobs is 0; at least 1 is needed"),
+        (["--only", "server/cli"], "--only: 'server/cli' has no file of model/sampling/device.py"),
+    ],
+)
+def test_a_selection_of_nothing_is_a_mistake(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        mutants.main([*arguments, "--report"])
+
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
