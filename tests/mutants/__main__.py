@@ -35,8 +35,9 @@ EQUIVALENT: Final = Path(__file__).with_name("equivalent.json")
 _NO_TEST: Final = (5, 33)
 _SURVIVED: Final = (0, *_NO_TEST)
 """Exit codes: the tests pass, or none reaches the function. All others are noticed: a failure, a crash, a limit."""
-_NOT_RUN: Final = (None, 2, 34)
-_TIMED_OUT: Final = (24, 36, 152, 255, -24)
+_NOT_RUN: Final = (None, 2, 34, 255)
+"""255: pytest could not run, for example because the name of a parametrized test has brackets."""
+_TIMED_OUT: Final = (24, 36, 152, -24)
 
 
 class Mutant(NamedTuple):

@@ -15,7 +15,7 @@ def mutant(number, code, file="a.py"):
 
 def test_mutants_that_were_run_are_selected_by_the_last_digit_and_by_folder(tmp_path):
     for file, codes in (
-        ("server/a.py", {"x_2": 0, "x_12": 1, "x_3": 1, "x_22": None}),
+        ("server/a.py", {"x_2": 0, "x_12": 1, "x_3": 1, "x_22": None, "x_32": 255}),
         ("b.py", {"y_5": 33}),
     ):
         meta = tmp_path / f"{file}.meta"

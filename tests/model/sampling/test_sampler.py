@@ -145,6 +145,19 @@ def test_without_sampling_kernels_the_host_samples_a_copy_of_the_logits() -> Non
     assert pending.result() == expected
 
 
+def test_nothing_is_prepared_for_a_sampler_that_works_on_the_host(monkeypatch) -> None:
+    logits, rows = logits_of(7, 2), varied_rows(2)
+    assert Sampler().plan(logits, rows) is None
+
+    monkeypatch.setattr("model.sampling.sampler.has_kernels", lambda device: True)
+    assert Sampler().plan(logits, rows) is None
+    on_device = torch.empty(2, VOCAB, device="meta")
+    tables = Sampler().plan(on_device, rows)
+    assert [group for group, _ in tables.tables] == [[0, 1], []]
+    monkeypatch.setattr("model.sampling.sampler.has_kernels", lambda device: False)
+    assert Sampler().plan(on_device, rows) is None
+
+
 # --- log-probabilities ------------------------------------------------------------------------------------------
 
 

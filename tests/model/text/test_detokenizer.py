@@ -297,7 +297,6 @@ def steps(*decoders):
         (steps(REPLACE, FALLBACK, FUSE, STRIP | {"stop": 1}), None),
         (steps(REPLACE, FALLBACK, FUSE, STRIP, FUSE), None),
     ],
-    ids=str,
 )
 def test_a_decoder_that_works_token_by_token_is_recognized_and_no_other(decoder, rules) -> None:
     assert recognize(decoder) == rules
