@@ -24,7 +24,7 @@ AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_
 	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-avx2 test-library test-slow compilations test-latency test-gpu check audit sbom lock format docs site bench clean
+.PHONY: other-torch help setup dev serve test test-avx2 test-library test-slow compilations test-latency test-gpu mutants check audit sbom lock format docs site bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -85,6 +85,10 @@ test-latency: dev ## Run the tests that measure latencies, one after the other
 test-gpu: JOBS = 2
 test-gpu: dev ## Run the tests that need a CUDA device, and write tests/gpu/results; fails without one
 	$(PYTEST) -m gpu --gpu-results tests/gpu/results
+
+mutants: JOBS = 2
+mutants: dev ## Apply mistakes to critical code, and report those that no test notices (ARGS="--help" for selections)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) --output mutants/survivors.json $(ARGS)
 
 check: dev ## Lint, types, import contracts, the Dockerfile
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from server.engine.core import engine as engine_module
+from server.engine.core.accounting import Accounting, SequenceAccount
 from server.engine.core.engine import Engine
 from server.engine.core.messages import (
     AbortRequests,
@@ -79,6 +80,104 @@ def test_cached_and_recomputed_tokens_are_told_apart():
         4,
         4,
     )
+
+
+def run(scheduler, count):
+    for _ in range(count):
+        end(scheduler, begin(scheduler), 1.0)
+
+
+def tokens_of(usage):
+    """Return the cached and the computed prompt tokens, and the recomputed tokens."""
+    return (
+        usage.num_cached_prompt_tokens,
+        usage.num_computed_prompt_tokens,
+        usage.num_recomputed_tokens,
+    )
+
+
+def test_tokens_computed_again_after_a_preemption_are_recomputed_and_nothing_else_is():
+    scheduler = make_scheduler(16, block_size=4, enable_prefix_caching=False)
+    sequence = make_sequence(0, 6, 5)
+    scheduler.add(sequence)
+    run(scheduler, 3)  # 6 tokens of the prompt and 2 of the output
+    scheduler._live.preempt_last()
+    run(scheduler, 2)  # these 8 again, and the last 2
+
+    assert tokens_of(sequence.usage) == (0, 6, 8)
+    assert sequence.usage.num_steps == 5
+    assert scheduler.accounting.num_computed_tokens == 8 + 9 + 1
+    assert scheduler.accounting.num_recomputed_tokens == 8
+    assert scheduler.accounting.num_computed_prompt_tokens == 6
+
+
+def test_tokens_that_a_preempted_sequence_finds_again_count_neither_as_cached_nor_as_recomputed():
+    scheduler = make_scheduler(16, block_size=4)
+    sequence = make_sequence(0, 6, 8)
+    scheduler.add(sequence)
+    run(scheduler, 4)  # 9 tokens computed, 8 of them in full blocks
+    scheduler._live.preempt_last()
+    run(scheduler, 4)
+
+    assert sequence.num_cached_tokens == 0
+    assert tokens_of(sequence.usage) == (0, 6, 1)
+
+
+def test_cached_tokens_are_counted_once_however_often_a_sequence_is_preempted():
+    scheduler = make_scheduler(32, block_size=4)
+    scheduler.add(make_sequence(0, range(50, 58), 1))
+    run(scheduler, 1)
+    sequence = make_sequence(1, [*range(50, 58), 1, 2, 3], 6)
+    scheduler.add(sequence)
+    for _ in range(3):
+        run(scheduler, 1)
+        scheduler._live.preempt_last()
+    run(scheduler, 3)
+
+    assert sequence.num_cached_tokens == 8
+    # After the second step the third block is full. Computed again: tokens 8 to 11, and token 12.
+    assert tokens_of(sequence.usage) == (8, 3, 3 + 1)
+    assert sequence.usage.num_steps == 6
+
+
+def test_tokens_that_others_cached_during_a_preemption_are_cached_ones():
+    """Those of the prompt only where they belong to the prompt; those that the sequence had computed do not count."""
+    accounting, account = Accounting(), SequenceAccount(12)
+    for num_found, num_computed in ((0, 4), (8, 10), (12, 14), (20, 21), (16, 20)):
+        accounting.admit(account, 5, num_found)
+        account.charge(num_computed - num_found, 1.0, 1)
+        accounting.leave(account, 5, num_computed)
+
+    usage = accounting.end(account, FinishReason.LENGTH, num_tokens_in_flight=0, has_output=True)
+
+    # Found and not computed before: 4 to 7, 10 to 13 less 12 and 13, and 14 to 19. First computed: 0 to 3, 8 and 9, 12
+    # and 13, and 20. Again: 16 to 19.
+    assert tokens_of(usage) == (4 + 2, 4 + 2, 4)
+    assert (account.num_cached_tokens, account.num_first_tokens) == (4 + 2 + 6, 21)
+
+
+def test_the_time_before_the_first_token_is_prefill_and_the_rest_decode():
+    accounting, account = Accounting(), SequenceAccount(3)
+    accounting.now = 5.0
+    accounting.admit(account, 1, 0)
+    accounting.leave(account, 1, 0)
+    accounting.now = 6.0
+    accounting.admit(account, 1, 0)  # again after a preemption: the first time counts
+    account.first_token_at = 8.0
+    accounting.now = 12.0
+    accounting.leave(account, 1, 3)
+
+    usage = accounting.end(account, FinishReason.EOS, num_tokens_in_flight=2, has_output=True)
+
+    assert (usage.prefill_seconds, usage.decode_seconds, usage.num_steps) == (3.0, 4.0, 2)
+    assert usage.block_seconds == 0.0 + 6.0
+
+    waited = SequenceAccount(3)
+    accounting.admit(waited, 1, 0)
+    accounting.now = 14.0
+    accounting.leave(waited, 1, 0)
+    usage = accounting.end(waited, FinishReason.ABORT, num_tokens_in_flight=0, has_output=False)
+    assert (usage.prefill_seconds, usage.decode_seconds) == (2.0, 0.0)
 
 
 def test_a_sequence_that_ends_while_a_step_is_in_flight_reports_an_estimate_for_it():

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -62,6 +63,69 @@ async def test_a_request_alone_may_exceed_the_budget_since_it_could_never_fit(ad
         with pytest.raises(OverloadedError):
             two.hold(FREE_BYTES + 1)
     assert admission._budget.held == 0
+
+
+async def test_the_budget_and_the_bytes_that_do_not_count_include_their_last_byte(admission):
+    with admission.buffer() as one, admission.buffer() as two, admission.buffer() as free:
+        free.hold(FREE_BYTES)
+        assert admission._budget.held == 0
+        one.hold(FREE_BYTES + 1)
+        assert admission._budget.held == 1
+        two.hold(FREE_BYTES + LIMIT - 1)
+        assert admission._budget.held == LIMIT
+        for buffer, size in (
+            (two, FREE_BYTES + LIMIT),
+            (free, FREE_BYTES + 1),
+            (one, FREE_BYTES + 2),
+        ):
+            with pytest.raises(OverloadedError, match="too many bytes of requests"):
+                buffer.hold(size)
+        assert admission._budget.held == LIMIT
+        two.release()
+        two.add(FREE_BYTES + 3)  # nothing counts yet, so the free bytes come first
+        two.add(4)
+        assert admission._budget.held == 1 + 3 + 4
+    assert admission._budget.held == 0
+
+
+@pytest.mark.parametrize(("configured", "limit"), [(3, 3), (None, 2 * 21)])
+async def test_the_last_place_is_given_and_no_more(configured, limit):
+    info = msgspec.structs.replace(INFO, max_num_seqs=21)
+    places = SimpleNamespace(in_flight=0)
+    places.add_in_flight = lambda count: setattr(places, "in_flight", places.in_flight + count)
+    asked = []
+    config = replace(CONFIG, max_concurrent_requests=configured)
+    admission = Admission(config, places, lambda count: asked.append(count) or 7)
+
+    with admission.admit(limit - 1, info):
+        admission.check(info)
+        with pytest.raises(OverloadedError):
+            admission.admit(2, info).__enter__()
+        with admission.admit(1, info):
+            assert places.in_flight == limit
+            with pytest.raises(OverloadedError) as caught:
+                admission.check(info)
+            with pytest.raises(OverloadedError):
+                admission.admit(3, info).__enter__()
+        assert places.in_flight == limit - 1
+
+    assert (places.in_flight, caught.value.retry_after) == (0, 7)
+    assert asked == [1, 1, 3]
+    with admission.admit(limit, info):
+        pass
+    admission.check_sequences("n", limit, info)
+    with pytest.raises(ValidationError, match=f"at most {limit} .* Given: {limit + 1}"):
+        admission.check_sequences("n", limit + 1, info)
+
+
+async def test_places_are_given_back_after_an_error():
+    places = SimpleNamespace(in_flight=0)
+    places.add_in_flight = lambda count: setattr(places, "in_flight", places.in_flight + count)
+    admission = Admission(CONFIG, places, lambda _: 1)
+    for admit in (lambda: admission.admit(4, INFO), lambda: admission.admit_tokenizing(INFO)):
+        with pytest.raises(KeyError), admit():
+            raise KeyError
+    assert (places.in_flight, admission._tokenizing) == (0, 0)
 
 
 async def test_requests_that_tokenize_have_places_of_their_own(admission):

@@ -169,6 +169,117 @@ def test_the_queued_tokens_are_limited_but_a_request_alone_is_not():
     shedding(max_queued_tokens=4000).admit([(5000, OUTPUT)], INFO)
 
 
+@pytest.mark.parametrize(("waiting_tokens", "prefill"), [(1000, 0), (700, 300), (0, 1000)])
+def test_the_limit_of_queued_tokens_includes_its_last_token(waiting_tokens, prefill):
+    """The tokens that wait, those of running prompts, those submitted since, and those of the request."""
+    stats = waiting(*[waiting_tokens] * bool(waiting_tokens), num_prefill_tokens=prefill)
+    shed = shedding(stats, max_queued_tokens=4000, max_queue_seconds=600)
+    shed.admit([(500, OUTPUT)], INFO)
+    for lengths in ([2501], [2500, 1], [4000]):
+        with pytest.raises(OverloadedError, match="1500 tokens of prompts are queued"):
+            shed.admit([(length, OUTPUT) for length in lengths], INFO)
+
+    shed.admit([(1250, OUTPUT), (1250, OUTPUT)], INFO)
+
+    with pytest.raises(OverloadedError, match=r"4000 tokens .* with 1 more .* more than 4000"):
+        shed.admit([(1, OUTPUT)], INFO)
+
+
+def test_the_time_until_queued_tokens_suffice_is_that_of_the_excess_and_at_most_of_the_queue():
+    shed = shedding(waiting(30_000), max_queued_tokens=40_000, max_queue_seconds=600)
+    for wanted, seconds in ((15_000, 5), (39_000, 29), (100_000, 30)):
+        with pytest.raises(OverloadedError) as caught:
+            shed.admit([(wanted, OUTPUT)], INFO)
+        assert caught.value.retry_after == seconds
+    unknown = waiting(30_000, prompt_rate=0.0)
+    with pytest.raises(OverloadedError) as caught:
+        shedding(unknown, max_queued_tokens=30_000).admit([(1, OUTPUT)], INFO)
+    assert caught.value.retry_after == 1
+
+
+@pytest.mark.parametrize("seconds", [10, 10.5])
+def test_a_wait_of_exactly_the_limit_is_accepted_and_a_longer_one_refused(seconds):
+    """Ten seconds and a half, of a step that all prompts share and of 1000 tokens a second."""
+    tokens = int(seconds * 1000) + INFO.max_num_batched_tokens
+    shedding(waiting(tokens), max_queue_seconds=seconds).admit([(tokens, OUTPUT)], INFO)
+
+    with pytest.raises(OverloadedError, match=f"longer than {seconds:g} s") as caught:
+        shedding(waiting(tokens + 1), max_queue_seconds=seconds).admit([(tokens, OUTPUT)], INFO)
+
+    assert caught.value.retry_after == 1
+
+
+def test_a_wait_for_twice_the_shorter_prompts_of_exactly_the_limit_is_accepted():
+    shorter = (10_000 + INFO.max_num_batched_tokens) // 2
+    longer = [9000] * 10
+    shedding(waiting(shorter, *longer), max_queue_seconds=10).admit([(8000, OUTPUT)], INFO)
+
+    with pytest.raises(OverloadedError, match="longer than 10 s"):
+        shedding(waiting(shorter + 1, *longer), max_queue_seconds=10).admit([(8000, OUTPUT)], INFO)
+
+
+def test_a_deadline_at_the_end_of_the_wait_suffices_and_an_earlier_one_does_not(monkeypatch):
+    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: 100.0)
+    shed = shedding(waiting(8000 + INFO.max_num_batched_tokens))
+
+    with pytest.raises(OverloadedError, match=r"about 8\.0 s, longer than `timeout_ms`") as caught:
+        shed.admit([(9000, OUTPUT)], INFO, deadline=104.5)
+    assert caught.value.retry_after == 4
+    shed.admit([(9000, OUTPUT)], INFO, deadline=108.0)
+
+
+def test_a_deadline_that_has_passed_is_no_reason_to_refuse_without_a_queue(monkeypatch):
+    """The engine ends such a request, with its own message."""
+    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: 100.0)
+    shedding(waiting(INFO.max_num_batched_tokens)).admit([(9, OUTPUT)], INFO, deadline=99.0)
+
+
+def test_a_prompt_waits_for_twice_those_of_its_class_of_lengths_and_of_smaller_ones():
+    """Classes end at powers of two: 1023 is below 1024, which is with 2047."""
+    shed = shedding(waiting(*[1023] * 4, *[1024] * 4, *[2047] * 4, *[2048] * 40))
+
+    step = INFO.max_num_batched_tokens
+    assert expected_wait(shed, 512) == pytest.approx((2 * 4 * 1023 - step) / 1000)
+    assert expected_wait(shed, 1023) == pytest.approx((2 * 4 * 1023 - step) / 1000)
+    for length in (1024, 2047):
+        expected = 2 * 4 * (1023 + 1024 + 2047)
+        assert expected_wait(shed, length) == pytest.approx((expected - step) / 1000)
+
+
+def test_of_several_prompts_the_longest_decides_how_long_the_request_waits():
+    stats = waiting(*[2000] * 20)
+    shedding(stats, max_queue_seconds=10).admit([(9, OUTPUT), (800, OUTPUT)], INFO)
+    for lengths in ([9, 1500], [1500, 9]):
+        with pytest.raises(OverloadedError):
+            shedding(stats, max_queue_seconds=10).admit([(n, OUTPUT) for n in lengths], INFO)
+
+
+def test_places_that_are_free_need_no_sequence_to_end():
+    for free, ends in ((0, 21), (1, 20), (20, 1), (21, 0), (22, 0)):
+        shed = shedding(waiting(*[1] * 20, num_free_places=free))
+
+        assert expected_wait(shed, 1) == pytest.approx(ends / 4)
+
+
+@pytest.mark.parametrize(("elapsed", "num_steps", "counts"), [
+    (1.0, 1, True), (1.01, 1, False), (0.0, 2, False), (0.0, 1, True),
+])  # fmt: skip
+def test_what_was_submitted_counts_for_a_second_or_until_two_steps_later(
+    monkeypatch, elapsed, num_steps, counts
+):
+    now = [100.0]
+    monkeypatch.setattr(load_shedding.time, "monotonic", lambda: now[0])
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m"))
+    shed.admit([(2256, OUTPUT)], INFO)
+    now[0] += 50.0
+    engine.stats = msgspec.structs.replace(BUSY, num_steps=num_steps)
+    assert expected_wait(shed, 4000) == (2.0 if num_steps == 1 else 0.0)
+    now[0] += elapsed
+
+    assert expected_wait(shed, 4000) == (2.0 if counts else 0.0)
+
+
 def test_the_wait_after_the_limit_of_requests_follows_from_the_rate_at_which_sequences_end():
     full = waiting(*[10] * 8, num_free_places=0)
 
@@ -184,6 +295,30 @@ def test_clients_refused_at_one_moment_return_at_different_times(monkeypatch):
     shed = shedding(waiting(10, output_rate=0.05 * OUTPUT))
 
     assert [shed.retry_after() for _ in range(3)] == [20, 25, 30]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share", "expected"),
+    [
+        (0.0, 0.999, 1),
+        (0.2, 0.999, 1),
+        (1.0, 0.999, 1),  # not spread: the header has whole seconds
+        (1.01, 0.999, 2),
+        (1.5, 0.0, 2),
+        (1.5, 0.999, 3),
+        (10.0, 0.999, 15),
+        (399.0, 0.999, 599),
+        (401.0, 0.999, 600),
+        (1e9, 0.0, 600),
+    ],
+)
+def test_the_time_to_try_again_is_spread_by_up_to_half_from_1_to_600_s(
+    monkeypatch, seconds, share, expected
+):
+    monkeypatch.setattr(load_shedding.random, "random", lambda: share)
+    rate = OUTPUT / seconds if seconds else 0.0
+
+    assert shedding(waiting(10, output_rate=rate)).retry_after(1) == expected
 
 
 @pytest.mark.anyio

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from server.engine.core.request import FinishReason
+from server.http.context import AppContext
 from server.http.metrics.usage import RequestUsage
 from tests.http.conftest import frames
+from tests.http.dialects.openai.events import chunks
 from tests.http.fakes import USAGE, event, put, say
 from tests.waiting import GIVE_UP
 
@@ -85,6 +87,95 @@ async def test_usage_is_summed_over_completions_and_their_longest_times_are_repo
         "device_seconds": 0.25,
         "kv_block_seconds": 3.0,
     }
+
+
+def lengths_by_prompt_and_seed(tokenizer):
+    """Make a script: a prompt of n tokens gets n + 1 tokens for its first seed, one more for each further seed."""
+
+    async def script(engine, request, stream):
+        first = min(r.sampling.seed for r in engine.requests)
+        count = len(request.prompt_token_ids) + 1 + request.sampling.seed - first
+        # The completions of a prompt that come after its first find its tokens in the cache.
+        stream.num_cached_tokens = 1 if request.sampling.seed == first else 77
+        await say(tokenizer.encode("x" * count), FinishReason.LENGTH)(engine, request, stream)
+
+    return script
+
+
+def openai_usage(response, stream):
+    if not stream:
+        return response.json()["usage"]
+    usages = [chunk["usage"] for chunk in chunks(response)]
+    assert all(usage is None for usage in usages[:-1])
+    return usages[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "prompt_tokens", "completion_tokens", "cached"),
+    [
+        ({"prompt": "abc"}, 3, 4, 1),
+        ({"prompt": "abc", "n": 2}, 3, 4 + 5, 1),
+        ({"prompt": "abc", "n": 3}, 3, 4 + 5 + 6, 1),
+        ({"prompt": ["abc", "a"], "n": 2}, 3 + 1, 4 + 5 + 2 + 3, 2),
+    ],
+)
+async def test_usage_counts_each_prompt_once_and_the_tokens_of_all_completions(
+    client, engine, tokenizer, fields, prompt_tokens, completion_tokens, cached, stream
+):
+    engine.script = lengths_by_prompt_and_seed(tokenizer)
+    body = fields | {"seed": 5, "stream": stream, "stream_options": {"include_usage": True}}
+    if not stream:
+        del body["stream_options"]
+
+    response = await client.post("/v1/completions", json=body)
+
+    usage = openai_usage(response, stream)
+    assert usage["prompt_tokens"] == prompt_tokens
+    assert usage["completion_tokens"] == completion_tokens
+    assert usage["total_tokens"] == prompt_tokens + completion_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_of_a_chat_with_several_choices_counts_the_conversation_once(
+    client, engine, tokenizer, monkeypatch, stream
+):
+    async def encode_chat(self, messages, **options):
+        return self.tokenizer.encode(messages[0]["content"])
+
+    monkeypatch.setattr(AppContext, "encode_chat", encode_chat)
+    engine.script = lengths_by_prompt_and_seed(tokenizer)
+    body = {"messages": [{"role": "user", "content": "abcd"}], "n": 2, "seed": 5}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+
+    usage = openai_usage(await client.post("/v1/chat/completions", json=body), stream)
+
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 5 + 6)
+    assert usage["total_tokens"] == 15
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 1
+
+
+async def test_the_metrics_of_a_request_with_several_completions_count_it_once(
+    client, engine, tokenizer
+):
+    engine.script = lengths_by_prompt_and_seed(tokenizer)
+
+    await client.post("/v1/completions", json={"prompt": ["abc", "a"], "n": 2, "seed": 5})
+
+    lines = (await client.get("/metrics")).text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    counted = {name: float(value) for name, value in values.items() if float(value)}
+    requests = {n: v for n, v in counted.items() if n.startswith("tessera_requests_total")}
+    assert list(requests.values()) == [1.0]
+    for name, total in {"prompt": 4, "generated": 4 + 5 + 2 + 3, "max_new": None}.items():
+        assert counted[f"tessera_request_{name}_tokens_count"] == 1
+        assert total in (None, counted[f"tessera_request_{name}_tokens_sum"])
+    for name in ("duration", "queue", "prefill", "decode"):
+        assert counted[f"tessera_request_{name}_seconds_count"] == 1
+    assert counted["tessera_time_to_first_token_seconds_count"] == 4
+    assert counted["tessera_inter_token_latency_seconds_count"] == 3 + 4 + 1 + 2
 
 
 async def test_a_streams_details_report_what_the_request_used(client, engine, tokenizer):

@@ -1,6 +1,6 @@
 """A cache of which no client can displace more than its share."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from server.http.text.fair_cache import FairCache
@@ -45,7 +45,6 @@ def test_values_are_found_by_all_and_stay_with_the_first():
     assert [cache.get(name) for name in (b"x", b"y", b"z")] == [1, None, 4]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 40)), max_size=200))
 def test_no_client_loses_a_value_while_it_has_less_than_its_share(puts):
     most = 12

@@ -78,6 +78,40 @@ def test_layers_follow_each_other():
     assert (found - expected).abs().mean() < 0.02 * expected.std()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [65504.0, 65520.0, 1e5, 1e30, -65520.0, -1e9])
+def test_keys_and_values_above_the_largest_float16_are_limited_to_it(size, bits):
+    """Of the second head, two dimensions of the keys, which a rotation mixes, and one of the values."""
+    decoder = Decoder(SMALL, VOCAB, bits, bias=True)
+    keys = SMALL.heads * SMALL.head_dim
+    values = keys + SMALL.kv_heads * SMALL.head_dim
+    second = SMALL.head_dim
+    decoder.layers[0]["qkv_bias"][[keys + second + 3, keys + second + 19]] = size
+    decoder.layers[0]["qkv_bias"][values + second + 5] = size
+    driver = Driver(bind(decoder), SMALL)
+
+    found = driver.run(tokens(40), [33, 1, 6])
+
+    assert found.isfinite().all()
+    cache = driver.caches[0].float()
+    written = cache[~cache.isnan()]
+    limited = written.abs() == 65504
+    assert written.isfinite().all()
+    assert written.abs().max() == 65504
+    # Once for the value of each token, and for its keys where the rotation leaves them so large.
+    assert 40 <= (limited & (written.sign() == torch.tensor(size).sign())).sum() <= 40 + 80
+
+
+def test_a_value_that_is_not_a_number_stays_so_in_a_cache_of_float16():
+    decoder = Decoder(SMALL, VOCAB, 8, bias=True)
+    values = (SMALL.heads + SMALL.kv_heads) * SMALL.head_dim
+    decoder.layers[0]["qkv_bias"][values + 5] = torch.nan
+
+    found = Driver(bind(decoder), SMALL).run(tokens(20), [17, 1, 2])
+
+    assert found.isnan().all()
+
+
 @pytest.mark.parametrize("window", [1, 5, 32, 33, 64])
 def test_a_sliding_window_hides_the_keys_before_it(window):
     of = shape(4, 2, 32, windows=(window,))

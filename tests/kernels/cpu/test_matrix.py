@@ -76,6 +76,44 @@ def test_rows_of_zeros_and_weights_of_zero_give_zero(bits):
     assert found[0, 3] == 0
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-12, 1e-20, 1e-29, 1e30])
+def test_activations_of_any_size_keep_their_precision(size, bits):
+    x, weight = random_matrix(3, 192), random_matrix(80, 192, seed=1)
+    # Far above 1e-30 in each group, below which a group counts as zero.
+    x = torch.where(x.abs() < 0.5, x.sign(), x) * size
+
+    found = multiply(x, weight, bits)
+
+    expected = product(x, weight, bits)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_of_small_activations_beside_large_ones_keeps_its_precision(bits):
+    """Each output reads one group of 64 inputs, whose sizes are far apart."""
+    sizes = [1e6, 1.0, 1e-4, 1e-9, 1e-15, 1e-25, 0.0, 1e3]
+    x = random_matrix(2, 64 * len(sizes)) * torch.tensor(sizes).repeat_interleave(64)
+    weight = torch.block_diag(*random_matrix(16 * len(sizes), 64, seed=1).split(16))
+
+    found = multiply(x, weight, bits)
+
+    expected = product(x, weight, bits)
+    for group, size in enumerate(sizes):
+        of_group = slice(16 * group, 16 * group + 16)
+        error = (found - expected)[:, of_group].abs().max()
+        assert error <= 1e-5 * expected[:, of_group].abs().max()
+        assert expected[:, of_group].abs().max() >= size
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [1e-32, 1e-38, 1e-44])
+def test_activations_below_the_smallest_scale_give_numbers_next_to_zero(size, bits):
+    found = multiply(random_matrix(2, 128) * size, random_matrix(32, 128, seed=1), bits)
+
+    assert found.abs().max() <= 128 * 4 * 4 * size
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_not_finite_makes_its_row_nan_and_no_other(value):
     x, weight = random_matrix(7, 128), random_matrix(64, 128)

@@ -15,7 +15,7 @@ from model.checkpoint.parameter_parts import head_order
 from model.families.keys import Keys
 from model.families.rotary import read_rotary
 from model.families.tensors import LLAMA
-from model.network.rope import RotaryEmbedding
+from model.network.rope import RotaryEmbedding, inverse_frequencies
 from model.network.spec import Attention
 
 CPU = torch.device("cpu")
@@ -92,6 +92,44 @@ def test_rotations_up_to_the_end_of_the_context_are_those_of_transformers(
     their_sin[..., :64] *= -1  # the first half of our sines is negated, as the rotation needs it
     for ours, theirs in ((cos, their_cos), (sin, their_sin)):
         torch.testing.assert_close(ours[:, 0], theirs[0], rtol=0, atol=1e-6)
+
+
+def yarn(original, **others):
+    fields = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+    return fields | others
+
+
+# Where the ramp begins and ends, in pairs of dimensions, of which a head has 64.
+RAMPS = {
+    "within the pairs": (yarn(4096), 1e4),
+    "ends beyond the last pair": (yarn(131072), 1e4),
+    "ends beyond the last dimension": (yarn(131072, beta_fast=2000.0), 100.0),
+    "begins beyond the last pair": (yarn(131072), 100.0),
+    "begins and ends beyond the last dimension": (yarn(1_000_000), 10.0),
+    "begins before the first pair": (yarn(128), 1e4),
+    "begins and ends before the first pair": (yarn(4), 1e4),
+    "has no length": (yarn(4096, beta_fast=4.0, beta_slow=4.0, truncate=False), 1e4),
+    "has no length, at the last dimension": (yarn(1_000_000, beta_fast=2.0), 10.0),
+    "begins and ends between pairs": (yarn(4096, truncate=False), 1e4),
+    "of other rotations": (yarn(8192, beta_fast=20.0, beta_slow=3.0), 5e5),
+    "of the defaults": (yarn(4096, beta_fast=0.0, beta_slow=0.0), 1e4),
+    "with scales of its own": (yarn(4096, mscale=1.5, mscale_all_dim=0.7), 1e4),
+    "with one scale, which has no effect": (yarn(4096, mscale=1.5), 1e4),
+    "with an attention factor": (yarn(4096, attention_factor=1.3, mscale=1.5, mscale_all_dim=2.0), 1e4),
+    "of a context that is not extended": (yarn(4096, factor=1.0), 1e4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scaling", "theta"), RAMPS.values(), ids=RAMPS)
+def test_a_yarn_ramp_may_begin_and_end_anywhere(scaling, theta):
+    stated = scaling["original_max_position_embeddings"] * 4
+    config, oracle = both(scaling, theta, stated)
+    rotary, head_dim = config.network.rotaries[0]
+
+    ours = inverse_frequencies(rotary, head_dim)
+
+    torch.testing.assert_close(ours, oracle.inv_freq, rtol=1e-6, atol=0)
+    assert rotary.attention_factor == pytest.approx(oracle.attention_scaling)
 
 
 def test_a_longrope_service_within_the_original_context_has_the_short_factors(caplog):

@@ -145,6 +145,19 @@ def test_without_sampling_kernels_the_host_samples_a_copy_of_the_logits() -> Non
     assert pending.result() == expected
 
 
+def test_nothing_is_prepared_for_a_sampler_that_works_on_the_host(monkeypatch) -> None:
+    logits, rows = logits_of(7, 2), varied_rows(2)
+    assert Sampler().plan(logits, rows) is None
+
+    monkeypatch.setattr("model.sampling.sampler.has_kernels", lambda device: True)
+    assert Sampler().plan(logits, rows) is None
+    on_device = torch.empty(2, VOCAB, device="meta")
+    tables = Sampler().plan(on_device, rows)
+    assert [group for group, _ in tables.tables] == [[0, 1], []]
+    monkeypatch.setattr("model.sampling.sampler.has_kernels", lambda device: False)
+    assert Sampler().plan(on_device, rows) is None
+
+
 # --- log-probabilities ------------------------------------------------------------------------------------------
 
 
@@ -174,6 +187,16 @@ def test_top_logprobs_are_sorted_by_probability_then_by_id(forward) -> None:
     assert token.logprob == expected[1].item()
 
 
+def test_many_tokens_of_one_probability_are_reported_by_id(forward) -> None:
+    """More than a sort of small arrays, which keeps the order of equals in any case, would take."""
+    logits = torch.full((1, VOCAB), -3.0)
+    logits[0, 1::2] = 0.5
+
+    (token,) = forward(logits, [sampling_row(temperature=0.0, top_logprobs=70)])
+
+    assert [i for i, _ in token.top] == [*range(1, VOCAB, 2), *range(0, 40, 2)]
+
+
 def test_each_row_gets_the_requested_number_of_top_logprobs(forward) -> None:
     logits = logits_of(15, 4)
     asked = [0, 3, 10**6, 1]
@@ -182,6 +205,29 @@ def test_each_row_gets_the_requested_number_of_top_logprobs(forward) -> None:
 
     assert [len(t.top) for t in tokens] == [0, 3, VOCAB, 1]
     assert [t.logprob is None for t in tokens] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("others", [[], [0], [5], [0, 5], [-1, 5, 0]])
+def test_a_row_s_log_probabilities_do_not_depend_on_what_the_others_report(forward, others) -> None:
+    """Rows with the sampled token's only, with the most likely ones too, and with none (-1)."""
+    vocab = 50257
+    logits = logits_of(22, 2 + len(others), vocab)
+    counts = [0, 3, *others]
+    rows = [
+        sampling_row(seed=i, logprobs=count >= 0, top_logprobs=max(count, 0))
+        for i, count in enumerate(counts)
+    ]
+
+    tokens = forward(logits, rows)
+
+    for i, count in enumerate(counts):
+        assert tokens[i] == forward(logits[i : i + 1], rows[i : i + 1])[0]
+        assert len(tokens[i].top) == max(count, 0)
+        if count >= 0:
+            expected = torch.log_softmax(logits[i], -1)[tokens[i].token_id].item()
+            assert tokens[i].logprob == pytest.approx(expected, rel=1e-6)
+        else:
+            assert tokens[i].logprob is None
 
 
 def test_tokens_of_probability_zero_are_not_in_the_top_logprobs(forward) -> None:

@@ -296,6 +296,24 @@ def test_a_history_with_further_tokens_gives_the_tokens_of_a_new_one_and_stays_a
     assert [it.tolist() for it in kept.output_counts()] == [[3], [2]]
 
 
+def test_the_prompt_counts_as_seen_and_not_as_output_however_a_history_was_made() -> None:
+    for is_counted in (False, True):
+        history = TokenHistory([4, 4, 1], num_prompt_tokens=2)
+        if is_counted:
+            history.output_counts()
+            history.seen_ids()
+        longer = history.followed_by([1, 4, 9])
+
+        for _ in range(2):
+            ids, counts = longer.output_counts()
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 2, 4: 1, 9: 1}
+            assert set(longer.seen_ids().tolist()) == {1, 4, 9}
+        ids, counts = history.output_counts()
+        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 1}
+        assert set(history.seen_ids().tolist()) == {1, 4}
+        assert longer.num_prompt_tokens == history.num_prompt_tokens == 2
+
+
 @pytest.mark.usefixtures("each_token_in_turn")
 @pytest.mark.parametrize(
     ("words", "banned"),
@@ -340,6 +358,53 @@ def test_a_bias_is_added_to_the_logits_before_everything_else(forward, parameter
         (token,) = forward(logits, [sampling_row(logit_bias=bias, **given)])
 
         assert token == forward(biased, [sampling_row(**given)])[0]
+
+
+@pytest.mark.parametrize(
+    ("logit", "bias", "penalty", "adjusted"),
+    [
+        (1.0, -3.0, 2.0, -4.0),  # penalized first: 1 / 2 - 3 = -2.5
+        (-1.0, 3.0, 4.0, 0.5),  # -1 * 4 + 3 = -1
+        (2.0, 2.0, 0.5, 8.0),  # 2 / 0.5 + 2 = 6
+        (-2.0, -2.0, 0.5, -2.0),  # -2 * 0.5 - 2 = -3
+    ],
+)
+@pytest.mark.parametrize("others", [{}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}])
+def test_the_repetition_penalty_divides_what_the_bias_has_made_of_a_logit(
+    forward, logit, bias, penalty, adjusted, others
+) -> None:
+    """The token is sampled where its adjusted logit is above another, and not where it is below."""
+    if others:
+        adjusted -= 0.5 + 2 * 0.25
+    for margin, expected in ((-0.01, 5), (0.01, 9)):
+        logits = torch.full((1, VOCAB), -99.0)
+        logits[0, 5], logits[0, 9] = logit, adjusted + margin
+        row = sampling_row(
+            temperature=0.0,
+            logit_bias={5: bias, VOCAB: 100.0, 3: -100.0},
+            repetition_penalty=penalty,
+            prompt_ids=[5, 3],
+            output_ids=[5, 5] if others else [],
+            **others,
+        )
+
+        assert forward(logits, [row])[0].token_id == expected
+
+
+def test_each_row_of_a_batch_has_its_own_biases_and_penalties(forward) -> None:
+    logits = torch.tensor([[2.0, 1.5, 1.0]]).expand(6, -1).contiguous()
+    rows = [
+        sampling_row(temperature=0.0),
+        sampling_row(temperature=0.0, logit_bias={2: 3.0}),
+        sampling_row(temperature=0.0, repetition_penalty=1.5, prompt_ids=[0]),
+        sampling_row(temperature=0.0, presence_penalty=0.6, output_ids=[0, 1], logit_bias={2: 0.0}),
+        sampling_row(temperature=0.0, frequency_penalty=0.3, output_ids=[0, 0]),
+        sampling_row(
+            temperature=0.0, logit_bias={0: -0.75}, repetition_penalty=1.6, output_ids=[1]
+        ),
+    ]
+
+    assert [t.token_id for t in forward(logits, rows)] == [0, 2, 1, 0, 1, 0]
 
 
 def test_the_largest_biases_in_effect_force_and_ban_a_token(forward) -> None:

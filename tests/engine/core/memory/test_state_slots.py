@@ -205,3 +205,40 @@ def test_lost_slots_are_found_in_idle_times():
     assert slots.idle_violations() == ["1 free slots and 0 snapshots are not 2"]
     with pytest.raises(AssertionError):
         slots.check_invariants([], [])
+
+
+def test_free_slots_and_snapshots_come_to_all_slots_while_no_sequence_runs():
+    it = scheduler(num_slots=4)
+    serve(it, 1, PROMPT)
+    slots = it.block_manager.slots
+
+    assert (len(slots._free), num_snapshots(it)) == (3, 1)
+    assert slots.idle_violations() == []
+    slots._free.pop()
+    assert slots.idle_violations() == ["2 free slots and 1 snapshots are not 4"]
+
+
+@pytest.mark.parametrize("budget", [15, 16, 1, 5, 7])
+def test_a_state_is_kept_whether_one_token_or_many_come_before_it(budget):
+    """A chunk of one token is a row as those that decode; with 15 tokens in a step it ends where the state is kept."""
+    it = scheduler(max_num_seqs=1, max_num_batched_tokens=budget)
+
+    _, computed = serve(it, 1, PROMPT, 2)
+
+    ends = [start + count for start, count in computed]
+    assert 16 in ends
+    assert num_snapshots(it) == 1
+    again, computed = serve(it, 2, PROMPT, 1)
+    assert again.num_cached_tokens == 16
+    assert computed[0][0] == 16
+
+
+def test_rows_that_read_and_write_other_slots_are_another_batch():
+    it = scheduler(num_slots=8, enable_prefix_caching=False, max_num_seqs=2)
+    add(it, 1, PROMPT[:2], 6)
+    add(it, 2, PROMPT[:3], 6)
+    step(it)
+    batches = [step(it)[0].decode.batch for _ in range(3)]
+
+    # All decode, with one slot each to read and to write.
+    assert batches[0] is batches[1] is batches[2]

@@ -28,6 +28,76 @@ def test_a_shorter_prompt_is_admitted_while_an_older_one_does_not_fit_yet():
     assert scheduler.num_waiting == 2
 
 
+def decoding(num_blocks, *, max_new_tokens=8, **config):
+    """Return a scheduler with one running sequence, id 0, which holds two blocks of four tokens and decodes."""
+    scheduler = make_scheduler(num_blocks, 4, **config)
+    add(scheduler, 0, 6, max_new_tokens)
+    step(scheduler)
+    return scheduler
+
+
+def test_beside_sequences_that_decode_a_shorter_prompt_is_admitted_if_the_first_does_not_fit():
+    scheduler = decoding(5)
+    add(scheduler, 1, 11, max_new_tokens=1)
+    add(scheduler, 2, 5, max_new_tokens=1)
+    add(scheduler, 3, 12, max_new_tokens=1)
+
+    output, _ = step(scheduler)
+
+    assert rows_of(output) == [(0, 6, 1, 1), (2, 0, 5, 1)]
+    assert scheduler.admission.is_short_of_places
+    assert [s.request_id for s in output.first_scheduled] == [2]
+    assert [s.request_id for s in scheduler._live.waiting] == [1, 3]
+
+
+def test_the_first_is_admitted_before_a_shorter_one_where_both_fit_one_after_the_other():
+    scheduler = decoding(6)
+    add(scheduler, 1, 11, max_new_tokens=1)
+    add(scheduler, 2, 9, max_new_tokens=1)
+
+    output, _ = step(scheduler)
+
+    assert rows_of(output) == [(0, 6, 1, 1), (1, 0, 11, 1)]
+
+
+def test_nothing_is_admitted_if_neither_the_first_nor_the_shortest_fits():
+    scheduler = decoding(4)
+    add(scheduler, 1, 15, max_new_tokens=1)
+    add(scheduler, 2, 9, max_new_tokens=1)
+    add(scheduler, 3, 11, max_new_tokens=1)
+
+    output, _ = step(scheduler)
+
+    assert rows_of(output) == [(0, 6, 1, 1)]
+    assert scheduler.num_waiting == 3
+    assert scheduler.num_free_places == 0
+
+
+def test_a_shorter_prompt_does_not_pass_one_that_has_waited_its_share():
+    """What overtakes the first has at most as many tokens as it or as a step; then the blocks stay free for it."""
+    scheduler = decoding(8, max_new_tokens=26, max_num_batched_tokens=8, max_num_seqs=8)
+    add(scheduler, 1, 25, max_new_tokens=1)
+    passed = []
+    for request_id in range(2, 12):
+        add(scheduler, request_id, 5, max_new_tokens=1)
+        output, _ = step(scheduler)
+        passed += [s.request_id for s in output.first_scheduled]
+
+    assert passed == [2, 3, 4, 5, 6]
+
+
+def test_no_place_among_the_running_sequences_is_no_reason_to_try_a_shorter_prompt_twice():
+    scheduler = decoding(16, max_num_seqs=1)
+    add(scheduler, 1, 3, max_new_tokens=1)
+
+    output, _ = step(scheduler)
+
+    assert rows_of(output) == [(0, 6, 1, 1)]
+    assert scheduler.admission.is_short_of_places
+    finish_everything(scheduler)
+    assert not scheduler.admission.is_short_of_places
+
+
 @pytest.mark.parametrize(("num_blocks", "num_running"), [(3, 1), (4, 2), (5, 2)])
 def test_two_sequences_run_together_only_if_their_known_tokens_fit(num_blocks, num_running):
     scheduler = make_scheduler(num_blocks, 4)

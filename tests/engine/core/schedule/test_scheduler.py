@@ -390,3 +390,22 @@ def test_waiting_sequences_are_expected_to_generate_what_others_with_such_a_limi
     add(scheduler, 4, 4, 200)
 
     assert sum(scheduler.waiting.output_by_length) == 1 + 200
+
+
+def test_what_is_left_in_an_idle_scheduler_is_named_with_its_number():
+    scheduler = make_scheduler(8, 4, max_num_seqs=2)
+    assert scheduler.idle_violations() == []
+    for request_id in range(3):
+        add(scheduler, request_id, 3, max_new_tokens=5)
+    begin(scheduler)
+
+    found = scheduler.idle_violations()
+
+    assert found[:5] == [
+        "1 waiting sequences, expected none",
+        "2 running sequences, expected none",
+        "3 unfinished sequences, expected none",
+        "1 started steps, expected none",
+        "16 reserved tokens, expected none",
+    ]
+    assert found[5:] == scheduler.block_manager.idle_violations() != []

@@ -147,7 +147,9 @@ async def test_what_the_library_gets_wrong_is_right_or_refused(ask, constraint, 
     assert "warnings" not in reply.json()
 
 
-async def test_128_tools_with_long_descriptions_are_accepted(ask):
+async def test_128_tools_with_long_descriptions_are_accepted(ask, engine):
+    limits = {"max_model_len": 1_000_000, "max_total_tokens": 1_000_000}
+    engine.info = msgspec.structs.replace(engine.info, **limits)
     parameters = closed({"type": "string", "description": "x" * 4000})
     tools = [
         {
@@ -160,4 +162,4 @@ async def test_128_tools_with_long_descriptions_are_accepted(ask):
 
     reply = await ask(tools=tools, tool_choice="required")
 
-    assert reply.status_code == 200 or "messages" in reply.text, reply.text[:300]
+    assert reply.status_code == 200, reply.text[:300]

@@ -1,0 +1,1 @@
+"""Mutation testing: which mistakes in critical code no test would notice."""
