@@ -85,7 +85,8 @@ def test_a_result_file_has_the_commit_of_its_name_and_the_command_that_wrote_it(
     result = json.loads(path.read_text())
     commits = result.get("commits") or [result["commit"]]
 
-    assert re.search(r"-([0-9a-f]{7})(?:-[a-z]+)?$", path.stem)[1] in [it[:7] for it in commits]
+    named = re.search(r"-([0-9a-f]{7,40})(?:-[a-z]+)?$", path.stem)[1]
+    assert named in [it[: len(named)] for it in commits]
     assert result["command"]
 
 

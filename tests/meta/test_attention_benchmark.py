@@ -109,7 +109,7 @@ def test_the_documents_table_shows_the_newest_result_of_each_phase(tmp_path):
         in text
     )
     assert "| 32/8/128 | 8 x 1024 | **25.0** | 1300 | 43% | 27.5 | 29.5 | 0.91 |" in text
-    assert "commit abc1234, 2026-01-01" in text
+    assert "; 2026-01-01; `" in text  # followed by the name of the file
     assert "other" not in text
 
 
