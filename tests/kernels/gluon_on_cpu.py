@@ -491,7 +491,8 @@ def constants_of(aggregate: Any, modules: tuple[ModuleType, ...]) -> Callable[..
             for module, original in zip(modules, names, strict=True):
                 stack.enter_context(mock.patch.dict(vars(module), original))
             fields = vars(aggregate(*given))
-        return SimpleNamespace(**{field: it.value for field, it in fields.items()})
+        # Triton 3.9 has unwrapped them already.
+        return SimpleNamespace(**{field: getattr(it, "value", it) for field, it in fields.items()})
 
     return make
 

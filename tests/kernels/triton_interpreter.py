@@ -142,6 +142,7 @@ def _repair() -> None:
 
     builder = interpreter.InterpreterBuilder
     convert = builder.create_fp_to_fp
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
     cast, launch = builder.cast_impl, interpreter.GridExecutor.__call__
     patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     look_up, reduce = interpreter._get_np_dtype, interpreter.ReduceOps.generic_reduce
@@ -185,6 +186,18 @@ def _repair() -> None:
             *(torch.from_numpy(x.data.astype(d.data.dtype, order="C")) for x in (left, right))
         )
         return interpreter.TensorHandle(product.numpy() + d.data, d.dtype.scalar)
+
+    def repaired_load(self, ptrs, mask, *others):
+        """Triton 3.9 refuses masks of integers, which a comparison of constants makes of one with it."""
+        return masked_load(self, ptrs, as_mask(mask), *others)
+
+    def repaired_store(self, ptrs, value, mask, *others):
+        return masked_store(self, ptrs, value, as_mask(mask), *others)
+
+    def as_mask(handle):
+        if handle.data.dtype == bool:
+            return handle
+        return interpreter.TensorHandle(handle.data.astype(bool), tl.int1)
 
     def repaired_conversion(self, src, dst_type, rounding_mode):
         """A float32 that rounds up to a power of two in FP8 becomes half of that power."""
@@ -279,6 +292,8 @@ def _repair() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast
     interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, repaired_patch
+    builder.create_masked_load = repaired_load
+    builder.create_masked_store = repaired_store
     builder.cast_impl = repaired_cast
     for name in ("create_fp_ext", "create_fp_trunc"):
         setattr(builder, name, repaired_cast)
