@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[1]
 CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
+TESTED: Final = "torch<2.14"
+"""What a source tree gets in addition to the package's own range: versions with which all tests run on each change."""
 BUILDS: Final = ("auto", "cpu", "cuda", "default")
 # Where pip gets packages, if the user says so.
 _SOURCES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX")
@@ -92,7 +94,7 @@ def install(build: str, extras: str = "", root: Path = ROOT) -> None:
         _say(reason)
     _say("Installing Tessera and its packages" + (f" for {extras}" if extras else ""))
     target = f"{root}[{extras}]" if extras else str(root)
-    _check(pip(python, "install", "--editable", target))
+    _check(pip(python, "install", "--editable", target, TESTED))
     version = torch_version(venv)
     if build == "cuda" and _is_other(version, cpu=False):
         raise InstallError(f"TORCH=cuda: pip's index has only PyTorch {version}")
@@ -204,7 +206,7 @@ def _install_cpu_torch(python: Path, root: Path) -> bool:
     torch = next(it for it in project["dependencies"] if re.match(r"torch\b(?!-)", it))
     source = ("--no-deps", "--index-url", CPU_INDEX, "--retries", "1")
     with tempfile.TemporaryFile() as errors:
-        status = pip(python, "install", *source, torch, errors=errors)
+        status = pip(python, "install", *source, torch, TESTED, errors=errors)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").splitlines(keepends=True)
     if status and any(text in line for text in _NOT_FOUND for line in lines):

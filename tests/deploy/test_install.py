@@ -75,8 +75,8 @@ def test_without_a_gpu_pytorch_comes_from_the_cpu_index_alone(monkeypatch, linux
 
     torch, rest = pip.commands
     assert torch[:4] == ("install", "--no-deps", "--index-url", install.CPU_INDEX)
-    assert torch[-1] == "torch>=2.11,<2.14"
-    assert rest == ("install", "--editable", str(tmp_path))
+    assert torch[-2:] == ("torch>=2.11,<2.14", install.TESTED)
+    assert rest == ("install", "--editable", str(tmp_path), install.TESTED)
     assert pip.version == CPU
     assert len(capsys.readouterr().out.splitlines()) == 3
 
