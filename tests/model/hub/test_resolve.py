@@ -177,7 +177,8 @@ def offline():
 
 def partly_cached():
     error = offline()
-    error.__cause__ = errors.IncompleteSnapshotError("3 files are missing", snapshot_path="x")
+    if kind := getattr(errors, "IncompleteSnapshotError", None):
+        error.__cause__ = kind("3 files are missing", snapshot_path="x")
     return error
 
 
@@ -185,7 +186,14 @@ def partly_cached():
     ("error", "message"),
     [
         (offline(), "is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"),
-        (partly_cached(), "is only partly in the Hugging Face cache, and HF_HUB_OFFLINE forbids"),
+        pytest.param(
+            partly_cached(),
+            "is only partly in the Hugging Face cache, and HF_HUB_OFFLINE forbids",
+            marks=pytest.mark.skipif(
+                not hasattr(errors, "IncompleteSnapshotError"),
+                reason="huggingface-hub tells incomplete models apart from version 1.8 on",
+            ),
+        ),
         (
             httpx.ConnectError("no route"),
             r"the Hub \(https?://.*\) cannot be reached: no route; there",
