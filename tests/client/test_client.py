@@ -18,7 +18,7 @@ from tessera import (
 from server.client.errors import status_error
 from tests.cli import fake_server as fake
 from tests.client.conftest import KEY
-from tests.waiting import reached, until
+from tests.waiting import reached
 
 HELLO = {"role": "user", "content": "hello"}
 TOKEN = {"index": 1, "token": {"id": 7, "text": "x"}}
@@ -134,7 +134,7 @@ def test_closing_a_stream_aborts_its_request(service, call, method):
     events = call(service.url, method, "hello", take=2)
 
     assert len(events) == 2
-    service.run(until(lambda: len(service.engine.aborted) == 1))
+    service.run(reached(lambda: len(service.engine.aborted) == 1))
 
 
 def test_cancelling_a_task_aborts_its_request(service):
@@ -151,7 +151,7 @@ def test_cancelling_a_task_aborts_its_request(service):
 
     asyncio.run(main())
 
-    service.run(until(lambda: len(service.engine.aborted) == 1))
+    service.run(reached(lambda: len(service.engine.aborted) == 1))
 
 
 @pytest.mark.parametrize(

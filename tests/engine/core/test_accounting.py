@@ -101,7 +101,7 @@ def test_tokens_computed_again_after_a_preemption_are_recomputed_and_nothing_els
     sequence = make_sequence(0, 6, 5)
     scheduler.add(sequence)
     run(scheduler, 3)  # 6 tokens of the prompt and 2 of the output
-    scheduler._live.preempt_last()
+    scheduler._live.preempt(scheduler._live.running[-1])
     run(scheduler, 2)  # these 8 again, and the last 2
 
     assert tokens_of(sequence.usage) == (0, 6, 8)
@@ -116,7 +116,7 @@ def test_tokens_that_a_preempted_sequence_finds_again_count_neither_as_cached_no
     sequence = make_sequence(0, 6, 8)
     scheduler.add(sequence)
     run(scheduler, 4)  # 9 tokens computed, 8 of them in full blocks
-    scheduler._live.preempt_last()
+    scheduler._live.preempt(scheduler._live.running[-1])
     run(scheduler, 4)
 
     assert sequence.num_cached_tokens == 0
@@ -131,7 +131,7 @@ def test_cached_tokens_are_counted_once_however_often_a_sequence_is_preempted():
     scheduler.add(sequence)
     for _ in range(3):
         run(scheduler, 1)
-        scheduler._live.preempt_last()
+        scheduler._live.preempt(scheduler._live.running[-1])
     run(scheduler, 3)
 
     assert sequence.num_cached_tokens == 8

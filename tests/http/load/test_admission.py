@@ -2,13 +2,13 @@
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from server.errors import OverloadedError, ValidationError
 from server.http.load.admission import FREE_BYTES, Admission
+from server.http.metrics.client_counts import Counts
 from server.http.request_id import CurrentRequest, _current
 from server.http.text.grammar_compiler import GrammarCompiler, Verdict
 from server.http.transport import HTTP11Protocol
@@ -22,6 +22,25 @@ pytestmark = pytest.mark.anyio
 LIMIT = 100_000
 ROUTES = ("/generate", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations", "/tokenize", "/detokenize",
           "/chat_tokenize", "/abort")  # fmt: skip
+
+
+class Places:
+    """The counts of sequences in flight of a service with one process."""
+
+    def __init__(self):
+        self.in_flight, self.clients, self._held = 0, self, {}
+
+    def add_in_flight(self, count):
+        self.in_flight += count
+
+    def add(self, client, counts):
+        self._held[client] = self._held.get(client, 0) + counts.places
+
+    def of(self, client):
+        return Counts(places=self._held.get(client, 0))
+
+    def num_clients(self, client):
+        return len({client, *(it for it, held in self._held.items() if held)})
 
 
 @pytest.fixture
@@ -91,8 +110,7 @@ async def test_the_budget_and_the_bytes_that_do_not_count_include_their_last_byt
 @pytest.mark.parametrize(("configured", "limit"), [(3, 3), (None, 2 * 21)])
 async def test_the_last_place_is_given_and_no_more(configured, limit):
     info = msgspec.structs.replace(INFO, max_num_seqs=21)
-    places = SimpleNamespace(in_flight=0)
-    places.add_in_flight = lambda count: setattr(places, "in_flight", places.in_flight + count)
+    places = Places()
     asked = []
     config = replace(CONFIG, max_concurrent_requests=configured)
     admission = Admission(config, places, lambda count: asked.append(count) or 7)
@@ -119,13 +137,12 @@ async def test_the_last_place_is_given_and_no_more(configured, limit):
 
 
 async def test_places_are_given_back_after_an_error():
-    places = SimpleNamespace(in_flight=0)
-    places.add_in_flight = lambda count: setattr(places, "in_flight", places.in_flight + count)
+    places = Places()
     admission = Admission(CONFIG, places, lambda _: 1)
     for admit in (lambda: admission.admit(4, INFO), lambda: admission.admit_tokenizing(INFO)):
         with pytest.raises(KeyError), admit():
             raise KeyError
-    assert (places.in_flight, admission._tokenizing) == (0, 0)
+    assert (places.in_flight, admission._tokenizing.total) == (0, 0)
 
 
 async def test_requests_that_tokenize_have_places_of_their_own(admission):
