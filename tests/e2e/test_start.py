@@ -16,7 +16,7 @@ import pytest
 
 from model.hub.resolve import resolve
 from server.engine.link.spawn import spawn
-from tests.waiting import GIVE_UP
+from tests.waiting import GIVE_UP, until
 
 pytestmark = pytest.mark.e2e
 
@@ -73,14 +73,11 @@ def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stderr=subprocess.DEVNULL,
     ) as process:
-        while not list(tmp_path.iterdir()):
-            pass  # interrupt as early as possible, while the sockets are being created
+        until(lambda: len(processes_of(str(tmp_path))) > 1)  # as soon as there is a child
         process.terminate()
         process.wait(timeout=GIVE_UP)
 
-    deadline = time.monotonic() + 5
-    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until_gone(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
