@@ -40,7 +40,8 @@ NOT_LINEAR = [
     # Few ways, but long ones; or few in each of many alternatives.
     "(?!" + "a{999}" * 99 + "b)a", "|".join("(?!" + "a{0,99}" + it + ")a" for it in "bcdefghijk"),
     # An alternative that reads a run in vain, and another one than the next takes it.
-    r"\s*[\r\n]+| |\s+", r"\s*[\r\n]|\s*[\r\n]+|\s", O200K.partition("|[^")[0], O200K.partition("|[^")[0] + r"|a|\p{L}+",
+    r"\s*[\r\n]+| |\s+", r"\s*[\r\n]|\s*[\r\n]+|\s", O200K.partition("|[^")[0],
+    O200K.partition("|[^")[0] + r"|a|\p{L}+",
 ]  # fmt: skip
 
 
