@@ -148,7 +148,8 @@ class _Steps:
             if item == "|":
                 all_ways, all_steps, ways, steps = all_ways + ways, all_steps + steps, 1.0, 0.0
                 continue
-            if is_group := item[0] == "(":
+            is_group = item.startswith("(")
+            if is_group:
                 its_ways, its_steps = self._of_group(depth + 1)
                 self._at += 1  # its end
             else:
@@ -166,7 +167,7 @@ def _repeated(
 ) -> tuple[float, float]:
     """Return the ways and steps of something that is repeated so many times."""
     least, most = found
-    if found == (0, 1):
+    if least == 0 and most == 1:
         return ways + 1, steps + 1
     if is_group or most < least:  # the latter is possessive for some versions, an error for others
         return math.inf, math.inf
