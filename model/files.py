@@ -28,8 +28,9 @@ from model.errors import ModelError
 
 _BUNDLED: Final = Path(__file__).parent / "bundled"
 _DESCRIPTORS: Final = next(
-    path for path in (Path("/proc/self/fd"), Path("/dev/fd")) if path.exists()
+    (path for path in (Path("/proc/self/fd"), Path("/dev/fd")) if path.exists()), None
 )
+"""None on a Linux without `/proc`: there, what was opened is compared with what its path leads to."""
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
@@ -91,7 +92,7 @@ def open_file(folder: Path, name: str, error: type[ModelError]) -> Iterator[int]
             found = _open(file, getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK))
             stack.callback(os.close, found)
             mode = os.fstat(found).st_mode
-            root, target = _path_of(base), _path_of(found)
+            root, target = _path_of(base, folder), _path_of(found, file)
             # Where a link leads is said before what is there, so that it does not matter.
             if not _may_read(root, target):
                 raise error(
@@ -102,8 +103,10 @@ def open_file(folder: Path, name: str, error: type[ModelError]) -> Iterator[int]
                 kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
                 raise error(f"{file} is {kind}, not a regular file")
             if hasattr(os, "O_PATH"):
-                found = _open(path_of_descriptor(found), os.O_RDONLY)
+                checked, found = found, _open(path_of_descriptor(found, file), os.O_RDONLY)
                 stack.callback(os.close, found)
+                if not os.path.samestat(os.fstat(checked), os.fstat(found)):
+                    raise error(f"{file} was replaced while it was opened")
         except (OSError, ValueError) as problem:  # ValueError: the name has a NUL character
             raise error(_why_not(file, problem)) from None
         yield found
@@ -123,9 +126,17 @@ def read_given(file: Path, max_bytes: int, error: type[ModelError]) -> bytes:
         os.close(descriptor)
 
 
-def path_of_descriptor(descriptor: int) -> str:
-    """Return a path for libraries that open files by path; valid while the descriptor is open."""
-    return f"{_DESCRIPTORS}/{descriptor}"
+def path_of_descriptor(descriptor: int, file: Path) -> str:
+    """Return a path for libraries that open files by path; valid while the descriptor is open.
+
+    Args:
+        descriptor: of the file.
+        file: the path by which it was opened.
+
+    Raises:
+        OSError: there is no such path any more.
+    """
+    return _real_path(descriptor, file) if _DESCRIPTORS is None else f"{_DESCRIPTORS}/{descriptor}"
 
 
 def _open(path: Path | str, flags: int) -> int:
@@ -157,13 +168,27 @@ def _why_not(file: Path, problem: OSError | ValueError) -> str:
     return f"{file} cannot be read: {problem.strerror}"
 
 
-def _path_of(descriptor: int) -> str:
+def _path_of(descriptor: int, file: Path) -> str:
     """Return the path of what a descriptor stands for, without links."""
+    if _DESCRIPTORS is None:
+        return _real_path(descriptor, file)
     if _DESCRIPTORS.is_relative_to("/proc"):
-        return str(Path(path_of_descriptor(descriptor)).readlink())
+        return str(Path(path_of_descriptor(descriptor, file)).readlink())
     import fcntl  # noqa: PLC0415 - only here
 
     return os.fsdecode(fcntl.fcntl(descriptor, _GET_PATH, bytes(1024)).rstrip(b"\0"))
+
+
+def _real_path(descriptor: int, file: Path) -> str:
+    """Return where a path leads, if that is what the descriptor stands for.
+
+    Raises:
+        OSError: it is not, or the path leads nowhere.
+    """
+    path = os.path.realpath(file)
+    if not os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return path
 
 
 def _may_read(root: str, target: str) -> bool:

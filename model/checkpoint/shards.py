@@ -125,7 +125,7 @@ def open_shard(file: Path) -> Iterator[Any]:
         with (
             open_file(file.parent, file.name, WeightsError) as descriptor,
             safetensors.safe_open(
-                path_of_descriptor(descriptor), framework="pt", device="cpu"
+                path_of_descriptor(descriptor, file), framework="pt", device="cpu"
             ) as shard,
         ):
             yield shard

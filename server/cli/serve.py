@@ -87,6 +87,7 @@ def serve(
     signals = ending_signals()
     _set_up_process(settings, signals)
     try:
+        raise_descriptor_limit()
         check_tracing(settings)
         keys = api_keys(settings)  # before anything is downloaded
         settings = with_model_name(settings)
@@ -145,7 +146,6 @@ def _set_up_process(settings: Settings, ending: Iterable[signal.Signals]) -> Non
     configure_logging(settings.log_level, settings.log_format)
     dump_stacks_on_signal()
     disable_tokenizer_threads()
-    raise_descriptor_limit()
 
 
 class _Ending:

@@ -22,6 +22,12 @@ from model.text.tokenizer import Tokenizer
 PRIVATE = "what somebody else wrote"
 
 
+@pytest.fixture(autouse=True, params=["with descriptors' paths", "without /proc"])
+def paths_of_descriptors(request, monkeypatch):
+    if request.param == "without /proc":
+        monkeypatch.setattr(files, "_DESCRIPTORS", None)
+
+
 @pytest.fixture
 def secret(tmp_path):
     file = tmp_path / "home" / "secret"

@@ -19,7 +19,7 @@ import tokenizers
 
 from model.errors import TokenizerError
 from model.json_input import shorten
-from model.text.bounded.patterns import is_linear
+from model.text.bounded.patterns import MAX_SEARCH_STEPS, steps_at_a_place
 
 MAX_VOCABULARY: Final = 2_000_000
 """Tokens, and merges. The largest vocabularies in use have a million tokens."""
@@ -113,7 +113,7 @@ def check_library(library: tokenizers.Tokenizer, file: Path) -> Bounds:
     Raises:
         TokenizerError: a step is beyond a limit.
     """
-    model, growth, is_linear = library.model, 1.0, True
+    model, growth, is_linear, searches = library.model, 1.0, True, 0.0
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         part = getattr(library, name)
         steps = [] if part is None else list(_flatten(json.loads(part.__getstate__())))
@@ -126,6 +126,7 @@ def check_library(library: tokenizers.Tokenizer, file: Path) -> Bounds:
             factor = _growth(step, f"{file}: {name}")
             product *= factor or 1.0
             is_linear = is_linear and factor is not None
+            searches += _search_steps(step)
             _check(product, MAX_GROWTH, f"{file}: growth of a text by {name}")
         growth = growth if name == "decoder" else growth * product
     if isinstance(model, tokenizers.models.WordPiece):
@@ -133,6 +134,7 @@ def check_library(library: tokenizers.Tokenizer, file: Path) -> Bounds:
     elif isinstance(model, tokenizers.models.Unigram):
         sizes = (len(name.encode()) for name in library.get_vocab(with_added_tokens=False))
         is_linear = is_linear and max(sizes, default=0) <= _LINEAR_UNIGRAM_BYTES
+    is_linear = is_linear and searches <= MAX_SEARCH_STEPS
     return Bounds(growth, is_linear and growth <= _LINEAR_GROWTH)
 
 
@@ -178,7 +180,7 @@ def _growth(step: Mapping[str, Any], place: str) -> float | None:
             return max(1.0, size / len(old.encode())) if old else 1.0 + size
         case {"type": "Replace" | "Split", "pattern": {"Regex": str(pattern)}}:
             _check(len(pattern), MAX_TEXT_CHARACTERS, f"{place}: characters of a pattern")
-            if is_linear(pattern):
+            if steps_at_a_place(pattern) <= MAX_SEARCH_STEPS:
                 return 1.0 + size  # it may match between characters
             if place.endswith("decoder"):
                 raise TokenizerError(
@@ -191,6 +193,13 @@ def _growth(step: Mapping[str, Any], place: str) -> float | None:
             return _longest_replacement(table)
     factor = _GROWTH.get(str(kind))
     return None if factor is None else float(factor)
+
+
+def _search_steps(step: Mapping[str, Any]) -> float:
+    """Return the steps of a search for a pattern at each place of a text."""
+    pattern = step.get("pattern")
+    found = pattern.get("Regex") if isinstance(pattern, dict) else None
+    return steps_at_a_place(found) if isinstance(found, str) else 0.0
 
 
 def _longest_replacement(table: str) -> float:

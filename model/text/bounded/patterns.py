@@ -6,10 +6,12 @@ the square of the number of `a`, `(a|a)*b` one that doubles with each.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from typing import Final
 
-# Alternatives of patterns in wide use. That of spaces needs one after it which takes spaces without a line break.
+# Alternatives of patterns in wide use.
 _SPACES: Final = (r"\s+(?!\S)", r" +(?=\s)")
 _LINES: Final = (r"\s*[\r\n]+", r"\s*[\r\n]")
 _ENDINGS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -17,28 +19,51 @@ _WORDS: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _ENDINGS,
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _ENDINGS,
 )
-_MAX_WAYS: Final = 10_000
-_ATOM: Final = re.compile(r"\\[pP]\{[^}]*\}|\\x\{[^}]*\}|\\[^1-9kgKGXyYRQ]|[^\\\[\](){}*+?|]")
+_KNOWN_STEPS: Final = 30.0
+MAX_SEARCH_STEPS: Final = 500
+"""Steps of the search at one place of a text; the library takes about 10 ns for each."""
+
+# Other escapes are unknown, among them `\c[`, which is one character and no beginning of a class.
+_ESCAPE: Final = re.compile(
+    r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|[pPxusSdDwWhHbBAzZnrtfvae0]|[^0-9A-Za-z])"
+)
+_ATOM: Final = re.compile(_ESCAPE.pattern + r"|[^\\\[\](){}*+?|]")
 # What follows a counted repetition repeats it: it does not make it lazy or possessive (Oniguruma's syntax of Ruby).
-_QUANTIFIER: Final = re.compile(r"(?:([*+?])[?+]?|\{(\d{0,6})(,?)(\d{0,6})\})(?![*+?{])")
+_QUANTIFIER: Final = re.compile(
+    r"(?:([*+?])[?+]?|\{(?:(\d{1,6})(?:(,)(\d{0,6}))?|(,)(\d{1,6}))\})(?![*+?{])"
+)
 _GROUP: Final = re.compile(r"\((?:\?(?:[:=!>]|<[=!]|[ims]+:))?(?!\?|\*)")
-_MAX_COUNT: Final = 1_000
 
 
 def is_linear(pattern: str) -> bool:
-    """Return whether a pattern is certain to take a time proportional to the length of any text.
+    """Return whether a pattern is certain to take a time proportional to the length of any text."""
+    return steps_at_a_place(pattern) <= MAX_SEARCH_STEPS
+
+
+def steps_at_a_place(pattern: str) -> float:
+    """Return how many steps a search takes at most for each character of any text; infinite if it is not known.
 
     Each alternative must be known, or be such that the search goes back only a bounded number of times: no group is
     repeated, nothing in a group is repeated without end, and what follows such a repetition may be empty.
     """
     alternatives = _alternatives(pattern)
     if alternatives is None:
-        return False
-    takes_spaces = r"\s+" in alternatives or _SPACES[0] in alternatives
-    return all(
-        it in _SPACES or it in _WORDS or (it in _LINES and takes_spaces) or _is_simple(it)
-        for it in alternatives
-    )
+        return math.inf
+    following = [*alternatives[1:], None]
+    return sum(map(_steps, alternatives, following))
+
+
+def _steps(alternative: str, following: str | None) -> float:
+    """Return the steps of an alternative. One that may read a whole run in vain needs one that takes the run next."""
+    if alternative in _SPACES or alternative == _WORDS[1]:
+        return _KNOWN_STEPS
+    if alternative in _LINES:
+        return _KNOWN_STEPS if following in (r"\s+", _SPACES[0]) else math.inf
+    if alternative == _WORDS[0]:
+        return _KNOWN_STEPS if following == _WORDS[1] else math.inf
+    items = list(_items(alternative))
+    steps = _Steps(items).of_all()
+    return steps if steps < math.inf and _never_goes_back(items) else math.inf
 
 
 def _alternatives(pattern: str) -> list[str] | None:
@@ -52,6 +77,8 @@ def _alternatives(pattern: str) -> list[str] | None:
             depth += 1
         elif pattern[i] == ")":
             depth -= 1
+            if depth < 0:
+                return None
         elif pattern[i] == "|" and depth == 0:
             found.append(pattern[start:i])
             start = i + 1
@@ -74,7 +101,10 @@ def _class_length(pattern: str, i: int) -> int | None:
     depth, at = 0, i
     while at < len(pattern):
         if pattern[at] == "\\":
-            at += 1
+            escape = _ESCAPE.match(pattern, at)
+            if escape is None:
+                return None
+            at += len(escape[0]) - 1
         elif pattern[at] == "[":
             depth += 1
         elif pattern[at] == "]":
@@ -85,39 +115,65 @@ def _class_length(pattern: str, i: int) -> int | None:
     return None
 
 
-def _is_simple(alternative: str) -> bool:
-    items, i = [], 0
+def _items(alternative: str) -> Iterator[str]:
+    i = 0
     while i < len(alternative):
         size = _item(alternative, i)
         assert size is not None
-        items.append(alternative[i : i + size])
+        yield alternative[i : i + size]
         i += size
-    return _repeats_little(items) and _never_goes_back(items)
 
 
-def _repeats_little(items: list[str]) -> bool:
-    """Return whether no group is repeated, and the ways to match what comes before an endless repetition are few."""
-    depth, ways, last = 0, 1, ""
-    for item in items:
-        depth += (item[0] == "(") - (item == ")")
-        if found := _QUANTIFIER.fullmatch(item):
-            sign, least, comma, most = found.groups()
-            if last == ")" and sign != "?":
-                return False
-            if _is_endless(item):
-                if depth:
-                    return False
-            elif sign:
-                ways *= 2
+class _Steps:
+    """Counts the steps of a search at one place: how many ways there are, and what each costs.
+
+    Infinite if a group is repeated, or something in a group without end.
+
+    Args:
+        items: an alternative's.
+    """
+
+    def __init__(self, items: list[str]) -> None:
+        self._items, self._at = items, 0
+
+    def of_all(self) -> float:
+        """Return the steps of all items."""
+        return self._of_group(depth=0)[1]
+
+    def _of_group(self, depth: int) -> tuple[float, float]:
+        """Return the ways and steps of the alternatives up to the end of a group."""
+        all_ways, all_steps, ways, steps = 0.0, 0.0, 1.0, 0.0
+        while self._at < len(self._items) and (item := self._items[self._at]) != ")":
+            self._at += 1
+            if item == "|":
+                all_ways, all_steps, ways, steps = all_ways + ways, all_steps + steps, 1.0, 0.0
+                continue
+            is_group = item.startswith("(")
+            if is_group:
+                its_ways, its_steps = self._of_group(depth + 1)
+                self._at += 1  # its end
             else:
-                count = int(most if comma else least)
-                ways *= count - int(least or 0) + 1
-                if count > _MAX_COUNT:
-                    return False
-        elif item == "|":
-            ways *= 2
-        last = item
-    return ways <= _MAX_WAYS
+                its_ways, its_steps = 1.0, 1.0
+            if self._at < len(self._items) and (found := _quantifier(self._items[self._at])):
+                self._at += 1
+                its_ways, its_steps = _repeated(found, its_ways, its_steps, is_group, depth)
+            steps += ways * its_steps
+            ways *= its_ways
+        return all_ways + ways, all_steps + steps
+
+
+def _repeated(
+    found: tuple[int, float], ways: float, steps: float, is_group: bool, depth: int
+) -> tuple[float, float]:
+    """Return the ways and steps of something that is repeated so many times."""
+    least, most = found
+    if least == 0 and most == 1:
+        return ways + 1, steps + 1
+    if is_group or most < least:  # the latter is possessive for some versions, an error for others
+        return math.inf, math.inf
+    if most == math.inf:  # what follows cannot fail
+        return (1.0, 1.0 + least) if not depth else (math.inf, math.inf)
+    return most - least + 1, most
 
 
 def _never_goes_back(items: list[str]) -> bool:
@@ -130,15 +186,26 @@ def _never_goes_back(items: list[str]) -> bool:
             i += 1
             if depth == 0:
                 break
-        found = _QUANTIFIER.fullmatch(items[i]) if i < len(items) else None
-        if found is None or not (
-            found[1] in ("*", "?") or (found[2] is not None and not int(found[2] or 0))
-        ):
+        found = _quantifier(items[i]) if i < len(items) else None
+        if found is None or found[0]:
             return False
         i += 1
     return True
 
 
 def _is_endless(item: str) -> bool:
+    found = _quantifier(item)
+    return found is not None and found[1] == math.inf
+
+
+def _quantifier(item: str) -> tuple[int, float] | None:
+    """Return how often at least and at most something is repeated; None for what is no quantifier."""
     found = _QUANTIFIER.fullmatch(item)
-    return found is not None and (found[1] in ("*", "+") or bool(found[3] and not found[4]))
+    if found is None:
+        return None
+    sign, least, comma, most, _, only_most = found.groups()
+    if sign:
+        return int(sign == "+"), 1 if sign == "?" else math.inf
+    if only_most:
+        return 0, int(only_most)
+    return int(least), int(most) if most else math.inf if comma else int(least)

@@ -15,10 +15,12 @@ from typing import TypeVar
 
 import msgspec
 
+from server.engine.core.start_checks import StartupError
 from server.standard_error import drain
 
 ConfigT = TypeVar("ConfigT")
 
+_FEWEST_DESCRIPTORS = 64
 _ENOUGH_DESCRIPTORS = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _LINES_SECONDS = 0.2
@@ -69,6 +71,9 @@ def raise_descriptor_limit() -> None:
 
     Many systems give 1,024, which a thousand idle connections use up. Far higher limits are not used: with one of 10^9,
     programs that close every possible descriptor take minutes to start.
+
+    Raises:
+        StartupError: it may have too few for the service's own sockets and pipes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -76,6 +81,10 @@ def raise_descriptor_limit() -> None:
     if soft != unlimited and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # macOS may allow fewer than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if 0 <= hard < _FEWEST_DESCRIPTORS:
+        raise StartupError(
+            f"the limit of open files is {hard} (ulimit -n), and the service needs at least {_FEWEST_DESCRIPTORS}"
+        )
 
 
 @contextlib.contextmanager

@@ -34,6 +34,14 @@ NOT_LINEAR = [
     "a{1,1000}{1,1000}b", "a{0,50}{0,50}b", "a{1,3}+b", "a**b", "(a{1,100}){1,100}", "a{0,10000000}b", "a{,99999}b",
     "a{1,200}" * 3 + "b", "(?:a+)?b", "a+(?:b+)?c", "a+b?c", "x*(?:y|z)", "(?x: a +) +b", r"\s*[\r\n]+", "[a", "(a",
     "a)", "]", "a{", "(?", "(?<", "\\", r"\p{L", "a+|a+b",
+    # These hold what the library reads as a control character, a literal, or a range from high to low.
+    r"[\c[](a|a)*b]", r"\C-[(a|a)*b]", r"\c[(a|a)*b]", r"\M-[(a|a)*b]", "a+b{,}", "a+b{}",
+    "a{1,0}" + "b{0,99}" * 3 + "c", "a)(b", "a+)(b",
+    # Few ways, but long ones; or few in each of many alternatives.
+    "(?!" + "a{999}" * 99 + "b)a", "|".join("(?!" + "a{0,99}" + it + ")a" for it in "bcdefghijk"),
+    # An alternative that reads a run in vain, and another one than the next takes it.
+    r"\s*[\r\n]+| |\s+", r"\s*[\r\n]|\s*[\r\n]+|\s", O200K.partition("|[^")[0],
+    O200K.partition("|[^")[0] + r"|a|\p{L}+",
 ]  # fmt: skip
 
 
