@@ -82,8 +82,8 @@ class FairPlaces:
         else:
             self._held[client] -= 1
         # A client that may not hold more is passed over: there are at most `count / most_of_a_client` of those.
-        while next_client := next(filter(self._may_hold, self._waiting), None):
-            if self._call(next_client):
+        while (following := next(filter(self._may_hold, self._waiting), None)) is not None:
+            if self._call(following):
                 return
 
     def _call(self, client: str) -> bool:
