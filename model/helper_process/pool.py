@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import logging
@@ -55,7 +54,7 @@ class HelperPool:
         self._all: set[HelperProcess] = set()
         self._waiting: deque[concurrent.futures.Future[None]] = deque()
         self._num_ends = 0
-        _POOLS.add(self)
+        weakref.finalize(self, _end_processes, self._all)
 
     @property
     def pids(self) -> list[int]:
@@ -120,15 +119,6 @@ class HelperPool:
         for process in idle:
             process.close()
 
-    def _wait_for_ends(self) -> None:
-        """End all processes and wait for it, when nobody uses them any more."""
-        with self._lock:
-            found, self._all, self._idle = self._all, set(), []
-        for process in found:
-            process.interrupt()
-        for process in found:
-            process.wait_for_end()
-
     def _take(
         self, lent: contextlib.ExitStack, make: Callable[[], HelperProcess], *, new: bool
     ) -> Steps[tuple[HelperProcess, bool]]:
@@ -184,7 +174,9 @@ class HelperPool:
     def _give_back(self, process: HelperProcess) -> None:
         with self._lock:
             is_kept = self._most_idle is None or len(self._idle) < self._most_idle
-            if process in self._all and is_kept and process.is_usable:
+            if (
+                process in self._all and is_kept and process.pid is not None
+            ):  # it is looked at when it is taken
                 self._idle.append(process)
             else:
                 self._discard(process)
@@ -195,10 +187,9 @@ class HelperPool:
             self._waiting.popleft().set_result(None)
 
 
-_POOLS: Final[weakref.WeakSet[HelperPool]] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    for pool in list(_POOLS):
-        pool._wait_for_ends()  # noqa: SLF001 - of this module
+def _end_processes(processes: set[HelperProcess]) -> None:
+    """End processes that nobody uses any more, and wait for it."""
+    for process in processes:
+        process.interrupt()
+    while processes:
+        processes.pop().wait_for_end()

@@ -43,7 +43,7 @@ _LOOK_SECONDS: Final = 0.5
 """How often a process that computes is looked at."""
 _SILENT_SECONDS: Final = 20.0
 _SILENT_FACTOR: Final = 10.0
-"""A process without an answer is given up after these seconds and so many times its processor time, for busy machines."""
+"""A process without an answer is given up after these seconds and so many times its processor time."""
 _EXIT_SECONDS: Final = 5.0
 """Time for a process that has closed its connection to end."""
 _KILLED_SECONDS: Final = 1.0
