@@ -188,36 +188,18 @@ class ChatTemplate:
         templates = find_templates(folder, config) if source is None else {DEFAULT: source}
         return cls(templates, tokenizer, special_variables(config)) if templates else None
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, object] | None = None,
-    ) -> RenderedChat:
-        """Render a conversation.
+    def render(self, messages: Sequence[Message], **options: Any) -> RenderedChat:  # noqa: ANN401 - those of `prepare`
+        """Render a conversation; the thread waits.
 
         Args:
-            messages: plain JSON values; each has a `role`, most have `content`, a text or a list of parts of type
-                `text`.
-            tools: definitions of tools, as in the OpenAI API.
-            add_generation_prompt: whether to end with the beginning of the assistant's next message.
-            continue_final_message: whether to leave the last message open, so that the model continues it.
-            variables: further variables for the template, such as `documents` or `enable_thinking`.
+            messages: as for `prepare`.
+            options: likewise.
 
         Raises:
             ChatTemplateError: the template cannot render these messages; the message names the place.
             RenderingUnavailableError: no process could render them.
         """
-        conversation = self.prepare(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
+        conversation = self.prepare(messages, **options)
         return conversation.finish(conversation.render_in_thread())
 
     def prepare(
@@ -229,7 +211,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> Conversation:
-        """Make a conversation ready to be rendered; arguments and errors are those of `render`."""
+        """Make a conversation ready to be rendered.
+
+        Args:
+            messages: plain JSON values; each has a `role`, most have `content`, a text or a list of parts of type
+                `text`.
+            tools: definitions of tools, as in the OpenAI API.
+            add_generation_prompt: whether to end with the beginning of the assistant's next message.
+            continue_final_message: whether to leave the last message open, so that the model continues it.
+            variables: further variables for the template, such as `documents` or `enable_thinking`.
+
+        Raises:
+            ChatTemplateError: the messages or variables cannot be rendered; the message names the place.
+        """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
                 "`add_generation_prompt` and `continue_final_message` exclude each other"

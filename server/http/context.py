@@ -205,7 +205,7 @@ class AppContext:
         messages: Sequence[dict[str, Any]],
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
-        **options: Any,  # noqa: ANN401 - those of `ChatTemplate.render`
+        **options: Any,  # noqa: ANN401 - those of `ChatTemplate.prepare`
     ) -> ResultT:
         """Render a conversation and pass it to a function, as `tokenize` does; otherwise like `encode_chat`.
 
