@@ -52,7 +52,7 @@ ROUTES = {
 @pytest.fixture(scope="module")
 def app():
     client = SimpleNamespace(restart_queue=SimpleNamespace())
-    tokenizer = SimpleNamespace(folder=None, library=Tokenizer(BPE()))
+    tokenizer = SimpleNamespace(folder=None, library=Tokenizer(BPE()), is_linear=True, growth=1.0)
     return create_app(client, tokenizer, HTTPConfig(model_id="none"))
 
 
