@@ -18,12 +18,14 @@ from model.text.rendering.marks import alternatives
 from model.text.rendering.protocol import FUNCTIONS
 from model.text.rendering.renderer import (
     RENDERERS,
+    RENDERING_ERRORS,
     Allowance,
     Program,
     TemplateFailureError,
     TemplateInvalidError,
     TemplateLimitError,
     TemplateRefusalError,
+    rendering,
 )
 from model.text.special_text import SpecialText, special_tokens
 from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
@@ -71,6 +73,38 @@ class RenderedChat:
     def encode_with_offsets(self) -> tuple[str, TokenSpans]:
         """Return the text and its tokens with the characters that each stands for; otherwise like `encode`."""
         return self._special.encode_with_offsets(self.marked)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation that is ready to be rendered.
+
+    Attributes:
+        finish: makes the result of the text that the processes return.
+    """
+
+    finish: Callable[[str], RenderedChat]
+    _program: Program
+    _task: bytes
+    _describe: Callable[[Exception], ChatTemplateError]
+
+    async def render(self) -> str:
+        """Return the text for `finish`; the event loop does other work meanwhile.
+
+        Raises:
+            Exception: as `ChatTemplate.render`.
+        """
+        try:
+            return await RENDERERS.render_on_loop(self._program, self._task, Allowance())
+        except RENDERING_ERRORS as error:
+            raise self._describe(error) from None
+
+    def render_in_thread(self) -> str:
+        """Return the same; the thread waits."""
+        try:
+            return RENDERERS.do(self._program, self._task, Allowance())
+        except RENDERING_ERRORS as error:
+            raise self._describe(error) from None
 
 
 class ChatTemplate:
@@ -154,7 +188,21 @@ class ChatTemplate:
         templates = find_templates(folder, config) if source is None else {DEFAULT: source}
         return cls(templates, tokenizer, special_variables(config)) if templates else None
 
-    def render(
+    def render(self, messages: Sequence[Message], **options: Any) -> RenderedChat:  # noqa: ANN401 - those of `prepare`
+        """Render a conversation; the thread waits.
+
+        Args:
+            messages: as for `prepare`.
+            options: likewise.
+
+        Raises:
+            ChatTemplateError: the template cannot render these messages; the message names the place.
+            RenderingUnavailableError: no process could render them.
+        """
+        conversation = self.prepare(messages, **options)
+        return conversation.finish(conversation.render_in_thread())
+
+    def prepare(
         self,
         messages: Sequence[Message],
         *,
@@ -162,8 +210,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
-    ) -> RenderedChat:
-        """Render a conversation.
+    ) -> Conversation:
+        """Make a conversation ready to be rendered.
 
         Args:
             messages: plain JSON values; each has a `role`, most have `content`, a text or a list of parts of type
@@ -174,8 +222,7 @@ class ChatTemplate:
             variables: further variables for the template, such as `documents` or `enable_thinking`.
 
         Raises:
-            ChatTemplateError: the template cannot render these messages; the message names the place.
-            RenderingUnavailableError: no process could render them.
+            ChatTemplateError: the messages or variables cannot be rendered; the message names the place.
         """
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
@@ -207,8 +254,15 @@ class ChatTemplate:
                 message["role"] = role
         given = {"documents": None, **self._tokens, **given}
         given["add_generation_prompt"] = add_generation_prompt
-        text = self._run(template.program, given)
-        if continue_final_message:
+        try:
+            task = rendering(template.program, given)
+        except TemplateFailureError as error:
+            raise self._describe(error) from None
+        finish = functools.partial(self._finish, is_continued=continue_final_message)
+        return Conversation(finish, template.program, task, self._describe)
+
+    def _finish(self, text: str, *, is_continued: bool) -> RenderedChat:
+        if is_continued:
             text = _cut(text, self._special.end)
         if self._composed:
             text = self._find_composed.sub(lambda found: self._special.mark(found[0]), text)
@@ -219,21 +273,12 @@ class ChatTemplate:
         """Return the name of the template for conversations with or without tools."""
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else DEFAULT
 
-    def _run(self, program: Program, variables: Mapping[str, object]) -> str:
-        try:
-            return RENDERERS.render(program, variables, Allowance())
-        except TemplateRefusalError as error:
-            raise ChatTemplateError(
-                f"`messages`: the chat template rejects the conversation: {self._printable(error)}"
-            ) from None
-        except TemplateLimitError as error:
-            raise ChatTemplateLimitError(
-                f"`messages`: the chat template reached a limit: {error}"
-            ) from None
-        except TemplateFailureError as error:
-            raise ChatTemplateError(
-                f"`messages`: the chat template fails: {self._printable(error)}"
-            ) from None
+    def _describe(self, error: Exception) -> ChatTemplateError:
+        """Return what an error of a rendering means for the conversation."""
+        if isinstance(error, TemplateLimitError):
+            return ChatTemplateLimitError(f"`messages`: the chat template reached a limit: {error}")
+        what = "rejects the conversation" if isinstance(error, TemplateRefusalError) else "fails"
+        return ChatTemplateError(f"`messages`: the chat template {what}: {self._printable(error)}")
 
     def _printable(self, error: Exception) -> str:
         return _printable(self._special.unmark(str(error)).replace(self._special.breaker, ""))

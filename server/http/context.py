@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from model.errors import ChatTemplateError, ChatTemplateLimitError, TokenizerError
-from model.text.chat_template import ChatTemplate, RenderedChat
 from model.text.rendering.renderer import RenderingUnavailableError
 from model.text.special_text import MARK_BYTES
 from model.text.token_length import longest_token
@@ -19,13 +18,14 @@ from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
 from server.http.request_id import current_request
-from server.http.text.chat_threads import ChatThreads
+from server.http.text.chat_renderer import ChatRenderer
 from server.http.text.grammar_compiler import GrammarCompiler
 from server.http.text.tokenizing import TokenizerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Sized
 
+    from model.text.chat_template import ChatTemplate, Conversation, RenderedChat
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
@@ -80,14 +80,14 @@ class AppContext:
         # Elsewhere the event loop would wait for another process.
         self._inline_characters = config.inline_characters if tokenizer.is_linear else -1
         self._workers = TokenizerThreads(config.validation_workers, tokenizer.growth)
-        self._chat_threads = ChatThreads()
+        self._chat_renderer = ChatRenderer(self._workers)
         self._has_logged_limit = False
 
     def close(self) -> None:
         """End the threads and processes; no request may follow."""
         self._workers.close()
         self.tokenizer.close()
-        self._chat_threads.close()
+        self._chat_renderer.close()
         self.grammars.close()
 
     def engine_info(self) -> EngineInfo:
@@ -205,12 +205,11 @@ class AppContext:
         messages: Sequence[dict[str, Any]],
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
-        **options: Any,  # noqa: ANN401 - those of `ChatTemplate.render`
+        **options: Any,  # noqa: ANN401 - those of `ChatTemplate.prepare`
     ) -> ResultT:
         """Render a conversation and pass it to a function, as `tokenize` does; otherwise like `encode_chat`.
 
-        Messages and tools are fitted to the template first. The event loop never waits for a template, whose time
-        depends on more than the length of the text.
+        Messages and tools are fitted to the template first. The event loop never waits for a template.
 
         Raises:
             ValidationError: as `encode_chat`.
@@ -222,13 +221,16 @@ class AppContext:
                 "`messages`: the model has no chat template; start the server with --chat-template, or use a prompt"
             )
 
-        def render() -> RenderedChat:
+        def prepare() -> Conversation:
             forms = template.form, template.form_with_tools
             fitted, definitions = fit_conversation(messages, tools, forms, self.tool_format)
-            return template.render(fitted, tools=definitions, **options)
+            return template.prepare(fitted, tools=definitions, **options)
 
         try:
-            rendered = await self._chat_threads.run(current_request().client, render)
+            conversation, text = await self._chat_renderer.render(
+                prepare, (messages, tools, options), current_request().client
+            )
+            return await self.tokenize(text, "messages", lambda: convert(conversation.finish(text)))
         except ChatTemplateError as error:
             if isinstance(error, ChatTemplateLimitError) and not self._has_logged_limit:
                 self._has_logged_limit = True
@@ -237,7 +239,6 @@ class AppContext:
         except RenderingUnavailableError as error:
             log.error("%s", error)
             raise UnavailableError(str(error)) from None
-        return await self.tokenize(rendered.marked, "messages", lambda: convert(rendered))
 
     async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
         """Tokenize each word twice: at the beginning of a text and after a space.

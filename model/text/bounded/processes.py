@@ -4,29 +4,31 @@ Two kinds of tokenizers need it: one that nobody has read before, whose file may
 whose time for a text is not bounded (`model.text.bounded.limits`). The library cannot be interrupted, and while it
 reads a file it holds the interpreter lock, so that no signal is handled either.
 
-The program `python -m model.text.bounded.program` reads frames from its standard input, each with its size before it:
-first what tokenizer to use, then texts. It answers each with one frame.
+The program is `model.text.bounded.program`, a helper process (`model.helper_process`): its first task says what
+tokenizer to use, each later one has texts.
 """
 
 from __future__ import annotations
 
-import os
-import selectors
-import signal
-import struct
-import subprocess
-import sys
-import threading
-import time
+import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import Final
 
 import msgspec
 import tokenizers
 
 from model.errors import TokenizerError
+from model.helper_process.pool import HelperPool
+from model.helper_process.process import (
+    CrashError,
+    HelperProcess,
+    LostError,
+    ProcessorTimeError,
+    module_command,
+)
+from model.helper_process.steps import Steps, run_in_thread
 
 READ_SECONDS: Final = 60
 """Processor time in which a tokenizer must be read. The largest in use take 3 s."""
@@ -35,12 +37,9 @@ SECONDS_PER_BYTE: Final = 5e-6
 """Processor time for a text: five times what usual tokenizers take, and two seconds."""
 MEMORY_BYTES: Final = 4 << 30
 
-# For a process that is stopped, or gets no processor: so many times the processor time, and seconds.
-_WALL_FACTOR: Final = 10
-_WALL_SECONDS: Final = 60.0
-SIZE: Final = struct.Struct("<Q")
 _MOST_IDLE: Final = 2
-_PROGRAM: Final[tuple[str, ...]] = ("-m", "model.text.bounded.program")
+_COMMAND: Final = module_command("model.text.bounded.program")
+_NAME: Final = "a process that tokenizes"
 
 
 class Source(msgspec.Struct, frozen=True, tag=True):
@@ -84,93 +83,6 @@ class PlainEncoding:
         return self._starts[index], self._stops[index]
 
 
-class _Ended(Exception):  # noqa: N818 - no error: the caller decides
-    """The process has ended.
-
-    Args:
-        by: the signal that ended it; None if it ended by itself.
-    """
-
-    def __init__(self, by: int | None) -> None:
-        self.by = by
-
-
-class _Worker:
-    """One process. Used by one thread at a time."""
-
-    wall_seconds = _WALL_SECONDS
-
-    def __init__(self, source: Source) -> None:
-        command = [sys.executable, "-P", *_PROGRAM]
-        # In a session of its own, since an interrupt often goes to the whole process group.
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True, env=_environment(), bufsize=0,
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        os.set_blocking(self._process.stdout.fileno(), False)
-        try:
-            answer = self.ask(source, READ_SECONDS)
-            if answer.error:
-                raise TokenizerError(answer.error)
-        except BaseException:
-            self.close()
-            raise
-
-    def ask(self, task: Source | Texts, seconds: float) -> Answer:
-        """Send a task and wait for the answer.
-
-        Args:
-            task: the task.
-            seconds: processor time that the process may take.
-
-        Raises:
-            _Ended: the process has ended.
-        """
-        body = msgspec.msgpack.encode(task)
-        deadline = time.monotonic() + self.wall_seconds + _WALL_FACTOR * seconds
-        try:
-            self._write(SIZE.pack(len(body)) + body, deadline)
-            (size,) = SIZE.unpack(self._read(SIZE.size, deadline))
-            return msgspec.msgpack.decode(self._read(size, deadline), type=Answer)
-        except (OSError, EOFError, TimeoutError, ValueError) as error:
-            self.close()
-            code = self._process.wait()
-            raise _Ended(-code if code < 0 else None) from error
-
-    def _write(self, data: bytes, deadline: float) -> None:
-        stdin, view = self._process.stdin, memoryview(data)
-        assert stdin is not None
-        while view:
-            _wait(stdin, selectors.EVENT_WRITE, deadline)
-            view = view[os.write(stdin.fileno(), view[: 1 << 16]) :]
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        stdout, data = self._process.stdout, bytearray()
-        assert stdout is not None
-        while len(data) < size:
-            _wait(stdout, selectors.EVENT_READ, deadline)
-            part = os.read(stdout.fileno(), min(1 << 20, size - len(data)))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
-
-    def kill(self) -> None:
-        """End the process, while another thread may wait for its answer."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process and close its pipes."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
 class EncoderProcesses:
     """Takes the place of a `tokenizers.Tokenizer` for tokenizing. Thread-safe.
 
@@ -183,9 +95,7 @@ class EncoderProcesses:
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._source = Source(content=library.to_str())
-        self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._pool = HelperPool(_NAME, most_idle=_MOST_IDLE)
         self._is_closed = False
         self._related: list[EncoderProcesses] = []
 
@@ -197,13 +107,8 @@ class EncoderProcesses:
 
     def close(self) -> None:
         """End all processes. Texts that are being tokenized, and those that follow, are errors."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-            for worker in self._busy:
-                worker.kill()  # its thread closes it
-        for worker in idle:
-            worker.close()
+        self._is_closed = True
+        self._pool.end()
         for processes in self._related:
             processes.close()
 
@@ -226,47 +131,14 @@ class EncoderProcesses:
     def _encode(self, task: Texts) -> list[PlainEncoding]:
         size = sum(len(text.encode()) for text in task.texts)
         seconds = TEXT_SECONDS + SECONDS_PER_BYTE * size
-        for attempt in ("first", "last"):
-            try:
-                worker = self._take()
-                try:
-                    answer = worker.ask(task, seconds)
-                except BaseException:
-                    with self._lock:
-                        self._busy.discard(worker)
-                    worker.close()
-                    raise
-            except _Ended as ended:
-                _report(ended, "the tokenizer needs too much {} for a text of {} bytes", size)
-                if attempt == "last" or self._is_closed:
-                    raise TokenizerError("the process of the tokenizer was ended") from None
-            else:
-                self._return(worker)
-                if answer.error:
-                    raise TokenizerError(answer.error)
-                return [PlainEncoding(*it) for it in answer.encodings]
-        raise AssertionError
-
-    def _take(self) -> _Worker:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-            if worker is not None:
-                self._busy.add(worker)
-                return worker
-        worker = _Worker(self._source)
-        with self._lock:
-            self._busy.add(worker)
+        work = functools.partial(_work, self._source, task, seconds)
+        try:
             if self._is_closed:
-                worker.kill()
-        return worker
-
-    def _return(self, worker: _Worker) -> None:
-        with self._lock:
-            self._busy.discard(worker)
-            if keep := len(self._idle) < _MOST_IDLE and not self._is_closed:
-                self._idle.append(worker)
-        if not keep:
-            worker.close()
+                raise LostError
+            answer = _run(self._pool, work, f"for a text of {size} bytes")
+        except LostError:
+            raise TokenizerError("the process of the tokenizer was ended") from None
+        return [PlainEncoding(*it) for it in answer.encodings]
 
 
 def try_folder(folder: Path) -> None:
@@ -277,31 +149,64 @@ def try_folder(folder: Path) -> None:
     Raises:
         TokenizerError: it cannot be used.
     """
+    file, source = folder / "tokenizer.json", Source(folder=str(folder))
+    pool = HelperPool(_NAME, most_idle=0)
     try:
-        _Worker(Source(folder=str(folder))).close()
-    except _Ended as ended:
-        _report(ended, f"{folder / 'tokenizer.json'} needs too much {{}} to be read", 0)
-        raise TokenizerError(
-            f"{folder / 'tokenizer.json'} cannot be read: the process that read it was ended"
-            + ("" if ended.by is None else f" by signal {ended.by}")
-        ) from None
+        _run(
+            pool,
+            functools.partial(_work, source, None, 0.0),
+            "to be read",
+            f"{file} needs too much",
+        )
+    except LostError as error:
+        raise TokenizerError(f"{file} cannot be read: the process that read it {error}") from None
 
 
-def _report(ended: _Ended, message: str, size: int) -> None:
-    """Raise the error for a process that its limits have ended; do nothing for another one.
-
-    One that was late by the clock may have been stopped: that says nothing of its task.
+def _run(
+    pool: HelperPool,
+    work: Callable[[HelperProcess, bool], Steps[Answer]],
+    what_for: str,
+    what: str = "the tokenizer needs too much",
+) -> Answer:
+    """Return an answer of the program.
 
     Raises:
-        TokenizerError: they have.
+        TokenizerError: it reached a limit, or the answer is an error.
+        LostError: there is none.
     """
-    if ended.by == signal.SIGXCPU:
-        raise TokenizerError(message.format("time", size)) from None
-    # The library ends the process if it gets no memory.
-    if ended.by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-        raise TokenizerError(
-            message.format(f"memory (more than {MEMORY_BYTES >> 30} GiB)", size)
-        ) from None
+    try:
+        answer = run_in_thread(pool.run(lambda: HelperProcess(_COMMAND), work))
+    except ProcessorTimeError:
+        raise TokenizerError(f"{what} time {what_for}") from None
+    except CrashError:  # the library ends the process if it gets no memory
+        memory = f"memory (more than {MEMORY_BYTES >> 30} GiB)"
+        raise TokenizerError(f"{what} {memory} {what_for}") from None
+    if answer.error:
+        raise TokenizerError(answer.error)
+    return answer
+
+
+def _work(
+    source: Source, texts: Texts | None, seconds: float, process: HelperProcess, is_new: bool
+) -> Steps[Answer]:
+    """Have a new process read the tokenizer, and have it tokenize."""
+    answer = Answer()
+    if is_new:
+        answer = yield from _ask(process, source, READ_SECONDS)
+        if answer.error:
+            process.close()
+    if texts is not None and not answer.error:
+        answer = yield from _ask(process, texts, seconds)
+    return answer
+
+
+def _ask(process: HelperProcess, task: Source | Texts, seconds: float) -> Steps[Answer]:
+    reply = yield from process.ask(msgspec.msgpack.encode(task), seconds)
+    try:
+        return msgspec.msgpack.decode(reply.content, type=Answer)
+    except msgspec.DecodeError as error:
+        process.close()
+        raise LostError(f"sent something else than an answer: {error}") from error
 
 
 def _checked(texts: Sequence[str]) -> list[str]:
@@ -312,30 +217,3 @@ def _checked(texts: Sequence[str]) -> list[str]:
     except UnicodeEncodeError:
         raise TypeError("a text has a lone surrogate") from None
     return list(texts)
-
-
-def _wait(pipe: IO[bytes], event: Literal[1, 2] | int, deadline: float) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, event)
-        if not selector.select(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables that Python and the library need: a child that reads foreign files gets no secrets."""
-    kept = (
-        "PATH",
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "PYTHONSAFEPATH",
-        "LD_LIBRARY_PATH",
-        "VIRTUAL_ENV",
-        "LANG",
-        "LC_ALL",
-    )
-    variables = {name: os.environ[name] for name in kept if name in os.environ}  # noqa: TID251 - handed on
-    return variables | {
-        "TOKENIZERS_PARALLELISM": "false",
-        "RAYON_NUM_THREADS": "1",
-        "RUST_BACKTRACE": "0",
-    }

@@ -1,4 +1,4 @@
-"""The program of `model.text.bounded.processes`: tokenizes within limits of time and memory.
+"""The program of `model.text.bounded.processes`, a helper process: tokenizes within limits of time and memory.
 
 It does not import PyTorch.
 """
@@ -6,21 +6,15 @@ It does not import PyTorch.
 from __future__ import annotations
 
 import os
-import resource
-import signal
-import sys
 from array import array
 
 import msgspec
 import tokenizers
 
 from model.errors import TokenizerError
+from model.helper_process import child
 from model.text.bounded.processes import (
     MEMORY_BYTES,
-    READ_SECONDS,
-    SECONDS_PER_BYTE,
-    SIZE,
-    TEXT_SECONDS,
     Answer,
     Source,
     Texts,
@@ -29,45 +23,32 @@ from model.text.library_errors import library_error
 from model.text.tokenizer import Tokenizer, read_offsets
 
 
-def main() -> None:
-    """Tokenize until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    lines, answers = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer: tokenizers.Tokenizer | None = None
-    while head := lines.read(SIZE.size):
-        body = lines.read(SIZE.unpack(head)[0])
+class _Program:
+    """Owns the tokenizer, which the first task names."""
+
+    def __init__(self) -> None:
+        self._tokenizer: tokenizers.Tokenizer | None = None
+
+    def answer(self, task: bytes) -> bytes:
+        """Do a task and return the encoded `Answer`."""
         try:
-            if tokenizer is None:
-                _limit_time(READ_SECONDS)
-                tokenizer = _read_source(msgspec.msgpack.decode(body, type=Source))
+            if self._tokenizer is None:
+                self._tokenizer = _read_source(msgspec.msgpack.decode(task, type=Source))
                 answer = Answer()
             else:
-                task = msgspec.msgpack.decode(body, type=Texts)
-                size = sum(len(text.encode()) for text in task.texts)
-                _limit_time(TEXT_SECONDS + SECONDS_PER_BYTE * size)
-                answer = _encode(tokenizer, task)
+                answer = _encode(self._tokenizer, msgspec.msgpack.decode(task, type=Texts))
         except MemoryError:
             os.abort()
         except TokenizerError as error:
             answer = Answer(error=str(error))
-        reply = msgspec.msgpack.encode(answer)
-        answers.write(SIZE.pack(len(reply)) + reply)
-        answers.flush()
+        return msgspec.msgpack.encode(answer)
 
 
-def _limit(kind: int, value: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, hard))
-
-
-def _limit_time(seconds: float) -> None:
-    """End this process when it has used so much more processor time."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + seconds + 1))
+def main() -> None:
+    """Tokenize until the parent closes the connection."""
+    child.limit(MEMORY_BYTES)
+    child.read_config()
+    child.serve(_Program().answer)
 
 
 def _read_source(source: Source) -> tokenizers.Tokenizer:

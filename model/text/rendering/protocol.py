@@ -1,14 +1,12 @@
 """What the service and the process that renders say to each other, and the limits of that process.
 
-A task is a JSON array: `["compile", seconds, key, source, marks]`, or `["render", seconds, key, variables, now]`, where
-`now` is a time of `time.time`, the zone's offset from UTC in seconds, and its name. A reply is a byte of `Kind`, the
-processor time that the task took in microseconds (four bytes), and a text.
+A task is a JSON array: `["compile", key, source, marks]`, or `["render", key, variables, now]`, where `now` is a time
+of `time.time`, the zone's offset from UTC in seconds, and its name. A reply is a byte of `Kind` and a text.
 """
 
 from __future__ import annotations
 
 import enum
-import struct
 from typing import Final
 
 SECONDS: Final = 1.0
@@ -26,8 +24,6 @@ FUNCTIONS: Final = frozenset(
 MAX_MESSAGE: Final = 4_000
 """Characters of an error that a template causes; the rest is cut off."""
 
-MOST_REPLY_BYTES: Final = 64 << 20
-REPLY: Final = struct.Struct("!BI")
 COMPILE: Final = "compile"
 RENDER: Final = "render"
 

@@ -2,64 +2,47 @@
 
 A rendering is a task for a process that runs already, so it costs a round trip of 0.1 ms. If that process is busy for
 longer than a moment, another one is started, so that a conversation that takes long does not delay the others.
-A process that ends without a reason of the template's is no verdict: another one gets the same task.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
-import signal
-import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from model.errors import ModelError
-from model.text.rendering.helper_process import (
-    HelperEndedError,
+from model.helper_process.pool import HelperPool
+from model.helper_process.process import (
+    CrashError,
     HelperProcess,
-    HelperTimeoutError,
-    describe_code,
+    LostError,
+    ProcessorTimeError,
+    module_command,
 )
-from model.text.rendering.protocol import (
-    COMPILE,
-    MOST_REPLY_BYTES,
-    RENDER,
-    REPLY,
-    SECONDS,
-    Kind,
-)
+from model.helper_process.steps import run_in_thread, run_on_loop
+from model.text.rendering.protocol import COMPILE, RENDER, SECONDS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+
+    from model.helper_process.steps import Steps
 
 MOST_PROCESSES: Final = 4
 BUSY_SECONDS: Final = 0.05
 """How long a task waits for a process before another one is started."""
-WALL_SECONDS: Final = 30.0
-"""Time in which a process must answer. On a busy machine it may be many times the processor time."""
-_ATTEMPTS: Final = 2
 _KEPT_MEMORY: Final = 96 << 20
 """Resident memory with which a process is not used again."""
 _LONG_SECONDS: Final = 0.02
 """Time of a task after which the memory of its process is read."""
 _MOST_TEMPLATES: Final = 64
 """Templates that a process compiles before another one takes its place."""
-_COMMAND: Final = (sys.executable, "-P", "-m", "model.text.rendering.worker")
-# Without these, some interpreters do not start. No other variable is handed on.
-_HANDED_ON: Final = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
-# Signals of a process that did something wrong itself, and is not killed by somebody else.
-_OWN_FAULTS: Final = frozenset(
-    -number
-    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-)
+_COMMAND: Final = module_command("model.text.rendering.worker")
 
 
 class TemplateInvalidError(Exception):
@@ -80,6 +63,10 @@ class TemplateLimitError(Exception):
 
 class RenderingUnavailableError(ModelError):
     """No process could complete the task, which says nothing about the template or the conversation."""
+
+
+RENDERING_ERRORS: Final = (TemplateRefusalError, TemplateFailureError, TemplateLimitError)
+"""What a rendering can say of its conversation."""
 
 
 class Allowance:
@@ -133,21 +120,13 @@ class Program:
         object.__setattr__(self, "key", hashlib.sha256(content).hexdigest())
 
 
-class _Task(NamedTuple):
-    """An encoded task, and its limit of processor time."""
-
-    content: bytes
-    seconds: float
-
-
 class Renderers:
     """Owns up to `MOST_PROCESSES` processes, which start when they are needed. Thread-safe."""
 
     def __init__(self) -> None:
-        self._free: list[_Renderer] = []
-        self._all: set[_Renderer] = set()
-        self._changed = threading.Condition()
-        self._num_ends = 0
+        self._pool = HelperPool(
+            "a process that renders chat templates", most=MOST_PROCESSES, busy_seconds=BUSY_SECONDS
+        )
 
     def compile(self, program: Program, allowance: Allowance) -> None:
         """Compile a template.
@@ -157,12 +136,12 @@ class Renderers:
             TemplateLimitError: it is too long, or takes too much time or memory.
             RenderingUnavailableError: no process could do it.
         """
-        self._run(program, None, allowance)
+        run_in_thread(self._run(program, b"", allowance))
 
     def render(
         self, program: Program, variables: Mapping[str, object], allowance: Allowance
     ) -> str:
-        """Render a template.
+        """Render a template; the thread waits.
 
         Args:
             program: the template.
@@ -171,171 +150,93 @@ class Renderers:
 
         Raises:
             TemplateRefusalError: the template refused its input.
-            TemplateFailureError: an expression failed.
+            TemplateFailureError: an expression failed, or the variables are not such values.
             TemplateLimitError: it takes too much time or memory, or its text is too long.
             RenderingUnavailableError: no process could do it.
         """
-        now = datetime.datetime.now().astimezone()
-        offset = now.utcoffset() or datetime.timedelta()
-        zone = (now.timestamp(), offset.total_seconds(), now.tzname() or "")
-        try:
-            seconds = allowance.seconds
-            task = _Task(_encode([RENDER, seconds, program.key, variables, zone]), seconds)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise TemplateFailureError(f"{type(error).__name__}: {error}") from None
-        return self._run(program, task, allowance)
+        return self.do(program, rendering(program, variables), allowance)
+
+    def do(self, program: Program, task: bytes, allowance: Allowance) -> str:
+        """Do a task of `rendering`; otherwise like `render`."""
+        return run_in_thread(self._run(program, task, allowance))
+
+    async def render_on_loop(self, program: Program, task: bytes, allowance: Allowance) -> str:
+        """Do a task of `rendering`; the event loop does other work meanwhile."""
+        return await run_on_loop(self._run(program, task, allowance))
 
     @property
     def pids(self) -> list[int]:
         """The ids of the processes that run."""
-        with self._changed:
-            return [pid for renderer in self._all if (pid := renderer.pid) is not None]
+        return self._pool.pids
 
     def end(self) -> None:
         """End all processes. A rendering that still runs fails; a later one starts a new process."""
-        with self._changed:
-            processes, self._all, self._free = self._all, set(), []
-            self._num_ends += 1
-        for renderer in processes:
-            renderer.kill()
+        self._pool.end()
 
-    def _run(self, program: Program, task: _Task | None, allowance: Allowance) -> str:
-        problem, code, num_ends = "", 0, self._num_ends
-        for _ in range(_ATTEMPTS):
-            if self._num_ends != num_ends:
-                break
-            with self._renderer() as renderer:
-                try:
-                    return renderer.run(program, task, allowance)
-                except HelperEndedError as error:
-                    problem = str(error)
-                    code = error.code
-                except HelperTimeoutError as error:
-                    problem, code = str(error), 0
-        if code in _OWN_FAULTS:
-            raise TemplateLimitError(f"it ended two processes, with {describe_code(code)}")
-        raise RenderingUnavailableError(f"no process could render the chat template: {problem}")
-
-    @contextlib.contextmanager
-    def _renderer(self) -> Iterator[_Renderer]:
-        """Lend a process to one thread; it is not lent again if it ended."""
-        renderer = self._take()
+    def _run(self, program: Program, task: bytes, allowance: Allowance) -> Steps[str]:
+        """Do a task, or only compile the template if there is none."""
+        work = functools.partial(_work, program, task, allowance)
         try:
-            yield renderer
-        finally:
-            with self._changed:
-                if renderer in self._all and renderer.is_usable:
-                    self._free.append(renderer)
-                else:
-                    self._all.discard(renderer)
-                self._changed.notify()
-            if not renderer.is_usable:
-                renderer.kill()
-
-    def _take(self) -> _Renderer:
-        began = time.monotonic()
-        with self._changed:
-            while True:
-                while self._free:
-                    if (renderer := self._free.pop()).is_usable:
-                        return renderer
-                    self._all.discard(renderer)
-                    renderer.kill()
-                left = began + BUSY_SECONDS - time.monotonic()
-                if not self._all or (left <= 0 and len(self._all) < MOST_PROCESSES):
-                    self._all.add(renderer := _Renderer())
-                    return renderer
-                self._changed.wait(left if len(self._all) < MOST_PROCESSES else None)
+            return (yield from self._pool.run(lambda: HelperProcess(_COMMAND), work))
+        except CrashError as error:
+            raise TemplateLimitError(f"two processes {error}") from None
+        except LostError as error:
+            raise RenderingUnavailableError(
+                f"no process could render the chat template: it {error}"
+            ) from None
 
 
-class _Renderer:
-    """Owns a process, which starts with its first task. Only `kill` may be called by a second thread.
+def rendering(program: Program, variables: Mapping[str, object]) -> bytes:
+    """Return the task to render a template, at this time.
 
-    Attributes:
-        is_usable: whether it may be given another task.
+    Raises:
+        TemplateFailureError: the variables are not plain JSON values.
     """
+    now = datetime.datetime.now().astimezone()
+    offset = now.utcoffset() or datetime.timedelta()
+    zone = (now.timestamp(), offset.total_seconds(), now.tzname() or "")
+    try:
+        return _encode([RENDER, program.key, variables, zone])
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TemplateFailureError(f"{type(error).__name__}: {error}") from None
 
-    def __init__(self) -> None:
-        self._helper: HelperProcess | None = None
-        self._templates: set[str] = set()
-        self._is_new = True
-        self._ended = False
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether it may be given another task."""
-        if self._ended or len(self._templates) >= _MOST_TEMPLATES:
-            return False
-        return self._helper is None or self._helper.is_usable
+def _work(
+    program: Program, task: bytes, allowance: Allowance, process: HelperProcess, is_new: bool
+) -> Steps[str]:
+    """Compile a template if the process does not have it, and do a task."""
+    templates = process.notes
+    if program.key not in templates:
+        its = Allowance() if task else allowance
+        order = _encode([COMPILE, program.key, program.source, dict(program.marks)])
+        yield from _ask(process, order, its, is_new=is_new)
+        templates.add(program.key)
+    if not task:
+        return ""
+    text = yield from _ask(process, task, allowance, is_new=is_new)
+    if len(templates) >= _MOST_TEMPLATES:
+        process.close()
+    return text
 
-    @property
-    def pid(self) -> int | None:
-        """The process's id; None if it does not run."""
-        helper = self._helper
-        return helper.pid if helper is not None and helper.is_usable else None
 
-    def run(self, program: Program, task: _Task | None, allowance: Allowance) -> str:
-        """Compile a template if the process does not have it, and do a task.
-
-        Raises:
-            HelperEndedError: the process ended.
-            HelperTimeoutError: it did not answer in time.
-            RenderingUnavailableError: it cannot be started.
-            Exception: as `Renderers.render`.
-        """
-        try:
-            return self._run(program, task, allowance)
-        except _LessMemoryError:
-            self._stop()
-            return self._run(program, task, allowance)
-
-    def kill(self) -> None:
-        """End the process, and start no other one."""
-        self._ended = True
-        self._stop()
-
-    def _run(self, program: Program, task: _Task | None, allowance: Allowance) -> str:
-        helper = self._helper
-        if helper is None:
-            helper = self._helper = _start()
-        if self._ended:  # meanwhile, by another thread
-            helper.kill()
-            raise HelperEndedError(-signal.SIGKILL)
-        if program.key not in self._templates:
-            own = allowance if task is None else Allowance()
-            order = [COMPILE, own.seconds, program.key, program.source, dict(program.marks)]
-            was_new = self._is_new
-            self._ask(helper, _Task(_encode(order), own.seconds), own)
-            self._templates.add(program.key)
-            self._is_new = was_new
-        return "" if task is None else self._ask(helper, task, allowance)
-
-    def _ask(self, helper: HelperProcess, task: _Task, allowance: Allowance) -> str:
-        is_first, self._is_new = self._is_new, False
-        began = time.monotonic()
-        try:
-            reply = helper.ask(task.content, WALL_SECONDS)
-        except HelperEndedError as error:
-            if error.code == -signal.SIGPROF:
-                raise TemplateLimitError(allowance.describe(task.seconds)) from None
-            raise
-        kind, microseconds = REPLY.unpack_from(reply)
-        if kind == Kind.MEMORY and not is_first:
-            raise _LessMemoryError
-        if time.monotonic() - began > _LONG_SECONDS and _memory(helper.pid) > _KEPT_MEMORY:
-            self.kill()
-        allowance.charge(microseconds / 1e6)
-        text = reply[REPLY.size :].decode("utf-8", "surrogatepass")
-        if kind == Kind.TEXT:
-            return text
-        raise _ERRORS[Kind(kind)](text)
-
-    def _stop(self) -> None:
-        helper, self._helper = self._helper, None
-        self._templates.clear()
-        self._is_new = True
-        if helper is not None:
-            helper.kill()
+def _ask(process: HelperProcess, task: bytes, allowance: Allowance, *, is_new: bool) -> Steps[str]:
+    seconds, start = allowance.seconds, time.monotonic()
+    try:
+        reply = yield from process.ask(task, seconds)
+    except ProcessorTimeError:
+        raise TemplateLimitError(allowance.describe(seconds)) from None
+    kind = Kind(reply.content[0])
+    if kind is Kind.MEMORY and not is_new:
+        process.close()
+        raise CrashError("had less memory than a new one")
+    pid = process.pid
+    if time.monotonic() - start > _LONG_SECONDS and pid and _memory(pid) > _KEPT_MEMORY:
+        process.close()
+    allowance.charge(reply.seconds)
+    text = str(memoryview(reply.content)[1:], "utf-8", "surrogatepass")
+    if kind is Kind.TEXT:
+        return text
+    raise _ERRORS[kind](text)
 
 
 def _memory(pid: int) -> int:
@@ -347,10 +248,6 @@ def _memory(pid: int) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-class _LessMemoryError(Exception):
-    """A task did not find enough memory in a process that has done others before."""
-
-
 _ERRORS: Final = {
     Kind.INVALID: TemplateInvalidError,
     Kind.REFUSAL: TemplateRefusalError,
@@ -360,25 +257,6 @@ _ERRORS: Final = {
 }
 
 
-def _start() -> HelperProcess:
-    handed_on = os.environ  # noqa: TID251 - handed on, not read
-    environment = {name: handed_on[name] for name in _HANDED_ON if name in handed_on}
-    try:
-        environment["PYTHONPATH"] = os.pathsep.join(_module_path())
-        return HelperProcess(_COMMAND, environment, MOST_REPLY_BYTES)
-    except OSError as error:
-        raise RenderingUnavailableError(
-            f"the process that renders chat templates cannot be started: {error}"
-        ) from None
-
-
-def _module_path() -> list[str]:
-    """Return where this process finds modules, without the working directory, where anybody may put a `json.py`."""
-    ours = str(Path(__file__).resolve().parents[__name__.count(".")])
-    others = {"", str(Path.cwd())} - {ours}
-    return list(dict.fromkeys([*(path for path in sys.path if path not in others), ours]))
-
-
 def _encode(value: object) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
@@ -386,4 +264,3 @@ def _encode(value: object) -> bytes:
 
 RENDERERS: Final = Renderers()
 """Those of this process."""
-atexit.register(RENDERERS.end)

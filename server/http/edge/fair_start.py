@@ -41,13 +41,14 @@ class FairStart:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; HTTP requests may wait before they start."""
         if scope["type"] == "http" and scope["path"] not in HEALTH_PATHS:
-            await self._next_start.acquire(self._client_of(scope))
-            self._pass(_PASSES_BETWEEN_STARTS, asyncio.get_running_loop())
+            client = self._client_of(scope)
+            await self._next_start.acquire(client)
+            self._pass(_PASSES_BETWEEN_STARTS, asyncio.get_running_loop(), client)
         await self._app(scope, receive, send)
 
-    def _pass(self, left: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _pass(self, left: int, loop: asyncio.AbstractEventLoop, client: str) -> None:
         """Let the next request start after as many passes, in each of which the loop looks at its sockets."""
         if left:
-            loop.call_soon(self._pass, left - 1, loop)
+            loop.call_soon(self._pass, left - 1, loop, client)
         else:
-            self._next_start.release()
+            self._next_start.release(client)

@@ -10,34 +10,31 @@ cannot start, a service that is overloaded. The check is then made again, and re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import logging
-import weakref
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from server.engine.link.spawn import module_command
-from server.errors import OverloadedError, StoppingError, UnavailableError
-from server.http.load.fair_queue import FairPlaces
-from server.http.text.fair_cache import FairCache
-from server.http.text.helper_process import (
+from model.helper_process.pool import HelperPool
+from model.helper_process.process import (
     CrashError,
     HelperProcess,
     LostError,
     ProcessorTimeError,
-    Running,
-    end_processes,
+    module_command,
 )
+from model.helper_process.steps import run_on_loop
+from server.errors import OverloadedError, StoppingError, UnavailableError
+from server.http.load.fair_queue import FairPlaces
+from server.http.text.fair_cache import FairCache
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from model.helper_process.steps import Steps
 
 ResultT = TypeVar("ResultT")
-
-log = logging.getLogger("tessera")
 
 SECONDS: Final = 2.0
 """Processor time for compiling and checking a constraint."""
@@ -52,8 +49,6 @@ _CHECK_SECONDS: Final = 60.0
 """Time for a check with all its attempts, once a worker is free."""
 _PAUSES: Final = (0.0, 0.05, 0.2, 0.8)
 """Seconds before further attempts: what the system lacks for a process may be there a moment later."""
-_CRASHES: Final = 2
-"""Fresh processes that a task ends before that is its fault."""
 _KEPT: Final = 256
 _COMMAND: Final = module_command("server.http.text.grammar_worker")
 _UNAVAILABLE: Final = "the processes that compile grammars fail at the moment"
@@ -66,13 +61,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         folder: the checkpoint, with its tokenizer.
         vocab_size: number of the model's logits.
         eos_token_ids: the model's end tokens.
-        seconds: processor time for a task.
     """
 
     folder: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    seconds: float
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -130,14 +123,6 @@ class _Check:
         self.future: asyncio.Future[Any] | None = None
 
 
-class _Client:
-    """The places of one client."""
-
-    def __init__(self) -> None:
-        self.places = asyncio.Semaphore(_OF_A_CLIENT)
-        self.num_callers = 0
-
-
 class GrammarCompiler:
     """Owns the worker processes, which start when they are needed, and the cache of their verdicts.
 
@@ -148,12 +133,9 @@ class GrammarCompiler:
         self._folder, self._eos_token_ids = folder, eos_token_ids
         self._cache: FairCache[Verdict] = FairCache(_KEPT)
         self._checks: dict[tuple[str, bytes], _Check] = {}
-        self._places = FairPlaces(_WORKERS)
-        self._clients: dict[str, _Client] = {}
-        self._idle: list[HelperProcess] = []
+        self._places = FairPlaces(_WORKERS, most_of_a_client=_OF_A_CLIENT)
+        self._pool = HelperPool("a grammar worker", pauses=_PAUSES)
         self._is_closed = False
-        self._running: Running = {}
-        self._finalizer = weakref.finalize(self, end_processes, self._running)
 
     async def check(self, constraint: Constraint, vocab_size: int, client: str = "") -> Verdict:
         """Check a constraint, or return the verdict of an equal one.
@@ -224,11 +206,7 @@ class GrammarCompiler:
         for check in self._checks.values():
             if check.future is not None:
                 check.future.cancel()
-        while self._idle:
-            self._idle.pop().kill()
-        # The connections are closed by their checks, since the event loop may still use them.
-        for process in self._running:
-            process.kill()
+        self._pool.end()
 
     async def _wait(
         self,
@@ -267,76 +245,34 @@ class GrammarCompiler:
         if future is not None and not future.cancelled():
             future.exception()  # nobody may wait for it any more
 
-    async def _run(self, check: _Check, line: bytes, vocab_size: int, client: str) -> msgspec.Raw:
+    async def _run(self, check: _Check, line: bytes, vocab_size: int, client: str) -> bytes:
         """Return a worker's answer.
 
         Raises:
             OverloadedError: no worker becomes free in time.
             UnavailableError: the workers fail, for reasons that say nothing about the task.
             ProcessorTimeError: the task takes too long.
-            CrashError: the task ends fresh workers.
+            CrashError: the task ends new workers.
         """
-        config = WorkerConfig(self._folder, vocab_size, self._eos_token_ids, SECONDS)
-        async with self._place(client):
-            check.has_begun = True
-            try:
-                async with asyncio.timeout(_CHECK_SECONDS):
-                    return await self._attempt(msgspec.json.encode(config), line)
-            except TimeoutError:
-                raise UnavailableError(_UNAVAILABLE) from None
-
-    @contextlib.asynccontextmanager
-    async def _place(self, client: str) -> AsyncIterator[None]:
-        """Hold one of the places of a client, and one of all; wait for them."""
-        its = self._clients.setdefault(client, _Client())
-        its.num_callers += 1
         try:
-            async with contextlib.AsyncExitStack() as places:
-                try:
-                    async with asyncio.timeout(_QUEUE_SECONDS):
-                        await places.enter_async_context(its.places)
-                        await self._places.acquire(client)
-                        places.callback(self._places.release)
-                except TimeoutError:
-                    raise OverloadedError("too many grammars wait to be compiled") from None
-                yield
+            async with asyncio.timeout(_QUEUE_SECONDS):
+                await self._places.acquire(client)
+        except TimeoutError:
+            raise OverloadedError("too many grammars wait to be compiled") from None
+        check.has_begun = True
+        config = WorkerConfig(self._folder, vocab_size, self._eos_token_ids)
+        try:
+            async with asyncio.timeout(_CHECK_SECONDS):
+                return await self._attempt(msgspec.json.encode(config), line)
+        except (TimeoutError, LostError):
+            raise UnavailableError(_UNAVAILABLE) from None
         finally:
-            its.num_callers -= 1
-            if not its.num_callers:
-                del self._clients[client]
+            self._places.release(client)
 
-    async def _attempt(self, config: bytes, line: bytes) -> msgspec.Raw:
+    async def _attempt(self, config: bytes, line: bytes) -> bytes:
         """Ask workers until one answers, or until the task is at fault; see `_run`."""
-        num_crashes = 0
-        for pause in (*_PAUSES, None):
-            worker = None if num_crashes else self._take()
-            try:
-                if worker is None:
-                    worker = HelperProcess(_COMMAND, config, SECONDS, self._running)
-                    await worker.start()
-                answer = await worker.ask(line)
-            except CrashError as error:
-                log.warning("a grammar worker %s", error)
-                num_crashes += error.is_fresh
-                if num_crashes == _CRASHES:
-                    raise
-            except LostError as error:
-                log.warning("a grammar worker %s; its check is made again", error)
-            else:
-                if self._is_closed:
-                    worker.kill()
-                else:
-                    self._idle.append(worker)
-                return answer
-            if pause is not None:
-                await asyncio.sleep(pause)
-        raise UnavailableError(_UNAVAILABLE)
 
-    def _take(self) -> HelperProcess | None:
-        """Return the worker that was used last, of those that wait; None if one has to be started."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_usable:
-                return worker
-            worker.kill()
-        return None
+        def ask(process: HelperProcess, is_new: bool) -> Steps[bytes]:  # noqa: ARG001 - for the pool
+            return (yield from process.ask(line, SECONDS)).content
+
+        return await run_on_loop(self._pool.run(lambda: HelperProcess(_COMMAND, config), ask))

@@ -7,7 +7,8 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from model.thread_pool import started_pool
 from server.http.load.fair_queue import FairPlaces
@@ -20,13 +21,6 @@ LONG = 32 * 1024
 
 # A text of 2 MB takes 200 to 450 MB while it is tokenized, which the allocator would keep.
 _TRIMMED = 256 * 1024
-
-
-class Releasable(Protocol):
-    """Something of which there are few, such as places."""
-
-    def release(self) -> None:
-        """Give one back."""
 
 
 class TokenizerThreads:
@@ -67,27 +61,16 @@ class TokenizerThreads:
         """
         if size < LONG:
             await self._places.acquire(client)
-            return await run_in_place(self._pool, self._places, work)
+            return await run_in_place(self._pool, partial(self._places.release, client), work)
         with contextlib.ExitStack() as stack:
             await self._long.acquire(client)
-            stack.callback(self._long.release)
+            stack.callback(self._long.release, client)
             memory = await self._memory.acquire(size)
             stack.callback(self._memory.release, memory)
             await self._places.acquire(client)
-            stack.callback(self._places.release)
-            held = _Held(stack.pop_all())
-        return await run_in_place(self._pool, held, work if size < _TRIMMED else _trimming(work))
-
-
-class _Held:
-    """What a long text holds."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-
-    def release(self) -> None:
-        """Release all of it."""
-        self._stack.close()
+            stack.callback(self._places.release, client)
+            release = stack.pop_all().close
+        return await run_in_place(self._pool, release, work if size < _TRIMMED else _trimming(work))
 
 
 def _trimming(work: Callable[[], ResultT]) -> Callable[[], ResultT]:
@@ -103,29 +86,29 @@ def _trimming(work: Callable[[], ResultT]) -> Callable[[], ResultT]:
 
 
 async def run_in_place(
-    pool: ThreadPoolExecutor, places: Releasable, work: Callable[[], ResultT]
+    pool: ThreadPoolExecutor, release: Callable[[], None], work: Callable[[], ResultT]
 ) -> ResultT:
-    """Call a function in a thread of a pool, and release a place when the function has returned.
+    """Call a function in a thread of a pool, and release its place when it has returned.
 
     A caller that is cancelled does not wait for the function, but the place stays taken until it returns.
 
     Args:
         pool: the threads.
-        places: limits how many functions the pool has; the caller has acquired one.
+        release: releases the place.
         work: the function.
     """
     loop = asyncio.get_running_loop()
     try:
         future = pool.submit(work)
     except BaseException:
-        places.release()
+        release()
         raise
 
-    def release(_: object) -> None:
+    def done(_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(places.release)
+            loop.call_soon_threadsafe(release)
 
-    future.add_done_callback(release)
+    future.add_done_callback(done)
     return await asyncio.wrap_future(future)
 
 

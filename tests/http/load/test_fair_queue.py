@@ -36,8 +36,8 @@ async def test_clients_that_wait_take_turns_whoever_asked_first():
     places, served = FairPlaces(1), list[str]()
     _asks(places, "aaaaabbc", served)
     await _settle()
-    for _ in range(7):
-        places.release()
+    for i in range(7):
+        places.release(served[i])
         await _settle()
     assert "".join(served) == "a" + "abc" + "ab" + "aa"
 
@@ -49,11 +49,11 @@ async def test_a_caller_that_is_cancelled_while_it_waits_gets_no_place():
     await _settle()
     tasks[1].cancel()
     tasks[2].cancel()
-    places.release()
+    places.release("a")
     await _settle()
     assert served == ["a", "b"]
     assert places.num_clients == 0
-    places.release()
+    places.release("b")
     await places.acquire("c")
 
 
@@ -62,7 +62,7 @@ async def test_a_place_that_comes_to_a_caller_as_it_is_cancelled_goes_to_the_nex
     places, served = FairPlaces(1), list[str]()
     tasks = _asks(places, "aab", served)
     await _settle()
-    places.release()  # to the second, which has not run yet
+    places.release("a")  # to the second, which has not run yet
     tasks[1].cancel()
     await _settle()
     assert served == ["a", "b"]
@@ -81,16 +81,33 @@ async def test_callers_of_one_client_beyond_its_limit_are_refused_and_those_of_o
         task.cancel()
 
 
+@pytest.mark.anyio
+async def test_a_client_with_its_most_places_waits_although_some_are_free_and_others_do_not():
+    places, served = FairPlaces(3, most_of_a_client=2), list[str]()
+    _asks(places, "aaaab", served)
+    await _settle()
+    assert served == ["a", "a", "b"]
+    places.release("b")
+    await _settle()
+    assert places.num_waiting("a") == 2
+    places.release("a")
+    await _settle()
+    assert served == ["a", "a", "b", "a"]
+    await places.acquire("c")
+
+
 @given(
-    st.integers(1, 3), st.lists(st.one_of(st.sampled_from("abcd"), st.integers(0, 9)), max_size=60)
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.one_of(st.sampled_from(["", "b", "c", "d"]), st.integers(0, 9)), max_size=60),
 )
 def test_places_are_neither_lost_nor_left_free_and_no_client_is_passed_over_twice(
-    count: int, moves: list[str | int]
+    count: int, most: int, moves: list[str | int]
 ):
-    """A letter is a caller of that client; a number ends a holder, if it is even, or cancels one that waits."""
+    """A text is a caller of that client; a number ends a holder, if it is even, or cancels one that waits."""
 
     async def run() -> None:
-        places = FairPlaces(count)
+        places = FairPlaces(count, most_of_a_client=most)
         waiting: dict[asyncio.Task[None], str] = {}
         holders: list[str] = []
         passed_over: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -98,7 +115,10 @@ def test_places_are_neither_lost_nor_left_free_and_no_client_is_passed_over_twic
         async def ask(client: str) -> None:
             await places.acquire(client)
             holders.append(client)
+            assert holders.count(client) <= most
             for other in {it for it in waiting.values() if it != client}:
+                if holders.count(other) >= most:
+                    continue
                 passed_over[other, client] += 1
                 assert passed_over[other, client] <= 1, f"{client} went twice before {other}"
             for pair in [pair for pair in passed_over if pair[0] == client]:
@@ -111,8 +131,9 @@ def test_places_are_neither_lost_nor_left_free_and_no_client_is_passed_over_twic
             for pair in [pair for pair in passed_over if pair[0] not in waiting.values()]:
                 del passed_over[pair]
             assert len(holders) <= count
-            assert len(holders) == count or not waiting, "a place is free, and a caller waits"
-            for client in "abcd":
+            may_hold = [it for it in waiting.values() if holders.count(it) < most]
+            assert len(holders) == count or not may_hold, "a place is free, and a caller waits"
+            for client in ("", "b", "c", "d"):
                 assert places.num_waiting(client) == list(waiting.values()).count(client)
 
         for move in moves:
@@ -121,8 +142,7 @@ def test_places_are_neither_lost_nor_left_free_and_no_client_is_passed_over_twic
             elif move % 2 and waiting:
                 list(waiting)[move % len(waiting)].cancel()
             elif not move % 2 and holders:
-                holders.pop(move % len(holders))
-                places.release()
+                places.release(holders.pop(move % len(holders)))
             await settle()
         for task in waiting:
             task.cancel()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from model.helper_process.process import HelperProcess
 from server.errors import OverloadedError, StoppingError, UnavailableError
-from server.http.text import grammar_compiler, helper_process
+from server.http.text import grammar_compiler
 from server.http.text.grammar_compiler import Constraint, GrammarCompiler
 from tests.http.text import toy_grammar_worker
 from tests.waiting import reached
@@ -35,9 +36,9 @@ async def toys(compiler, monkeypatch, tmp_path):
     """A compiler whose workers do what the constraint says; see `toy_grammar_worker`."""
     monkeypatch.setattr(grammar_compiler, "_COMMAND", TOY)
     monkeypatch.setattr(grammar_compiler, "SECONDS", SECONDS)
-    monkeypatch.setattr(grammar_compiler, "_PAUSES", (0.0, 0.0, 0.01, 0.01))
     (tmp_path / "workers").mkdir()
     compiler._folder = str(tmp_path / "workers")
+    compiler._pool._pauses = (0.0, 0.0, 0.01, 0.01)
     return compiler
 
 
@@ -56,7 +57,7 @@ def num_tasks(compiler):
 
 
 def pids(compiler):
-    return [process.pid for process in compiler._running]
+    return compiler._pool.pids
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
@@ -143,17 +144,15 @@ async def test_workers_that_cannot_start_are_an_outage_until_they_can(toys, monk
 
 
 async def test_a_system_that_refuses_processes_for_a_moment_is_no_outage(toys, monkeypatch):
-    start, refusals = (
-        helper_process._start,
-        [BlockingIOError(11, "no process"), OSError(24, "files")],
-    )
+    start = HelperProcess._start
+    refusals = [BlockingIOError(11, "no process"), OSError(24, "files")]
 
-    def refuse(*arguments):
+    def refuse(process):
         if refusals:
             raise refusals.pop()
-        return start(*arguments)
+        return start(process)
 
-    monkeypatch.setattr(helper_process, "_start", refuse)
+    monkeypatch.setattr(HelperProcess, "_start", refuse)
 
     assert (await check(toys, {})).grammar == "compiled"
 
@@ -163,7 +162,7 @@ async def test_a_check_without_an_end_is_an_outage(toys, monkeypatch):
 
     with pytest.raises(UnavailableError):
         await check(toys, {"wait": True})
-    await reached(lambda: not toys._running)
+    await reached(lambda: not toys._pool.pids)
     assert (await check(toys, {})).grammar == "compiled"
 
 
@@ -176,7 +175,7 @@ async def test_closing_ends_checks_that_run_and_wait_and_all_workers(toys):
     assert all(
         isinstance(it, StoppingError) for it in await asyncio.gather(*made, return_exceptions=True)
     )
-    await reached(lambda: not toys._running)
+    await reached(lambda: not toys._pool.pids)
     with pytest.raises(StoppingError):
         await check(toys, {})
     assert starts(toys) == 3
@@ -190,7 +189,7 @@ async def test_closing_ends_a_stopped_worker(toys):
 
     with pytest.raises(StoppingError):
         await made
-    await reached(lambda: not toys._running)
+    await reached(lambda: not toys._pool.pids)
 
 
 async def test_callers_with_equal_constraints_share_one_check(toys):
@@ -211,7 +210,7 @@ async def test_a_check_whose_callers_have_left_is_not_made_unless_it_has_begun(t
         it.cancel()
     await asyncio.gather(*begun, *waiting, return_exceptions=True)
 
-    await reached(lambda: toys._clients["a"].num_callers == 2)
+    await reached(lambda: not toys._places.num_waiting("a"))
     assert len(toys._checks) == 2
     assert (await check(toys, {}, "b")).grammar == "compiled"
     assert num_tasks(toys) == 3

@@ -61,7 +61,7 @@ async def test_work_of_a_caller_that_has_left_is_never_run(hold):
 async def test_a_place_is_taken_until_the_function_returns_though_its_caller_has_left(hold):
     pool, places = ThreadPoolExecutor(2), asyncio.Semaphore(1)
     await places.acquire()
-    task = asyncio.ensure_future(run_in_place(pool, places, hold))
+    task = asyncio.ensure_future(run_in_place(pool, places.release, hold))
     await reached(lambda: hold.started)
 
     task.cancel()

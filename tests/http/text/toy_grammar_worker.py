@@ -15,13 +15,16 @@ from pathlib import Path
 
 
 def read():
-    header = sys.stdin.buffer.read(4)
-    return json.loads(sys.stdin.buffer.read(struct.unpack("<I", header)[0])) if header else None
+    header = sys.stdin.buffer.read(12)
+    if not header:
+        return None
+    size, seconds = struct.unpack("<Id", header)
+    return json.loads(sys.stdin.buffer.read(size)), seconds
 
 
-def report(answer=None):
-    data = json.dumps([time.process_time(), answer]).encode()
-    sys.stdout.buffer.write(struct.pack("<I", len(data)) + data)
+def reply(answer=None):
+    data = json.dumps(answer).encode()
+    sys.stdout.buffer.write(struct.pack("<Idd", len(data), 0.0, time.process_time()) + data)
     sys.stdout.buffer.flush()
 
 
@@ -53,20 +56,21 @@ def do(what, count):
 
 
 def main():
-    config = read()
+    config, _ = read()
     folder = Path(config["folder"])
     own, count = folder / str(os.getpid()), 0
     own.write_text("0")
-    report()
-    while (task := read()) is not None:
+    reply()
+    while (message := read()) is not None:
+        task, seconds = message
         count += 1
         what = task["constraint"]["value"]
         tries = num_tries(folder, what)
         own.write_text(str(count))
-        signal.setitimer(signal.ITIMER_PROF, config["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         do(what, tries)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        report({"grammar": "compiled"})
+        reply({"grammar": "compiled"})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -21,14 +22,16 @@ HOSTILE = {
 
 
 def workers(tokenizer):
-    return [worker._process.pid for worker in tokenizer._processes._idle]
+    return tokenizer._processes._pool.pids
 
 
 def limit(monkeypatch, **limits):
     """Run the program with other limits."""
+    for name, value in limits.items():
+        monkeypatch.setattr(processes, name, value)
     change = "; ".join(f"processes.{name} = {value}" for name, value in limits.items())
     program = f"from model.text.bounded import processes; {change}; from model.text.bounded.program import main; main()"
-    monkeypatch.setattr(processes, "_PROGRAM", ("-c", program))
+    monkeypatch.setattr(processes, "_COMMAND", (sys.executable, "-P", "-c", program))
 
 
 @pytest.fixture
@@ -57,8 +60,7 @@ def test_results_equal_those_of_the_same_process(hostile, tmp_path):
 
 
 def test_a_text_that_takes_too_long_is_an_error_and_the_next_one_is_tokenized(hostile, monkeypatch):
-    limit(monkeypatch, TEXT_SECONDS=0, SECONDS_PER_BYTE=0)
-    hostile._processes._idle.pop().close()  # it has the usual limits
+    limit(monkeypatch, TEXT_SECONDS=0.1, SECONDS_PER_BYTE=0)
     with pytest.raises(TokenizerError, match="needs too much time for a text of 200000 bytes"):
         hostile.encode("a" * 200_000)
 
@@ -74,12 +76,10 @@ def test_a_process_that_something_else_ends_is_no_error_of_the_text(hostile):
     assert workers(hostile) != [pid]
 
 
-def test_a_process_that_is_stopped_is_replaced(hostile, monkeypatch):
+def test_a_process_that_is_stopped_is_replaced(hostile):
     hostile.encode("b")
     (pid,) = workers(hostile)
     os.kill(pid, signal.SIGSTOP)
-    hostile._processes._idle[0].wall_seconds = 0.1
-    monkeypatch.setattr(processes, "_WALL_FACTOR", 0)
 
     assert hostile.encode("b") == [1]
     assert workers(hostile) != [pid]
@@ -96,7 +96,7 @@ def test_closing_ends_what_is_being_tokenized(hostile):
 
     thread = threading.Thread(target=encode)
     thread.start()
-    while not hostile._processes._busy:
+    while not hostile._processes._pool.num_busy:
         time.sleep(0.01)
     hostile.close()
     thread.join(60)
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"READ_SECONDS": -1}, "needs too much time"),
+        ({"READ_SECONDS": 0.05}, "needs too much time"),
         ({"MEMORY_BYTES": 150 << 20}, "cannot|needs too much memory"),
     ],
 )
