@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import math
 import os
 import signal
@@ -18,8 +17,6 @@ from server.standard_error import drain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-log = logging.getLogger("tessera")
 
 _BACKSTOP_SECONDS: Final = 1.0
 _EXIT_SECONDS: Final = 2.0
@@ -74,6 +71,9 @@ class ExitDeadline:
         with self._changed:
             while (left := self._time - time.monotonic()) > 0:
                 self._changed.wait(left)
+        import logging  # noqa: PLC0415 - slow, and the engine's process is started before it
+
+        log = logging.getLogger("tessera")
         log.error("this process was to end, but still runs; ending it and its children")
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 def config(folder, **settings):
     model = ModelConfig.from_folder(folder)
-    return http_config(Settings(model=str(folder), **settings), folder, model, (), ())
+    return http_config(Settings(model=str(folder), **settings), folder, model, {}, ())
 
 
 def test_sampling_defaults_come_from_the_checkpoint_unless_they_are_switched_off(folder):

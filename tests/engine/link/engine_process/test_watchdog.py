@@ -67,7 +67,7 @@ def test_a_process_that_gets_no_thread_for_its_report_ends_nevertheless(monkeypa
     monkeypatch.setattr(threading.Thread, "start", refuse)
     Watchdog(watch, codes.append).start()
 
-    until(lambda: codes, seconds=60)
+    until(lambda: codes)
     assert codes == [HANG_EXIT_CODE]
 
 
