@@ -14,6 +14,7 @@ from array import array
 import msgspec
 import tokenizers
 
+from model.device.niceness import give_way
 from model.errors import TokenizerError
 from model.text.bounded.processes import (
     MEMORY_BYTES,
@@ -31,6 +32,7 @@ from model.text.tokenizer import Tokenizer, read_offsets
 
 def main() -> None:
     """Tokenize until standard input ends."""
+    give_way()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)

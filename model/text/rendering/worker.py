@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 
+from model.device.niceness import give_way
 from model.text.rendering.helper_process import HEADER
 from model.text.rendering.marks import alternatives
 from model.text.rendering.protocol import (
@@ -146,6 +147,7 @@ class _Worker:
 
 def main() -> None:
     """Give up what is not needed, and answer tasks."""
+    give_way()
     for (
         number
     ) in _SIGNALS:  # go to all processes of a service; the parent decides when this one ends

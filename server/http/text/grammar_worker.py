@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from model.device.niceness import give_way
 from model.errors import GrammarError, ModelError
 from model.sampling.grammar import GrammarTokenizer, compile_constraint
 from model.text.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ _SPARE_BYTES: Final = 256 << 20
 
 def main() -> None:
     """Check constraints until standard input ends."""
+    give_way()
     with contextlib.suppress(OSError):  # only Linux has it: memory ends before the limit below
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     _limit(resource.RLIMIT_CORE, 0)
