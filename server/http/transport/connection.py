@@ -156,7 +156,10 @@ class HTTP11Protocol(asyncio.Protocol):
                 cycle.disconnect()
         self._pipelined.clear()
         self.resume_writing()
-        del self._parser  # refers to this object
+        # These refer to this object: without them it is freed at once, and not by a garbage collection, which stops the
+        # event loop for as long as tens of requests take.
+        del self._parser
+        self._running = self._arriving = None
 
     def data_received(self, data: bytes) -> None:
         """Parse data of the connection."""
