@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
@@ -62,7 +63,7 @@ class PacedRefusals:
         now = loop.time()
         if not self._has_company(client, now):
             return
-        due = max(self._due.pop(client, 0.0), now - AT_ONCE * _INTERVAL) + _INTERVAL
+        due = max(self._due.pop(client, -math.inf), now - AT_ONCE * _INTERVAL) + _INTERVAL
         self._due[client] = due = min(due, now + MOST_SECONDS)
         if len(self._due) > _MOST_KNOWN:
             self._due.popitem(last=False)
