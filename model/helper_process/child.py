@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from model.device.niceness import give_way
 from model.helper_process.process import REPLY, TASK
 
 _INPUT: Final = 0
@@ -28,7 +29,9 @@ _PR_SET_NO_NEW_PRIVS: Final = 38
 
 
 def limit(memory_bytes: int) -> None:
-    """Limit this process's memory, and let it write no file and leave no core dump. Called first, in the main thread.
+    """Limit this process's memory and priority, and let it write no file and leave no core dump.
+
+    Called first, in the main thread.
 
     Args:
         memory_bytes: of its address space.
@@ -40,6 +43,7 @@ def limit(memory_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     if sys.platform == "linux":  # if it is stopped when its parent ends, it must notice
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    give_way()
     for name in ("RLIMIT_AS", "RLIMIT_DATA"):
         _lower(name, memory_bytes)
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE"):

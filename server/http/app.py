@@ -78,7 +78,7 @@ def create_app(
     service_routes.install(app, context, DIALECTS[-1].error_reply)
     docs_page.install(app)
     abort.install(app, context, DIALECTS[-1].error_reply)
-    install_error_handlers(app, _render_error)
+    install_error_handlers(app, _render_error, context.refusals.hold)
     install_openapi(
         app,
         [body for dialect in DIALECTS for body in dialect.bodies],

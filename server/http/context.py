@@ -17,6 +17,7 @@ from server.errors import PromptTooLongError, StoppingError, UnavailableError, V
 from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
+from server.http.load.paced_refusals import PacedRefusals
 from server.http.request_id import current_request
 from server.http.text.chat_renderer import ChatRenderer
 from server.http.text.grammar_compiler import GrammarCompiler
@@ -74,7 +75,8 @@ class AppContext:
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
         self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
-        self.admission = Admission(config, metrics, self.shedding.retry_after)
+        self.refusals = PacedRefusals(metrics.clients)
+        self.admission = Admission(config, metrics, self.shedding.retry_after, self.refusals.note)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._longest_token = longest_token(tokenizer.library)
         # Elsewhere the event loop would wait for another process.

@@ -16,13 +16,15 @@ from server.errors import (
     ClientError,
     MethodNotAllowedError,
     NotFoundError,
+    OverloadedError,
     TesseraError,
     UnauthorizedError,
 )
+from server.http.request_id import current_request
 from server.http.unknown_routes.answer import UnknownRoutes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from fastapi import FastAPI
     from starlette.requests import Request
@@ -75,12 +77,17 @@ async def send_json(send: Send, body: bytes, headers: Headers) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], ErrorBody]) -> None:
+def install_error_handlers(
+    app: FastAPI,
+    render: Callable[[str, TesseraError], ErrorBody],
+    hold: Callable[[str], Awaitable[None]],
+) -> None:
     """Install handlers that respond to every error that reaches the application.
 
     Args:
         app: the application.
         render: returns the response's status and body for a request's path and an error.
+        hold: returns when the refusal of a client's request may be answered.
     """
     unknown = UnknownRoutes(app.routes)
 
@@ -89,6 +96,8 @@ def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], E
 
     async def on_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, TesseraError)
+        if isinstance(error, OverloadedError):
+            await hold(current_request().client)
         return respond(request, error)
 
     async def on_http(request: Request, error: Exception) -> Response:

@@ -51,8 +51,10 @@ class Server:
     def connections(self):
         return self._server.server_state.connections
 
-    async def connect(self, receive_buffer=None):
+    async def connect(self, receive_buffer=None, address=None):
         sock = socket.socket()
+        if address is not None:
+            sock.bind((address, 0))
         if receive_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)

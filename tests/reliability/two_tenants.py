@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import multiprocessing
 import os
@@ -22,19 +23,24 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import uvloop
+
 from benchmarks.report import add_bookkeeping, write_report
 from tests.reliability.fast_client import ClientRun
-from tests.reliability.managed_service import ManagedService
+from tests.reliability.managed_service import ManagedService, read_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.synchronize import Event as EventType
 
 _ADDRESS_A, _ADDRESS_B = "127.0.0.2", "127.0.0.1"
 _KEY_A, _KEY_B = "key-of-tenant-a", "key-of-tenant-b"
+_KEYS: Final = {"key": (_KEY_A, _KEY_B), "address": ("", "")}
 _NUM_REQUESTS: Final = 12
 _MOST_RATIO: Final = 3.0
 _TIMEOUT: Final = 120.0
+_PAUSE_SECONDS: Final = 5.0
+"""After the flood, until the service has ended what its clients left."""
 _DISTINCT: Final = 600
 """More than the grammars and prompts that any cache keeps."""
 _SLOW_BODY_BYTES: Final = 1_500_000
@@ -139,7 +145,7 @@ def flood(
 ) -> None:
     """Be client A until the process is ended; puts statuses by kind into `results` every second."""
     os.nice(niceness)
-    asyncio.run(_flood(tenant, port, clients, running, results))
+    uvloop.run(_flood(tenant, port, clients, running, results))
 
 
 async def _flood(tenant: Tenant, port: int, clients: int, running: EventType, results: Any) -> None:
@@ -213,27 +219,71 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
-def measure(service: ManagedService, a: Tenant, b: Tenant, options: argparse.Namespace) -> Any:
-    """Return the rows of a run, one for each way in which B sends."""
-    asyncio.run(send_all(b, service.port, 1))  # warms up
-    idle = asyncio.run(send_all(b, service.port, options.rounds))
+@contextlib.contextmanager
+def flooding(service: ManagedService, tenant: Tenant, options: argparse.Namespace) -> Iterator[Any]:
+    """Be client A in another process meanwhile; yields what becomes its statuses by kind."""
     context = multiprocessing.get_context("spawn")
     running = context.Event()
     with context.Manager() as manager:
         results = manager.dict()
         process = context.Process(
             target=flood,
-            args=(a, service.port, options.clients, running, results, options.flood_niceness),
+            args=(tenant, service.port, options.clients, running, results, options.flood_niceness),
         )
         process.start()
         try:
             assert running.wait(_TIMEOUT), "the flood does not begin"
             time.sleep(options.flood_seconds)
-            flooded = asyncio.run(send_all(b, service.port, options.rounds))
-            statuses = dict(results["statuses"])
+            yield results
         finally:
             process.kill()
             process.join()
+    time.sleep(_PAUSE_SECONDS)
+
+
+class Throughput:
+    """Counts the tokens of prompts and outputs that the service computes."""
+
+    def __init__(self, port: int, tenant: Tenant) -> None:
+        self._port, self._tenant = port, tenant
+        self._tokens, self._began = self._read(), time.monotonic()
+
+    def _read(self) -> float:
+        headers = {"Authorization": f"Bearer {self._tenant.key}"} if self._tenant.key else {}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics", headers=headers)
+            values = read_metrics(connection.getresponse().read().decode())
+        return sum(values[f"tessera_{kind}_tokens_total"] for kind in ("prompt", "generation"))
+
+    def per_second(self) -> float:
+        """Return the tokens per second since this object was made."""
+        return (self._read() - self._tokens) / (time.monotonic() - self._began)
+
+
+def measure(service: ManagedService, a: Tenant, b: Tenant, options: argparse.Namespace) -> Any:
+    """Return the rows of a run, one for each way in which B sends.
+
+    First A is alone, then B without A, before and after the rounds with both.
+    """
+    with flooding(service, a, options):
+        throughput = Throughput(service.port, b)
+        time.sleep(options.flood_seconds)
+        tokens_alone = throughput.per_second()
+    asyncio.run(send_all(b, service.port, 1))  # warms up
+    halves = [options.rounds - options.rounds // 2, options.rounds // 2]
+    loads = [os.getloadavg()[0]]
+    idle = asyncio.run(send_all(b, service.port, halves[0]))
+    with flooding(service, a, options) as results:
+        loads.append(os.getloadavg()[0])
+        throughput = Throughput(service.port, b)
+        flooded = asyncio.run(send_all(b, service.port, options.rounds))
+        time.sleep(options.flood_seconds)
+        tokens_together = throughput.per_second()
+        statuses = dict(results["statuses"])
+    loads.append(os.getloadavg()[0])
+    for way, sent in asyncio.run(send_all(b, service.port, halves[1])).items():
+        idle[way] += sent
     rows = []
     for way, sent in flooded.items():
         before, during = ([it.ttft for it in group] for group in (idle[way], sent))
@@ -249,10 +299,13 @@ def measure(service: ManagedService, a: Tenant, b: Tenant, options: argparse.Nam
                         1000 * percentile(part, share), 1
                     )
                     for name, part in (("idle", before), ("flooded", during))
-                    for share in (0.5, 0.99)
+                    for share in (0.5, 0.9, 0.99)
                 },
                 "ttft_p99_ratio": round(ratio, 2),
                 "flood": statuses,
+                "tokens_per_second_of_a_alone": round(tokens_alone),
+                "tokens_per_second_of_both": round(tokens_together),
+                "load_average": [round(load, 1) for load in loads],
                 "holds": all(it.status == 200 for it in sent) and ratio <= _MOST_RATIO,
             }
         )
@@ -262,7 +315,7 @@ def measure(service: ManagedService, a: Tenant, b: Tenant, options: argparse.Nam
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure with keys and with addresses."""
     rows = []
-    for keys in [(_KEY_A, _KEY_B), ("", "")]:
+    for keys in [_KEYS[name] for name in options.tenants]:
         settings = [f"--frontends={options.front_ends}", *options.serve]
         settings += [f"--api-key={','.join(keys)}"] if keys[0] else []
         service = ManagedService(settings)
@@ -285,11 +338,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=150, help="of A, of each kind")
     parser.add_argument("--rounds", type=int, default=5, help="of B's requests")
     parser.add_argument("--flood-seconds", type=float, default=10.0, help="before B begins")
-    parser.add_argument("--flood-niceness", type=int, default=0, help="of A's process")
+    parser.add_argument("--niceness", type=int, default=0, help="added to that of all processes")
+    parser.add_argument("--flood-niceness", type=int, default=10, help="added to that of A's")
+    parser.add_argument("--tenants", nargs="+", choices=list(_KEYS), default=list(_KEYS))
     parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--serve", nargs="*", default=[], help="further options of the service")
     add_bookkeeping(parser)
     options = parser.parse_args()
+    os.nice(options.niceness)
     rows = run(options)
     write_report(
         "two-tenants", rows, ("torch",), device="cpu", folder=options.out, revision=options.commit

@@ -206,6 +206,7 @@ class ClientWatch:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._task.cancel()
+        del self._task  # refers to this object by its coroutine
         # As `asyncio.timeout` does: the task continues unless somebody else has cancelled it too.
         if (
             self._cancelled

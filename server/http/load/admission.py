@@ -45,14 +45,20 @@ class Admission:
         config: the limits.
         metrics: counts the sequences in flight in all processes of the service.
         retry_after: returns the seconds after which a number of sequences will probably have ended.
+        note: called with the client of each request that is about to be admitted or refused.
     """
 
     def __init__(
-        self, config: HTTPConfig, metrics: Metrics, retry_after: Callable[[int], int]
+        self,
+        config: HTTPConfig,
+        metrics: Metrics,
+        retry_after: Callable[[int], int],
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._metrics = metrics
         self._retry_after = retry_after
+        self._note = note
         self._budget = _Budget(config.max_buffered_body_bytes)
         self._tokenizing = Shares()
         self._aside = Shares()
@@ -72,7 +78,9 @@ class Admission:
         Raises:
             OverloadedError: no place is free.
         """
-        self._check_places(current_request().client, 1, info)
+        client = current_request().client
+        self._note(client)
+        self._check_places(client, 1, info)
 
     def check_sequences(self, field: str, count: int, info: EngineInfo) -> None:
         """Check that a request asks for no more sequences than are ever admitted.

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from model.device.niceness import give_way
 from model.thread_pool import started_pool
 from server.http.load.fair_queue import FairPlaces
 from server.http.text.tokenizer_memory import TokenizerMemory
@@ -38,7 +39,7 @@ class TokenizerThreads:
     """
 
     def __init__(self, count: int, growth: float = 1.0) -> None:
-        self._pool = started_pool(count, "tokenize")
+        self._pool = started_pool(count, "tokenize", give_way)
         self._places = FairPlaces(count)
         self._long = FairPlaces(max(1, count - 1))
         self._memory = TokenizerMemory(growth)

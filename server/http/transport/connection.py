@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 
+from server.http.edge.client_name import client_of_address
 from server.http.transport import replies
 from server.http.transport.connections import Connections
 from server.http.transport.cycle import Cycle, install_direct_writer
@@ -128,19 +129,20 @@ class HTTP11Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # always TCP
         """Admit the connection, or refuse it."""
         self.transport = transport
-        if not self._connections.admit(self):
+        client, server = (transport.get_extra_info(name) for name in ("peername", "sockname"))
+        address = tuple(client[:2]) if client else None
+        if not self._connections.admit(self, client_of_address({"client": address})):
             self._stopped = True
             transport.write(replies.TOO_MANY_CONNECTIONS)
             transport.close()
             return
         self._state.connections.add(self)  # type: ignore[arg-type] # uvicorn calls `shutdown` only
-        client, server = (transport.get_extra_info(name) for name in ("peername", "sockname"))
         self._scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
             "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
-            "client": tuple(client[:2]) if client else None,
+            "client": address,
             "server": tuple(server[:2]) if server else None,
             "root_path": "",
         }
@@ -156,7 +158,10 @@ class HTTP11Protocol(asyncio.Protocol):
                 cycle.disconnect()
         self._pipelined.clear()
         self.resume_writing()
-        del self._parser  # refers to this object
+        # These refer to this object: without them it is freed at once, and not by a garbage collection, which stops the
+        # event loop for as long as tens of requests take.
+        del self._parser
+        self._running = self._arriving = None
 
     def data_received(self, data: bytes) -> None:
         """Parse data of the connection."""
@@ -396,6 +401,12 @@ class HTTP11Protocol(asyncio.Protocol):
         """Return whether the client has not yet accepted all of what was written."""
         return self.transport.get_write_buffer_size() > 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a response has begun and not ended."""
+        cycle = self._running
+        return cycle is not None and cycle.started and not cycle.complete
+
     def abort(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
@@ -410,7 +421,7 @@ class HTTP11Protocol(asyncio.Protocol):
     # Internal.
 
     def _run(self, cycle: Cycle) -> None:
-        self._connections.waiting.pop(self, None)
+        self._connections.end_wait(self)
         self._deadline = _NEVER
         self._running = cycle
         task = self._loop.create_task(cycle.run(self._app))
@@ -431,9 +442,7 @@ class HTTP11Protocol(asyncio.Protocol):
 
     def _wait(self, seconds: float) -> None:
         """Wait for data for so long; the connection may be closed in favor of another."""
-        waiting = self._connections.waiting
-        waiting[self] = None
-        waiting.move_to_end(self)  # a request that has begun must not be cut off first
+        self._connections.begin_wait(self)
         self._deadline = self._loop.time() + seconds
 
     def _pause_reading(self) -> None:

@@ -1,15 +1,17 @@
 """The limit of connections: who is closed for whom, and what a refused client gets."""
 
 import asyncio
+import gc
 import resource
+import weakref
 
 import pytest
 
 from server.http.transport import connections as module
 from server.http.transport.connections import connection_capacity
-from tests.http.fakes import silent
+from tests.http.fakes import event, put, silent
 from tests.http.serving import Server, head
-from tests.waiting import GIVE_UP
+from tests.waiting import GIVE_UP, reached
 
 pytestmark = pytest.mark.anyio
 
@@ -26,6 +28,11 @@ def anyio_backend():
 async def server(make_app):
     async with Server(make_app(), max_connections=4) as server:
         yield server
+
+
+async def one_token_and_silence(engine, request, stream):
+    put(stream, event(5))
+    await silent(engine, request, stream)
 
 
 async def ask(reader, writer):
@@ -92,6 +99,85 @@ async def test_no_running_request_is_ended_for_a_new_connection(server, engine):
     assert b"200" in await ask(*await server.connect())
     for _, writer in running:
         writer.close()
+
+
+async def test_an_address_above_its_share_loses_its_own_connections(server):
+    many = [await server.connect(address="127.0.0.2") for _ in range(4)]
+    for connection in many:
+        await ask(*connection)
+
+    others = [await server.connect(address="127.0.0.3") for _ in range(2)]
+    for connection in others:
+        assert b"200" in await ask(*connection)
+    assert [await is_closed(reader) for reader, _ in many] == [True, True, False, False]
+
+    more = [await server.connect(address="127.0.0.2") for _ in range(3)]
+    assert b"200" in await ask(*more[-1])
+    for connection in others:
+        assert b"200" in await ask(*connection)
+
+
+async def test_requests_that_one_address_never_completes_keep_no_other_one_out(server):
+    slow = []
+    for _ in range(4):
+        reader, writer = await server.connect(address="127.0.0.2")
+        writer.write(head("/generate", len(BODY)) + BODY[:1])
+        slow.append(reader)
+    await reached(lambda: len(server.connections) == 4)
+    assert b"200" in await ask(*await server.connect(address="127.0.0.3"))
+    assert [await is_closed(reader) for reader in slow].count(True) == 1
+
+    reader, _ = await server.connect(address="127.0.0.2")  # which has more than its share
+    assert b"503" in await asyncio.wait_for(reader.read(), GIVE_UP)
+
+
+async def test_no_response_that_has_begun_is_cut_for_another_address(server, engine):
+    engine.script = one_token_and_silence
+    streams = []
+    for _ in range(4):
+        reader, writer = await server.connect(address="127.0.0.2")
+        writer.write(head("/generate_stream", len(BODY)) + BODY)
+        await asyncio.wait_for(reader.readuntil(b"data:"), GIVE_UP)
+        streams.append((reader, writer))
+
+    reader, _ = await server.connect(address="127.0.0.3")
+    assert b"503" in await asyncio.wait_for(reader.read(), GIVE_UP)
+    assert len(engine.running) == 4
+
+
+async def test_among_more_addresses_than_connections_the_one_that_has_waited_longest_gives_way(
+    server,
+):
+    connections = [await server.connect(address=f"127.0.0.{number}") for number in range(2, 6)]
+    for connection in connections:
+        await ask(*connection)
+    await ask(*connections[0])
+
+    assert b"200" in await ask(*await server.connect(address="127.0.0.9"))
+    assert [await is_closed(reader) for reader, _ in connections] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_a_closed_connection_is_freed_without_a_garbage_collection(
+    server, engine, is_complete
+):
+    engine.script = silent
+    reader, writer = await server.connect()
+    writer.write(GET if is_complete else head("/generate", len(BODY)) + BODY)
+    if is_complete:
+        await asyncio.wait_for(reader.readuntil(b"}"), GIVE_UP)
+    else:
+        await reached(lambda: engine.running)
+    (protocol,) = server.connections
+    freed = weakref.ref(protocol)
+    del protocol
+    gc.collect()
+    gc.disable()
+    try:
+        writer.close()
+        await reached(lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_refused_client_gets_503(server, engine):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from server.engine.core.queue.recent_clients import RecentClients
+
 if TYPE_CHECKING:
     from server.engine.core.accounting import Accounting
     from server.engine.core.memory.block_manager import BlockManager
@@ -12,9 +14,6 @@ if TYPE_CHECKING:
 
 _MANY: Final = 16
 """Unfinished sequences with more than which a client counts as one that floods."""
-_RECENT_SECONDS: Final = 60.0
-"""For so long after its last request, a client is expected to send another one."""
-_MOST_SEEN: Final = 256
 _RATIO: Final = 2.0
 """How many times as long as the shortest step, one of a client that floods may take."""
 
@@ -37,7 +36,7 @@ class ShortSteps:
     ) -> None:
         self._live, self._block_manager, self._accounting = live, block_manager, accounting
         self._arrived: dict[str, None] = {}  # since the last step
-        self._seen: dict[str, float] = {}  # the time of the next step
+        self._recent = RecentClients()  # at the time of the next step
 
     def note_arrival(self, client: str) -> None:
         """Note that a client has sent a request."""
@@ -50,11 +49,8 @@ class ShortSteps:
         """
         live = self._live
         for client in self._arrived:
-            self._seen.pop(client, None)
-            self._seen[client] = self._accounting.now
+            self._recent.note(client, self._accounting.now)
         self._arrived.clear()
-        while len(self._seen) > _MOST_SEEN:
-            del self._seen[next(iter(self._seen))]
         limits = self._limits()
         live.limit_places(limits)
         if not limits or not self._block_manager.enable_prefix_caching:
@@ -69,16 +65,12 @@ class ShortSteps:
 
     def _limits(self) -> dict[str, int]:
         live, accounting = self._live, self._accounting
-        if len(live) <= _MANY or len(self._seen) < 2 or not accounting.least_price:
+        if len(live) <= _MANY or len(self._recent) < 2 or not accounting.least_price:
             return {}
         tokens = _RATIO * accounting.least_seconds / accounting.least_price
         return {
             client: max(1, int(tokens / 2))
             for client, count in live.num_places.items()
-            if count + live.waiting.num_of(client) > _MANY and self._has_company(client)
+            if count + live.waiting.num_of(client) > _MANY
+            and self._recent.has_other(client, accounting.now)
         }
-
-    def _has_company(self, client: str) -> bool:
-        """Return whether another client has sent a request in the last minute."""
-        oldest = self._accounting.now - _RECENT_SECONDS
-        return any(it != client and at >= oldest for it, at in self._seen.items())

@@ -203,6 +203,7 @@ class RequestStream:
                 more = take(events)
         except Exception as error:  # noqa: BLE001 - raised by `follow`
             waiter.set_exception(error)
+            del waiter  # by its traceback the error would refer to itself, with all of its request
             return
         if more and not self._finished:
             self._take = take

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from model.device.cpus import usable_cpus
+from model.device.niceness import give_way
 from model.sampling.followed_matcher import MatcherRules
 from model.sampling.grammar import WORD_BITS, GrammarTokenizer, compile_matcher
 from model.sampling.grammar_process import Setup
@@ -63,7 +64,7 @@ class Grammars:
         num_processes: int | None = None,
     ) -> None:
         self._folder, self._config, self._device = folder, config, device
-        self._threads = started_pool(_THREADS, "grammars")
+        self._threads = started_pool(_THREADS, "grammars", give_way)
         self._lock = Lock()
         self._num_slots = num_slots
         if num_processes is None:
