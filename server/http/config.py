@@ -39,9 +39,9 @@ class HTTPSettings:
             on a CPU, 16 times on a GPU.
         max_queue_seconds: a request that would wait longer in the queue, by the measured rates, is refused with 429.
         max_queued_tokens: limit of the prompt tokens in the queue; more are refused with 429; default: no limit.
-        max_connections: limit of open connections of one front end; at the limit a new connection takes the place of
-            the one that has waited longest for its next request; default: 8192, or 128 fewer than the limit of open
-            files.
+        max_connections: limit of open connections of one front end, of which addresses have equal shares; at the limit
+            a new connection takes the place of one that waits for its next request, or of one of the address that has
+            the most; default: 8192, or 128 fewer than the limit of open files.
         header_timeout: seconds in which a new connection must send its first request, and in which a request's header
             fields must arrive.
         keep_alive_timeout: seconds after which a connection without requests is closed; should be longer than a proxy
