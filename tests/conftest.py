@@ -16,6 +16,7 @@ pytest_plugins = [
     "tests.gpu.result_file",
     "tests.kernels.compile.manifest.hooks",
     "tests.kernels.cpu.hooks",
+    "tests.sampled",
 ]
 
 # No wall clock in a verdict: a busy machine makes every example slow.

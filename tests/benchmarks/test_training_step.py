@@ -34,6 +34,7 @@ def test_all_contenders_have_the_same_losses():
     assert all(row["tokens_per_s"] > 0 and row["peak_mib"] is None for row in rows)
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_the_cpu_writes_a_row_of_each_contender(tmp_path):
     training_step.main(
         [

@@ -52,6 +52,7 @@ def run(installed, *arguments):
     ).stdout
 
 
+@pytest.mark.slow
 def test_an_installation_works_beside_another_package_named_kernels(installed):
     program = """
 import sys, kernels, torch, transformers

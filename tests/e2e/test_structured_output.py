@@ -69,6 +69,7 @@ def test_streams_follow_the_schema_and_equal_the_reply_with_details(url):
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
+@pytest.mark.slow
 def test_hostile_schemas_do_not_delay_other_requests(url):
     post(url, body(0))
     with concurrent.futures.ThreadPoolExecutor(4) as threads:

@@ -68,6 +68,7 @@ def test_the_folder_that_the_service_will_read_need_not_be_there_yet():
     assert done.stderr.startswith("tessera warmup: error: cannot write compiled kernels")
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("arch", ["t4", "sm_75"])
 def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused(arch):

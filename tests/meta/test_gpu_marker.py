@@ -27,6 +27,7 @@ def test_a_run_fails_with_a_reason_if_all_gpu_tests_were_skipped(processes):
     assert "FAILED: gpu tests were selected, but all of them were skipped" in done.stdout
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_not_part_of_a_default_run():
     done = run_pytest("tests/gpu/test_attention_errors_gpu.py")
 

@@ -18,7 +18,9 @@ CODE = {"gpu": "NVIDIA H200", "commit": "a" * 40, "sources": "0", "versions": {}
 def newest():
     results = [json.loads(it.read_text()) for it in FOLDER.glob("*.json")]
     if not results:
-        pytest.skip(f"{FOLDER} has no result yet: run `make test-gpu` on a GPU, and commit the file")
+        pytest.skip(
+            f"{FOLDER} has no result yet: run `make test-gpu` on a GPU, and commit the file"
+        )
     return max(results, key=lambda it: it["date"])
 
 

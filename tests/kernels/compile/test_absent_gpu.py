@@ -61,6 +61,7 @@ def run(tmp_path):
     return run_script
 
 
+@pytest.mark.slow
 def test_tensors_of_an_absent_gpu_have_shapes_and_read_as_zeros(run):
     found = run(
         """
@@ -107,6 +108,7 @@ def test_the_host_is_described_by_itself_again_afterwards(run):
     assert found == ["h100", "cpu", [0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_found_in_a_folder_that_was_moved(run, tmp_path):
     compiled = run(
         """
@@ -143,6 +145,7 @@ def test_compiled_kernels_are_found_in_a_folder_that_was_moved(run, tmp_path):
     assert not {".cubin", ".so"} & set(found[1]), "nothing is compiled again"
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_a_folder_counts_as_absent_with_a_warning_that_names_it(run):
     damages = {
         "__grp__add.json": [b"{", b"[]", b"{}", b""],
@@ -226,6 +229,7 @@ print(json.dumps(sorted({p.stem for p in Path(knobs.cache.dir).glob("*/[!_]*.cub
 """
 
 
+@pytest.mark.slow
 def test_a_step_with_fp8_weights_is_a_single_launch_up_to_a_hidden_size_of_4096(run):
     plain, single = (run(f"HIDDEN_SIZE = {size}\n{ONE_STEP}", str(size)) for size in (4160, 4096))
 

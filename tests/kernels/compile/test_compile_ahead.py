@@ -279,6 +279,7 @@ def test_the_compiler_key_of_a_package_depends_on_its_hashes_and_not_on_its_fold
     assert compiler_key(tmp_path, record) != compiler_key(tmp_path, other)
 
 
+@pytest.mark.slow
 def test_the_key_of_a_kernel_does_not_depend_on_which_kernel_was_launched_first(run):
     body = """
     from kernels.gpu.compile_ahead import _make_keys_stable

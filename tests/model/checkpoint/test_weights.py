@@ -174,6 +174,7 @@ def test_all_mismatches_are_reported_in_one_error(single):
     assert "1 wrongly shaped: lm_head.weight is [5, 64], must be [128, 64]" in text
 
 
+@pytest.mark.slow
 def test_a_long_list_of_names_is_shortened(single):
     config = json.loads((single / "config.json").read_text())
     (single / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900}))
@@ -350,6 +351,7 @@ def test_a_tensor_stored_twice_is_rejected(sharded):
         load(sharded)
 
 
+@pytest.mark.slow
 def test_weights_larger_than_free_memory_are_rejected_before_allocation(single):
     config = json.loads((single / "config.json").read_text())
     config |= {"hidden_size": 65536, "intermediate_size": 2**20, "num_hidden_layers": 1000}

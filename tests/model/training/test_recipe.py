@@ -74,6 +74,7 @@ def run(stage, data, output, teachers=(), measurements=None, **options):
     return model
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_the_same_seed_gives_the_same_weights(data, tmp_path):
     kept = []
     first = run(STAGE, data, tmp_path / "a", measurements=3, keep=kept.append)
@@ -127,6 +128,7 @@ def test_the_clock_of_a_further_process_continues_and_leaves_out_its_compilation
     assert clock.progress(9) == 0.75
 
 
+@pytest.mark.slow
 def test_processes_that_are_ended_early_give_the_model_of_one_that_is_not(data, tmp_path):
     whole = run(STAGE, data, tmp_path / "a", measurements=3)
     parts = None
@@ -152,6 +154,7 @@ def test_the_state_of_another_run_is_refused_by_what_differs(data, tmp_path):
         run(dataclasses.replace(STAGE, dropout=0.2), data, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(data, tmp_path):
     short = dataclasses.replace(STAGE, steps=2)
     teacher = run(short, data, tmp_path / "t")
@@ -169,6 +172,7 @@ def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(da
         )
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_in_one_process_or_in_several(data, tmp_path):
     sizes = {"hidden-size": 64, "num-layers": 1, "num-heads": 1, "num-kv-heads": 1}
     sizes |= {"intermediate-size": 64, "steps": 2, "batch-tokens": 2048, "minutes": 0}
