@@ -216,8 +216,21 @@ def close_all():
         os.close(descriptor)
 
 
+_LARGEST_FILE = 64 << 20
+
+
 def forbid_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    """Leave room for 20 kB behind the end of the log, but for as much as it needs in memory with a size."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
+
+
+def tcp_inodes():
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {fields[9] for fields in lines}
 
 
 @pytest.mark.parametrize("kind", ["closed", "limited file", "no terminal"])
@@ -226,10 +239,9 @@ def test_a_standard_error_that_takes_nothing_makes_nothing_fail(launch, kind, tm
     if kind == "closed":
         options["preexec_fn"] = close_all
     elif kind == "limited file":
-        options |= {
-            "preexec_fn": forbid_files,
-            "stderr": os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT),
-        }
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        os.lseek(log, _LARGEST_FILE - 20_000, os.SEEK_SET)
+        options |= {"preexec_fn": forbid_files, "stderr": log}
     else:
         ends = list(os.openpty())
         options["stderr"] = ends.pop()
@@ -241,8 +253,11 @@ def test_a_standard_error_that_takes_nothing_makes_nothing_fail(launch, kind, tm
     assert {CLIENT.get(f"{url}/info").status_code for _ in range(200)} == {200}
     assert post(url, *REQUESTS["grammar"], timeout_ms=30_000) == 200
     assert (metric(url, "tessera_log_lines_dropped_total") > 0) == (kind != "closed")
+    # Helper processes have links without names there, but none a connection of a client.
+    connections = {f"socket:[{inode}]" for inode in tcp_inodes()}
+    assert connections
     for pid in [it.pid for it in process_tree(process.pid)]:
         for descriptor in range(3):
-            assert "socket" not in str(Path(f"/proc/{pid}/fd/{descriptor}").readlink())
+            assert str(Path(f"/proc/{pid}/fd/{descriptor}").readlink()) not in connections
     process.terminate()
     assert process.wait(60) == 0

@@ -160,6 +160,8 @@ def try_folder(folder: Path) -> None:
         )
     except LostError as error:
         raise TokenizerError(f"{file} cannot be read: the process that read it {error}") from None
+    finally:
+        pool.end()  # also after a signal: the process may be stopped
 
 
 def _run(
