@@ -1,4 +1,4 @@
-"""Clients that send the head and the body of a request in several ways, and whether their answers had begun.
+"""Clients that send the head and the body of a request in several ways, and whether their answers had started.
 
 A proxy that repeats requests of a killed replica needs their bodies, which may come later than their heads.
 """

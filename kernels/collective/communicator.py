@@ -7,6 +7,7 @@ order of the ranks, so that every rank has the same bits, whatever else the tens
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -90,6 +91,16 @@ class OrderedSum:
     """The all-reduce of communicators that gather: every rank adds the parts of all ranks in their order."""
 
     fuses_norm = False
+    _detached = False
+
+    @contextlib.contextmanager
+    def detached(self) -> Iterator[None]:
+        """See `Communicator.detached`."""
+        self._detached = True
+        try:
+            yield
+        finally:
+            self._detached = False
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""
@@ -123,10 +134,6 @@ class AbsentRanks(OrderedSum):
 
     def __init__(self, size: int, *, fuses_norm: bool = False) -> None:
         self.size, self.fuses_norm = size, fuses_norm
-
-    def detached(self) -> AbstractContextManager[None]:
-        """See `Communicator.detached`; it always is."""
-        return contextlib.nullcontext()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""

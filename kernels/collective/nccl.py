@@ -44,7 +44,6 @@ class NCCLCommunicator(OrderedSum):
     def __init__(self, endpoint: RankEndpoint, device: torch.device) -> None:
         _check_loopback()
         self.rank, self.size = endpoint.rank, endpoint.size
-        self._detached = False
         self._host = SharedMemoryCommunicator(endpoint)
         # The file has no name. It stays: NCCL connects the ranks when they first communicate.
         store = distributed.FileStore(  # type: ignore[attr-defined]  # not in `__all__`
@@ -67,15 +66,6 @@ class NCCLCommunicator(OrderedSum):
         if self._one_shot is None or self._detached or not self._one_shot.normalizes(hidden):
             return None
         return self._one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
-
-    @contextlib.contextmanager
-    def detached(self) -> Iterator[None]:
-        """See `Communicator.detached`."""
-        self._detached = True
-        try:
-            yield
-        finally:
-            self._detached = False
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""

@@ -41,16 +41,6 @@ class SharedMemoryCommunicator(OrderedSum):
         memory = mmap.mmap(endpoint.memory, num_bytes(self.size))
         self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._turn = 0
-        self._detached = False
-
-    @contextlib.contextmanager
-    def detached(self) -> Iterator[None]:
-        """See `Communicator.detached`."""
-        self._detached = True
-        try:
-            yield
-        finally:
-            self._detached = False
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`.

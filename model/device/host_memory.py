@@ -35,7 +35,7 @@ def _physical_bytes() -> int:
 
 
 def _groups(root: Path) -> list[Path]:
-    """Return the folders of the groups whose limits hold for this process: its own and all around it.
+    """Return the folders of the groups whose limits hold for this process: its group and all that contain it.
 
     Without a namespace for groups, as for a service of systemd, its own group is not the root.
     """
@@ -48,8 +48,10 @@ def _groups(root: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             base = root / controllers
-            own = base / path.lstrip("/")
-            folders += [it for it in (own, *own.parents) if it.is_relative_to(base) and it != base]
+            group = base / path.lstrip("/")
+            folders += [
+                it for it in (group, *group.parents) if it.is_relative_to(base) and it != base
+            ]
     return folders
 
 

@@ -90,14 +90,6 @@ class CrashError(Exception):
     """The task ended the process; the text says how."""
 
 
-def module_command(module: str) -> tuple[str, ...]:
-    """Return the command that runs a module of ours.
-
-    `python -m` alone would import from the working directory first, where anybody may have put a `json.py`.
-    """
-    return (sys.executable, "-P", "-m", module)
-
-
 class HelperProcess:
     """Owns one process. Used by one caller at a time, which waits in a thread or on an event loop.
 

@@ -58,8 +58,8 @@ VARIABLES: Final = {
 }
 """What Ray's processes read when they start.
 
-HAProxy sends a request again that a killed replica has not begun to answer, since to compute it twice does no harm. For
-that it needs the whole request in a buffer (`server.ray.haproxy`). The variables of the request router matter with
+HAProxy sends a request again that a killed replica has not started to answer, since to compute it twice does no harm.
+For that it needs the whole request in a buffer (`server.ray.haproxy`). The variables of the request router matter with
 prefix_routing only.
 """
 _NAME: Final = "tessera"

@@ -60,10 +60,10 @@ def exists(pattern):
 def test_a_figure_of_speed_stands_beside_its_result_file_or_a_page_that_names_it(path):
     without = [
         found[0].strip()
-        for part, around in blocks(path)
+        for part, paragraph in blocks(path)
         if (found := FIGURE.search(part) or TABLE.search(part))
-        and not any(map(exists, result_names(around)))
-        and not DECISION.search(around)
+        and not any(map(exists, result_names(paragraph)))
+        and not DECISION.search(paragraph)
     ]
 
     assert not without

@@ -86,7 +86,7 @@ def test_a_signal_afterwards_is_passed_on_as_often_as_it_comes(number):
 def test_a_signal_that_is_ignored_as_by_nohup_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        process = start("print('begun', flush=True)\ntime.sleep(1)\nreturn 9")
+        process = start("print('started', flush=True)\ntime.sleep(1)\nreturn 9")
     finally:
         signal.signal(signal.SIGHUP, before)
     with process:

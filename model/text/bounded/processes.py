@@ -20,13 +20,13 @@ import msgspec
 import tokenizers
 
 from model.errors import TokenizerError
+from model.helper_process.command import module_command
 from model.helper_process.pool import HelperPool
 from model.helper_process.process import (
     CrashError,
     HelperProcess,
     LostError,
     ProcessorTimeError,
-    module_command,
 )
 from model.helper_process.steps import Steps, run_in_thread
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from model.errors import ModelError
+from model.helper_process.command import module_command
 from model.helper_process.pool import HelperPool
 from model.helper_process.process import (
     CrashError,
     HelperProcess,
     LostError,
     ProcessorTimeError,
-    module_command,
 )
 from model.helper_process.steps import run_in_thread, run_on_loop
 from model.text.rendering.protocol import COMPILE, RENDER, SECONDS, Kind

@@ -47,11 +47,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self._mark = mark
         self.now = datetime.datetime.fromtimestamp(0, datetime.UTC)
         self.filters["tojson"] = _tojson
-        own = {
+        replaced = {
             "raise_exception": _raise_exception,
             "strftime_now": self._strftime_now,
         }
-        self.globals = {name: own.get(name) or self.globals[name] for name in FUNCTIONS}
+        self.globals = {name: replaced.get(name) or self.globals[name] for name in FUNCTIONS}
 
     def compile_template(self, source: str) -> jinja2.Template:
         """Compile a template.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from model.helper_process.command import module_command
 from server.cli.front_end.config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.shared_file import shared_file
@@ -16,7 +17,6 @@ from server.engine.link.spawn import (
     DUMP_SECONDS,
     ask_for_stacks,
     ending_signals,
-    module_command,
 )
 from server.http.metrics.registry import mark_process
 from server.http.metrics.shared_counters import SharedCounters

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from model.helper_process.command import module_command
 from server.cli.exit_deadline import exit_bounded
 from server.cli.settings import Settings
 from server.engine.link.engine_process.process_setup import read_config
-from server.engine.link.spawn import end, module_command, spawn
+from server.engine.link.spawn import end, spawn
 from server.standard_error import never_wait
 
 if TYPE_CHECKING:

@@ -11,18 +11,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-
-def module_command(module: str) -> tuple[str, ...]:
-    """Return the command that runs a module of ours.
-
-    `python -m` alone would import from the working directory first, where anybody may have put a `json.py`.
-    """
-    return (sys.executable, "-P", "-m", module)
-
+from model.helper_process.command import module_command
 
 ENGINE_COMMAND = module_command("server.engine.link.engine_process.process")
 """Starts an engine process."""

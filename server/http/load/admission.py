@@ -156,8 +156,8 @@ class Admission:
         total = metrics.in_flight
         if total + sequences <= limit:
             return
-        own, num_clients = metrics.clients.of(client).places, metrics.clients.num_clients(client)
-        if not allows(sequences, own, total, limit, num_clients):
+        held, num_clients = metrics.clients.of(client).places, metrics.clients.num_clients(client)
+        if not allows(sequences, held, total, limit, num_clients):
             raise OverloadedError(retry_after=self._retry_after(total + sequences - limit))
 
     @contextlib.contextmanager
@@ -226,10 +226,10 @@ class _Budget:
         """Bytes that all requests hold."""
         return self._shares.total
 
-    def allows(self, client: str, more: int, own: int) -> bool:
-        """Return whether a request that holds `own` bytes may hold `more`."""
+    def allows(self, client: str, more: int, held: int) -> bool:
+        """Return whether a request that holds `held` bytes may hold `more`."""
         # A request that could never fit would be told to retry for ever.
-        return self._shares.allows(client, more, self._limit) or self.held <= own
+        return self._shares.allows(client, more, self._limit) or self.held <= held
 
     def add(self, client: str, size: int) -> None:
         self._shares.add(client, size)

@@ -173,8 +173,8 @@ class LoadShedding:
         """Return whether a client may queue more tokens although all clients together have reached the limit."""
         if not queued:
             return True  # a prompt that could never fit would be told to retry for ever
-        own, num_clients = self._share(client)
-        return num_clients > 1 and allows(wanted, own.tokens, queued, limit, num_clients)
+        queued_by_it, num_clients = self._share(client)
+        return num_clients > 1 and allows(wanted, queued_by_it.tokens, queued, limit, num_clients)
 
     def _share(self, client: str) -> tuple[Counts, int]:
         """Return what a client has in progress, and the number of clients that have something."""
@@ -189,12 +189,12 @@ class LoadShedding:
         shorter = self._queued_classes(stats, length_class(length) + 1)
         pairs = zip(shorter, self._queued(stats), strict=True)
         before = _Queue(*(min(2 * part, whole) for part, whole in pairs))
-        own, num_clients = self._share(client)
+        queued_by_it, num_clients = self._share(client)
         if num_clients > 1:
-            turns = (own.queued, own.tokens, own.output)
+            turns = (queued_by_it.queued, queued_by_it.tokens, queued_by_it.output)
             pairs = zip(before, turns, strict=True)
             before = _Queue(*(min(whole, num_clients * part) for whole, part in pairs))
-            if not own.queued:
+            if not queued_by_it.queued:
                 return 0.0  # the engine makes place for it
         return self._wait(before, info, stats)
 

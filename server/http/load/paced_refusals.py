@@ -69,15 +69,15 @@ class PacedRefusals:
             self._due.popitem(last=False)
         if due <= now:
             return
-        own = self._of.setdefault(client, OrderedDict())
-        if len(own) >= MOST_OF_A_CLIENT:
-            self._release(next(iter(own)))
+        of_client = self._of.setdefault(client, OrderedDict())
+        if len(of_client) >= MOST_OF_A_CLIENT:
+            self._release(next(iter(of_client)))
         elif len(self._held) >= MOST:
             self._release(next(iter(self._held)))
-        own = self._of.setdefault(client, own)
+        of_client = self._of.setdefault(client, of_client)
         held = loop.create_future()
         self._held[held] = client
-        own[held] = None
+        of_client[held] = None
         timer = loop.call_at(due, self._release, held)
         try:
             await held
@@ -95,9 +95,9 @@ class PacedRefusals:
         client = self._held.pop(held, None)
         if client is None:
             return
-        own = self._of[client]
-        del own[held]
-        if not own:
+        of_client = self._of[client]
+        del of_client[held]
+        if not of_client:
             del self._of[client]
         if not held.done():
             held.set_result(None)

@@ -8,7 +8,7 @@ _MOST_RATIO: Final = 2
 """How many times a limit all clients together may hold: what is beyond it is for clients below their share."""
 
 
-def allows(wanted: int, own: int, total: int, limit: int, num_clients: int) -> bool:
+def allows(wanted: int, held: int, total: int, limit: int, num_clients: int) -> bool:
     """Return whether a client may hold more of something.
 
     A client alone may hold all. When all is held, a client still gets more up to an equal share, so that it need not
@@ -16,13 +16,13 @@ def allows(wanted: int, own: int, total: int, limit: int, num_clients: int) -> b
 
     Args:
         wanted: how much more.
-        own: how much the client holds.
+        held: how much the client holds.
         total: how much all clients hold.
         limit: how much they may hold.
         num_clients: clients that hold something, this one among them.
     """
     return total + wanted <= limit or (
-        own + wanted <= limit // num_clients and total + wanted <= _MOST_RATIO * limit
+        held + wanted <= limit // num_clients and total + wanted <= _MOST_RATIO * limit
     )
 
 
@@ -42,15 +42,15 @@ class Shares:
         """Return whether a client may hold more; see `allows`."""
         if self.total + wanted <= limit:
             return True
-        held = self._held
-        own = held.get(client, 0)
-        return allows(wanted, own, self.total, limit, len(held) + (client not in held))
+        clients = self._held
+        held = clients.get(client, 0)
+        return allows(wanted, held, self.total, limit, len(clients) + (client not in clients))
 
     def add(self, client: str, amount: int) -> None:
         """Add to what a client holds; a negative amount takes away."""
         self.total += amount
-        own = self._held.get(client, 0) + amount
-        if own:
-            self._held[client] = own
+        held = self._held.get(client, 0) + amount
+        if held:
+            self._held[client] = held
         else:
             self._held.pop(client, None)

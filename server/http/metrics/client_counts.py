@@ -20,7 +20,7 @@ class Counts(NamedTuple):
 
     Attributes:
         places: sequences that were admitted and not yet answered.
-        queued: sequences that were submitted and that the engine has not begun to compute.
+        queued: sequences that were submitted and that the engine has not started to compute.
         tokens: of their prompts.
         output: tokens that they will probably generate.
     """

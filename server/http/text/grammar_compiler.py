@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from model.helper_process.command import module_command
 from model.helper_process.pool import HelperPool
 from model.helper_process.process import (
     CrashError,
     HelperProcess,
     LostError,
     ProcessorTimeError,
-    module_command,
 )
 from model.helper_process.steps import run_on_loop
 from server.errors import OverloadedError, StoppingError, UnavailableError
@@ -214,7 +214,7 @@ class GrammarCompiler:
         key: tuple[str, bytes],
         find: Callable[[], Coroutine[Any, Any, ResultT]],
     ) -> ResultT:
-        """Return the result of a check, which is made once for all callers and goes on without them once it has begun.
+        """Return the result of a check, made once for all callers; it goes on without them once it has started.
 
         A worker that is busy cannot be used for anything else; one that is ended has to be started again.
         """

@@ -403,7 +403,7 @@ class HTTP11Protocol(asyncio.Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a response has begun and not ended."""
+        """Whether a response has started and not ended."""
         cycle = self._running
         return cycle is not None and cycle.started and not cycle.complete
 

@@ -39,7 +39,7 @@ class Connection(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a response has begun and not ended."""
+        """Whether a response has started and not ended."""
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -88,8 +88,8 @@ class Connections:
     At the limit, addresses have equal shares. A new connection of one that has its share takes the place of that
     address's connection that has waited longest for its next request, and is refused if a request runs on each. A new
     connection of another address takes the place of one of the address with the most connections: of the one that has
-    waited longest, or else of the oldest on which no response has begun. If nobody has more than a share, it takes the
-    place of the one of all that has waited longest.
+    waited longest, or else of the oldest on which no response has started. If nobody has more than a share, it takes
+    the place of the one of all that has waited longest.
 
     Args:
         config: limits and intervals.
@@ -147,7 +147,7 @@ class Connections:
             return
         for waiting in (self._waiting, self._clients[client].waiting):
             waiting[connection] = None
-            waiting.move_to_end(connection)  # a request that has begun must not be cut off first
+            waiting.move_to_end(connection)  # a request that has started must not be cut off first
 
     def end_wait(self, connection: Connection) -> None:
         """Note that a request runs on a connection."""
@@ -168,10 +168,10 @@ class Connections:
     def _evict(self, client: str) -> bool:
         """Close a connection, so that a new one of an address can be accepted."""
         clients = self._clients
-        own = clients.get(client)
-        share = max(1, self.capacity // (len(clients) + (own is None)))
-        if own is not None and len(own) >= share:
-            return self._close_waiting(own.waiting)
+        known = clients.get(client)
+        share = max(1, self.capacity // (len(clients) + (known is None)))
+        if known is not None and len(known) >= share:
+            return self._close_waiting(known.waiting)
         most = max(clients.values(), key=len)
         if len(most) <= share:
             return self._close_waiting(self._waiting)

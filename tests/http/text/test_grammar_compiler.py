@@ -52,7 +52,7 @@ def starts(compiler):
 
 
 def num_tasks(compiler):
-    """Return how many tasks they have begun."""
+    """Return how many tasks they have started."""
     return sum(int(file.read_text() or 0) for file in Path(compiler._folder).iterdir())
 
 
@@ -200,15 +200,15 @@ async def test_callers_with_equal_constraints_share_one_check(toys):
 
 
 async def test_a_check_whose_callers_have_left_is_not_made_unless_it_has_begun(toys):
-    begun = [check(toys, {"wait": True, "id": i}, "a") for i in range(2)]
+    started = [check(toys, {"wait": True, "id": i}, "a") for i in range(2)]
     await reached(lambda: num_tasks(toys) == 2)
     waiting = [check(toys, {"id": i}, "a") for i in range(2, 50)]
     await asyncio.sleep(0)
     assert len(toys._checks) == 50
 
-    for it in (*begun, *waiting):
+    for it in (*started, *waiting):
         it.cancel()
-    await asyncio.gather(*begun, *waiting, return_exceptions=True)
+    await asyncio.gather(*started, *waiting, return_exceptions=True)
 
     await reached(lambda: not toys._places.num_waiting("a"))
     assert len(toys._checks) == 2
@@ -217,7 +217,7 @@ async def test_a_check_whose_callers_have_left_is_not_made_unless_it_has_begun(t
 
 
 async def test_a_constraint_that_everybody_gave_up_can_be_asked_for_again_at_once(toys):
-    begun = [check(toys, {"wait once": True, "id": i}, "a") for i in range(2)]
+    started = [check(toys, {"wait once": True, "id": i}, "a") for i in range(2)]
     await reached(lambda: num_tasks(toys) == 2)
     given_up = check(toys, {"x": 1}, "a")
     await asyncio.sleep(0)
@@ -227,7 +227,7 @@ async def test_a_constraint_that_everybody_gave_up_can_be_asked_for_again_at_onc
     again = check(toys, {"x": 1}, "a")
     for pid in pids(toys):
         os.kill(pid, signal.SIGKILL)
-    for it in begun:
+    for it in started:
         it.cancel()
 
     assert (await check(toys, {"x": 1}, "b")).grammar == "compiled"
@@ -245,21 +245,21 @@ async def test_a_client_whose_checks_are_long_leaves_a_worker_to_others(toys):
 
 
 async def test_clients_take_turns_when_all_workers_are_busy(toys):
-    begun = []
+    started = []
 
     async def attempt(_, line):
-        begun.append(json.loads(line)["constraint"]["value"][0])
+        started.append(json.loads(line)["constraint"]["value"][0])
         for _ in range(5):
             await asyncio.sleep(0)
         return b'{"grammar": "compiled"}'
 
     toys._attempt = attempt
     heavy = [check(toys, [client, i], client) for i in range(50) for client in "ab"]
-    await reached(lambda: len(begun) >= 10)
-    before = len(begun)
+    await reached(lambda: len(started) >= 10)
+    before = len(started)
     await check(toys, ["c", 0], "c")
 
-    assert begun.index("c") < before + 20  # of the 100 that came earlier
+    assert started.index("c") < before + 20  # of the 100 that came earlier
     await asyncio.gather(*heavy)
 
 

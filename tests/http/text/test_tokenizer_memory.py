@@ -94,14 +94,14 @@ async def test_memory_that_others_take_meanwhile_is_not_given_to_a_text(host):
 async def test_a_thread_holds_the_memory_until_its_work_ends_although_its_caller_left(host):
     host["free"] = 20 * MIB  # enough for one text
     threads = TokenizerThreads(3)
-    loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop, started, may_end = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def work():
-        loop.call_soon_threadsafe(begun.set)
+        loop.call_soon_threadsafe(started.set)
         asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result()
 
     first = asyncio.ensure_future(threads.run(work, LONG))
-    await begun.wait()
+    await started.wait()
     first.cancel()
     second = asyncio.ensure_future(threads.run(lambda: "done", LONG))
     await asyncio.sleep(0.05)

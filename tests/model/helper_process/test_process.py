@@ -316,7 +316,9 @@ async def test_a_process_ends_also_if_it_is_stopped(started):
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["waiting", "stopped"])
 def test_a_process_ends_with_its_parent(is_stopped):
     code = (
-        "import os, sys, time; from model.helper_process.process import HelperProcess, module_command\n"
+        "import os, sys, time\n"
+        "from model.helper_process.command import module_command\n"
+        "from model.helper_process.process import HelperProcess\n"
         "from model.helper_process.steps import run_in_thread\n"
         "it = HelperProcess(module_command('model.text.rendering.worker')); run_in_thread(it.start())\n"
         "print(it.pid, flush=True)\n"

@@ -100,7 +100,7 @@ class ClientShares:
         if needed <= 0:
             return victims
         blocks = self._blocks()
-        own = blocks[sequence.client] + sequence.num_tokens // manager.block_size + 1
+        needed = blocks[sequence.client] + sequence.num_tokens // manager.block_size + 1
         for victim in victims:
             blocks[victim.client] -= len(victim.block_table)
         while needed > manager.num_freed(victims) + sum(map(_may_grow, victims)):
@@ -109,7 +109,7 @@ class ClientShares:
                 return None
             victim = self._heaviest(left, blocks)
             blocks[victim.client] -= len(victim.block_table)
-            if blocks[victim.client] < own:
+            if blocks[victim.client] < needed:
                 return None
             victims.append(victim)
         return victims

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from kernels.collective.endpoint import RankEndpoint, num_bytes
+from model.helper_process.command import module_command
 from server.engine.core.messages import EngineConfig
 from server.engine.link.engine_process.process_setup import (
     disable_nvlink_multicast,
@@ -27,7 +28,7 @@ from server.engine.link.engine_process.process_setup import (
 )
 from server.engine.link.shared_file import shared_file
 from server.engine.link.sockets import Connection
-from server.engine.link.spawn import LinkedProcess, end, module_command, spawn
+from server.engine.link.spawn import LinkedProcess, end, spawn
 
 if TYPE_CHECKING:
     from server.engine.runner.step.ranks import RankCommand
