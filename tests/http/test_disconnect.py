@@ -60,15 +60,21 @@ async def assert_nothing_is_held(server, engine, outcome, path):
     writer.close()
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_a_disconnect_in_the_queue_aborts_the_request(server, engine, path):
-    submitted = asyncio.Event()
+def hang(engine):
+    """Make requests wait for ever in the engine; return an event that is set when one does."""
+    hangs = asyncio.Event()
 
     async def script(_engine, _request, _stream):
-        submitted.set()
+        hangs.set()
         await asyncio.Event().wait()
 
     engine.script = script
+    return hangs
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_disconnect_in_the_queue_aborts_the_request(server, engine, path):
+    submitted = hang(engine)
     _, writer = await server.post(path)
     await submitted.wait()
 
@@ -340,13 +346,7 @@ async def test_a_client_that_closes_its_sending_side_and_leaves_is_noticed(
     ours, engine, path, monkeypatch
 ):
     monkeypatch.setattr(connection, "_ASK_SECONDS", 0.1)
-    started = asyncio.Event()
-
-    async def script(_engine, _request, _stream):
-        started.set()
-        await asyncio.Event().wait()
-
-    engine.script = script
+    started = hang(engine)
     _, writer = await ours.post(path)
     await started.wait()
     writer.write_eof()
@@ -360,13 +360,7 @@ async def test_a_client_that_closes_its_sending_side_and_leaves_is_noticed(
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_client_that_leaves_is_noticed_on_each_event_loop(ours, engine, path):
-    started = asyncio.Event()
-
-    async def script(_engine, _request, _stream):
-        started.set()
-        await asyncio.Event().wait()
-
-    engine.script = script
+    started = hang(engine)
     _, writer = await ours.post(path)
     await started.wait()
 
