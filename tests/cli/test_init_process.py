@@ -3,10 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 # The system gives orphans to a process that has asked for them as to the first one of a container.
 BEGIN = """
@@ -58,13 +59,9 @@ print(*[it.wait() for it in own])
     )
     assert process.stdout.readline() == "ready\n"
     (service,) = [it for it in children(process.pid) if state(it) != "Z"]
-    until = time.monotonic() + 60
-    while children(process.pid) != [service]:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert [state(it) for it in children(service)] == [
-        "Z"
-    ] * 10  # they are the service's to wait for
+    until(lambda: children(process.pid) == [service])
+    # They are the service's to wait for.
+    until(lambda: [state(it) for it in children(service)] == ["Z"] * 10)
 
     process.stdin.write("\n")
     process.stdin.flush()
@@ -77,7 +74,7 @@ print(*[it.wait() for it in own])
 def test_signals_are_passed_on(number):
     process = start("""
 def handle(number, _):
-    print(number, flush=True)
+    os.write(1, str(int(number)).encode())  # `print` may be interrupted within the other one
     os._exit(9)
 for number in (1, 2, 3, 10, 15):
     signal.signal(number, handle)
@@ -108,10 +105,7 @@ time.sleep(60)
     process.kill()
     process.wait(60)
 
-    until = time.monotonic() + 60
-    while Path(f"/proc/{service}").exists() and state(service) != "Z":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not Path(f"/proc/{service}").exists() or state(service) == "Z")
     process.stdout.close()
 
 
