@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def pytest_collection_finish():
     """Exclude modules and tests from garbage collection, which would take 5 % of the time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Start every test, and the fixtures that it is the first to need, from the same random numbers."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
