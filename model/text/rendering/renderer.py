@@ -39,7 +39,7 @@ BUSY_SECONDS: Final = 0.05
 _KEPT_MEMORY: Final = 96 << 20
 """Resident memory with which a process is not used again."""
 _LONG_SECONDS: Final = 0.02
-"""Time of a task after which the memory of its process is read."""
+"""Time of a compilation and a task after which the memory of their process is read."""
 _MOST_TEMPLATES: Final = 64
 """Templates that a process compiles before another one takes its place."""
 _COMMAND: Final = module_command("model.text.rendering.worker")
@@ -204,23 +204,23 @@ def rendering(program: Program, variables: Mapping[str, object]) -> bytes:
 def _work(
     program: Program, task: bytes, allowance: Allowance, process: HelperProcess, is_new: bool
 ) -> Steps[str]:
-    """Compile a template if the process does not have it, and do a task."""
-    templates = process.notes
-    if program.key not in templates:
-        its = Allowance() if task else allowance
-        order = _encode([COMPILE, program.key, program.source, dict(program.marks)])
-        yield from _ask(process, order, its, is_new=is_new)
-        templates.add(program.key)
-    if not task:
-        return ""
-    text = yield from _ask(process, task, allowance, is_new=is_new)
-    if len(templates) >= _MOST_TEMPLATES:
-        process.close()
-    return text
+    """Compile a template if the process does not have it, and do a task; close a process that has become large."""
+    templates, start = process.notes, time.monotonic()
+    try:
+        if program.key not in templates:
+            its = Allowance() if task else allowance
+            order = _encode([COMPILE, program.key, program.source, dict(program.marks)])
+            yield from _ask(process, order, its, is_new=is_new)
+            templates.add(program.key)
+        return (yield from _ask(process, task, allowance, is_new=is_new)) if task else ""
+    finally:
+        is_long = time.monotonic() - start > _LONG_SECONDS
+        if len(templates) >= _MOST_TEMPLATES or (is_long and _memory(process.pid) > _KEPT_MEMORY):
+            process.close()
 
 
 def _ask(process: HelperProcess, task: bytes, allowance: Allowance, *, is_new: bool) -> Steps[str]:
-    seconds, start = allowance.seconds, time.monotonic()
+    seconds = allowance.seconds
     try:
         reply = yield from process.ask(task, seconds)
     except ProcessorTimeError:
@@ -229,9 +229,6 @@ def _ask(process: HelperProcess, task: bytes, allowance: Allowance, *, is_new: b
     if kind is Kind.MEMORY and not is_new:
         process.close()
         raise CrashError("had less memory than a new one")
-    pid = process.pid
-    if time.monotonic() - start > _LONG_SECONDS and pid and _memory(pid) > _KEPT_MEMORY:
-        process.close()
     allowance.charge(reply.seconds)
     text = str(memoryview(reply.content)[1:], "utf-8", "surrogatepass")
     if kind is Kind.TEXT:
@@ -239,8 +236,10 @@ def _ask(process: HelperProcess, task: bytes, allowance: Allowance, *, is_new: b
     raise _ERRORS[kind](text)
 
 
-def _memory(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 where the system does not tell."""
+def _memory(pid: int | None) -> int:
+    """Return the resident memory of a process in bytes; 0 without one, and where the system does not tell."""
+    if pid is None:
+        return 0
     try:
         pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
     except OSError:

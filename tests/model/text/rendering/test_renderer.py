@@ -157,6 +157,14 @@ def test_memory_that_earlier_renderings_left_is_no_verdict(renderers) -> None:
         assert renderers.render(PLAIN, {"x": 1}, Allowance()) == "1"
 
 
+def test_memory_that_a_compilation_left_is_no_verdict_of_the_rendering(renderers) -> None:
+    long = Program("{{ x }}" * 10_000)
+    assert renderers.render(PLAIN, {"x": 1}, Allowance()) == "1"
+
+    assert renderers.render(long, {"x": 1}, Allowance()) == "1" * 10_000
+    assert renderers.pids == []
+
+
 def test_a_busy_process_does_not_delay_other_renderings(renderers) -> None:
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(renderers.render, ENDLESS, {}, Allowance(1000))
