@@ -71,8 +71,8 @@ test-library: dev ## Test the builds of the C library that this processor runs, 
 
 # Of these, many load a processor, and some measure how long a process has been silent.
 test-slow: JOBS = 2
-test-slow: dev ## Run the slow tests; ALL_COMPILATIONS=1 repeats the known compilations for absent GPUs too
-	$(PYTEST) -m 'slow and not gpu' $(if $(ALL_COMPILATIONS),--all-compilations)
+test-slow: dev ## Run the slow tests; ALL_CASES=1 leaves out none that another commit repeats
+	$(PYTEST) -m 'slow and not gpu' $(if $(ALL_CASES),--all-cases)
 
 compilations: JOBS = 2
 compilations: TESTS = tests/kernels/compile

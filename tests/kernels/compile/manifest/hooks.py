@@ -1,6 +1,6 @@
 """pytest hooks that leave out compilations for absent GPUs that the manifest says have succeeded, and say so.
 
-`--all-compilations` leaves out none, and neither does a run that names tests. `--record-compilations` runs those that
+`--all-cases` leaves out none, and neither does a run that names tests. `--record-compilations` runs those that
 are missing from the manifest, and enters those that pass. With several processes (`-n`) the controlling process
 collects no tests: it hears of the choice from the others at their end, and of passed tests by their reports.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import collections
 import json
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.commit_share import checked_out, takes_all
 from tests.kernels.compile.cross_compile_pool import MODULES, Worker
 from tests.kernels.compile.manifest.selection import (
     DIGITS,
@@ -36,11 +36,6 @@ _CHOICE = "compilations"
 
 def pytest_addoption(parser):
     group = parser.getgroup("compilations for absent GPUs")
-    group.addoption(
-        "--all-compilations",
-        action="store_true",
-        help=f"also those that {MANIFEST.name} says have succeeded",
-    )
     group.addoption(
         "--record-compilations",
         action="store_true",
@@ -76,10 +71,7 @@ class _Choice:
         concerned = [item for item in items if _compiles(item) and _is_slow(item)]
         if not HAS_TRITON:  # each of them is skipped
             return result
-        # A test that is asked for by its name runs.
-        named = config.option.keyword or any("::" in it for it in config.args)
-        takes_all = config.getoption("all_compilations") or named
-        if self._records or (concerned and not takes_all):
+        if self._records or (concerned and not takes_all(config)):
             self._choose(every, items)
         elif concerned:
             self._found = {"all": len(concerned)}
@@ -87,7 +79,7 @@ class _Choice:
 
     def _choose(self, every, items):
         """Deselect the slow compilations of `items` that this run leaves out."""
-        known, commit = read_manifest(), _commit()
+        known, commit = read_manifest(), checked_out()
         compilations = self._once(every)
         choice = chosen(compilations, known, commit)
         left, out, counts = [], [], collections.Counter()
@@ -214,15 +206,3 @@ def _compiles(item):
 
 def _is_slow(item):
     return item.get_closest_marker("slow") is not None
-
-
-def _commit():
-    """Return the hash of the commit that is checked out; nothing outside of a repository."""
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()

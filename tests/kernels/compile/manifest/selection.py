@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.commit_share import draw
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,15 +55,10 @@ def chosen(compilations: Mapping[str, Compilation], known: set[str], commit: str
             found[name] = "missing"
         elif it.group not in seen:
             found[name] = "representative"
-        elif _is_sampled(it.digest, commit):
+        elif draw(it.digest, commit) % ONE_IN == 0:
             found[name] = "sample"
         seen.add(it.group)
     return found
-
-
-def _is_sampled(digest: str, commit: str) -> bool:
-    number = int(hashlib.sha256(f"{commit} {digest}".encode()).hexdigest(), 16)
-    return number % ONE_IN == 0
 
 
 def read_manifest(path: Path = MANIFEST) -> set[str]:

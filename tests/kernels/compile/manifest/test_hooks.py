@@ -34,7 +34,7 @@ def manifest(tmp_path, monkeypatch):
     path = tmp_path / "compilations.txt"
     monkeypatch.setattr(hooks, "read_manifest", partial(read_manifest, path))
     monkeypatch.setattr(hooks, "write_manifest", partial(write_manifest, path=path))
-    monkeypatch.setattr(hooks, "_commit", lambda: "abcdef0123456789")
+    monkeypatch.setattr(hooks, "checked_out", lambda: "abcdef0123456789")
     monkeypatch.setattr(hooks, "HAS_TRITON", True)
 
     def identified(items):
@@ -106,7 +106,7 @@ def test_known_compilations_are_left_out_and_one_line_says_so(run, manifest):
 
 
 @pytest.mark.parametrize(
-    "how", [{"all_compilations": True}, {"args": ["tests/test_a.py::test_a"]}], ids=str
+    "how", [{"all_cases": True}, {"args": ["tests/test_a.py::test_a"]}], ids=str
 )
 def test_all_run_when_they_are_asked_for(how, run, manifest):
     write_manifest(DIGESTS.values(), manifest)
