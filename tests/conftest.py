@@ -40,7 +40,9 @@ def pytest_collection_finish():
 def pytest_runtest_setup():
     """Start every test, and the fixtures that it is the first to need, from the same random numbers."""
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(
+        0
+    )  # torch.manual_seed records a traceback each time, for CUDA
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -23,6 +24,14 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come to hold"
         time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists, other than as a zombie that its new parent has not reaped yet."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
 
 
 async def reached(condition: Callable[[], object]) -> None:

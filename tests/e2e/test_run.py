@@ -1,16 +1,13 @@
 """`tessera run` with a real service."""
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.reliability.processes import process_tree
-from tests.waiting import GIVE_UP
+from tests.waiting import GIVE_UP, is_running, until
 
 pytestmark = pytest.mark.e2e
 RUN = [sys.executable, "-m", "server.cli.main", "run"]
@@ -57,14 +54,4 @@ def test_the_service_ends_however_the_command_ends(number):
         process.wait(GIVE_UP)
         process.stdin.close()
 
-    deadline = time.monotonic() + 30
-    while any(map(_runs, others)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_runs, others))
-
-
-def _runs(pid):
-    with contextlib.suppress(OSError):
-        os.kill(pid, 0)
-        return True
-    return False
+    until(lambda: not any(map(is_running, others)))

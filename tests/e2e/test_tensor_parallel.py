@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import CLIENT, Service
+from tests.waiting import is_running, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -70,18 +71,7 @@ def test_a_killed_engine_ends_its_ranks(service):
 
     os.kill(engine, signal.SIGKILL)
 
-    deadline = time.monotonic() + 60
-    while runs(rank):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def runs(pid):
-    """Return whether a process exists, other than as a zombie that its new parent has not reaped yet."""
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    until(lambda: not is_running(rank))
 
 
 def test_a_stopped_rank_ends_its_engine_and_both_are_replaced(start_service):
@@ -99,7 +89,7 @@ def test_a_stopped_rank_ends_its_engine_and_both_are_replaced(start_service):
         assert time.monotonic() < deadline, service.log()
 
     assert service.metric("tessera_engine_restarts_total") >= 1
-    assert not runs(rank)
+    assert not is_running(rank)
 
 
 def test_a_killed_engine_ends_ranks_that_are_stopped(service):
@@ -109,7 +99,4 @@ def test_a_killed_engine_ends_ranks_that_are_stopped(service):
 
     os.kill(engine, signal.SIGKILL)
 
-    deadline = time.monotonic() + 60
-    while runs(rank):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not is_running(rank))

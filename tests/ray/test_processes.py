@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import is_running, until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = f"""
@@ -30,13 +31,6 @@ def start(body):
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     code = f"{PROGRAM}{lines}\nsys.exit(processes.run(command))"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-
-
-def is_running(pid):
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -103,5 +97,4 @@ def test_the_command_ends_with_its_parent():
         child = int(process.stdout.readline())
         assert os.getpgid(child) == child  # so that Ctrl-C goes to the parent alone
         process.kill()
-        while is_running(child):
-            time.sleep(0.01)
+        until(lambda: not is_running(child))

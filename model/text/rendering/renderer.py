@@ -226,10 +226,10 @@ def _ask(process: HelperProcess, task: bytes, allowance: Allowance, *, is_new: b
     except ProcessorTimeError:
         raise TemplateLimitError(allowance.describe(seconds)) from None
     kind = Kind(reply.content[0])
+    allowance.charge(reply.seconds)
     if kind is Kind.MEMORY and not is_new:
         process.close()
         raise CrashError("had less memory than a new one")
-    allowance.charge(reply.seconds)
     text = str(memoryview(reply.content)[1:], "utf-8", "surrogatepass")
     if kind is Kind.TEXT:
         return text
