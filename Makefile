@@ -23,6 +23,9 @@ AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_
 	$(addprefix tests/model/sampling/test_,sampler.py stability.py) \
 	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
 
+# Compiled modules are kept, or each process that a test starts would compile ours again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: other-torch help setup dev serve test test-avx2 test-library test-slow compilations test-latency test-gpu mutants check audit sbom lock format docs site bench clean
 

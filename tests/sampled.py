@@ -17,15 +17,16 @@ from tests.commit_share import checked_out, draw, takes_all
 
 MOST_CASES: Final = {
     "tests/benchmarks/": 4,
-    "tests/cli/": 8,
+    "tests/cli/": 5,
     "tests/docs/test_site.py": 1,
     "tests/e2e/": 1,
     "tests/engine/runner/": 2,
-    "tests/http/dialects/": 5,
+    "tests/http/dialects/": 3,
     "tests/http/edge/test_hosts.py": 5,
     "tests/http/test_bad_input.py": 20,
+    "tests/http/test_conversations.py": 12,
     "tests/http/test_values_of_every_type.py": 2,
-    "tests/kernels/attention/": 3,
+    "tests/kernels/attention/": 2,
     "tests/kernels/attention/training/": 1,
     "tests/kernels/collective/": 1,
     "tests/kernels/compile/": 1,
@@ -37,7 +38,9 @@ MOST_CASES: Final = {
     "tests/model/executors/": 2,
     "tests/model/network/": 6,
     "tests/model/sampling/": 6,
+    "tests/model/test_files.py": 10,
     "tests/model/test_parity.py": 8,
+    "tests/model/text/": 10,
 }
 """Cases of each test that run with `make test`, by the beginning of the path; the longest beginning counts."""
 

@@ -45,10 +45,10 @@ class NCCLCommunicator(OrderedSum):
         _check_loopback()
         self.rank, self.size = endpoint.rank, endpoint.size
         self._host = SharedMemoryCommunicator(endpoint)
-        # The file has no name. It stays: NCCL connects the ranks when they first communicate.
-        store = distributed.FileStore(  # type: ignore[attr-defined]  # not in `__all__`
-            f"/proc/self/fd/{endpoint.store}", self.size
-        )
+        # The file has no name, and this descriptor of it is never closed: NCCL connects the ranks when they first
+        # communicate, and the store opens the file once more as it is deleted, ending the process if it cannot.
+        path = f"/proc/self/fd/{os.dup(endpoint.store)}"
+        store = distributed.FileStore(path, self.size)  # type: ignore[attr-defined]  # not in `__all__`
         distributed.init_process_group("nccl", store=store, rank=self.rank, world_size=self.size)
         self._one_shot = _one_shot(self._host, device)
         self.fuses_norm = self._one_shot is not None

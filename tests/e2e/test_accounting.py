@@ -56,6 +56,7 @@ def abandoned(service, i):
         next(reply.iter_lines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frontends", [1, 2])
 def test_what_replies_report_adds_up_to_the_engines_totals(start_service, frontends):
     # The small cache makes sequences wait for blocks and preempts some.

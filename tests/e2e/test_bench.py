@@ -92,6 +92,7 @@ def test_a_missing_model_is_named():
     assert "tessera bench engine: error: no folder './qwen9'" in done.stderr
 
 
+@pytest.mark.slow
 def test_workloads_that_do_not_fit_the_model_are_left_out_with_a_message():
     done = bench(*SMALL, "--workloads", "ttft256", "batch1", "--max-model-len=40", "--profile")
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.e2e
 KEYS = ("key-of-alice", "key-of-bob")
 
 
+@pytest.mark.slow
 def test_a_prefix_of_another_key_or_salt_is_cold(start_service):
     service = start_service("--device=cpu", *(f"--api-key={key}" for key in KEYS))
     service.wait_until_healthy()

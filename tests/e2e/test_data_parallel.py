@@ -82,6 +82,7 @@ def clients(service):
         yield found
 
 
+@pytest.mark.slow
 def test_requests_with_a_prefix_go_to_the_engine_that_has_it(service, clients):
     names = [
         f"tessera_engine_process_{name}_tokens_total"
@@ -153,6 +154,7 @@ def test_a_disconnect_frees_the_request_of_either_engine(service, clients):
     until(lambda: service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks"))
 
 
+@pytest.mark.slow
 def test_a_signal_lets_the_requests_of_all_engines_finish_and_ends_all_processes():
     service = FrontEndService("slow", "--data-parallel=2", "--device=cpu")
     service.wait_until_healthy()
@@ -172,6 +174,7 @@ def test_a_signal_lets_the_requests_of_all_engines_finish_and_ends_all_processes
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -99,6 +99,7 @@ def test_a_wrong_setting_is_an_exception_and_leaves_nothing():
     assert files() == before[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_its_server_cancels_counts_as_aborted_by_the_client(stream):
     async def use():
@@ -147,6 +148,7 @@ def test_requests_that_still_run_when_the_service_is_left_end_with_an_error():
     assert done == "data: [DONE]"
 
 
+@pytest.mark.slow
 def test_another_server_runs_it_under_a_path_of_another_application():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -138,6 +138,7 @@ def clients(service):
         client.close()
 
 
+@pytest.mark.slow
 def test_both_front_ends_answer_with_one_engine_without_mixing_requests(service, clients):
     assert len(service.children("fake_engine")) == 1
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -176,6 +177,7 @@ def test_either_front_end_reports_the_metrics_of_both(service, clients):
         assert service.metric("process_resident_memory_bytes", client) > 100e6
 
 
+@pytest.mark.slow
 def test_an_abort_on_one_front_end_does_not_affect_the_other(service, clients):
     leaving, staying = clients
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -223,6 +225,7 @@ def test_requests_on_either_front_end_can_be_aborted_through_the_other(service, 
     other.close()
 
 
+@pytest.mark.slow
 def test_both_front_ends_log_requests_check_keys_and_pass_options_on():
     service = FrontEndService(
         "slow", "--api-key=sesame", "--log-format=json", "--cors-allow-origin=https://a.example"
@@ -298,6 +301,7 @@ def test_a_killed_front_end_frees_its_requests_and_restarts(service, clients):
     other.close()
 
 
+@pytest.mark.slow
 def test_either_front_end_refuses_requests_beyond_the_services_limit():
     service = FrontEndService("slow", "--max-concurrent-requests=2")
     try:
@@ -314,6 +318,7 @@ def test_either_front_end_refuses_requests_beyond_the_services_limit():
         service.stop()
 
 
+@pytest.mark.slow
 def test_a_signal_lets_requests_finish_and_ends_all_processes():
     service = FrontEndService("slow")
     service.wait_until_healthy()

@@ -106,6 +106,7 @@ def test_a_disconnect_frees_the_requests_blocks(bundled_service):
     until(lambda: idle(bundled_service))
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_16_streams_with_an_error_and_restarts(start_service):
     service = start_service("--device=cpu")
     service.wait_until_healthy()
@@ -164,6 +165,7 @@ def test_a_signal_ends_everything_cleanly(start_service):
         os.kill(engine, 0)
 
 
+@pytest.mark.slow
 def test_a_flag_overrides_the_environment(start_service):
     service = start_service(
         "--device=cpu",
@@ -179,6 +181,7 @@ def test_a_flag_overrides_the_environment(start_service):
     assert "100" in too_long.json()["error"]
 
 
+@pytest.mark.slow
 def test_random_weights_can_be_served_from_a_config_alone(start_service, tmp_path):
     config = {
         "architectures": ["Qwen3ForCausalLM"],

@@ -55,6 +55,7 @@ def test_replies_follow_the_schema(url):
         jsonschema.validate(json.loads(reply.json()["generated_text"]), SCHEMA)
 
 
+@pytest.mark.slow
 def test_streams_follow_the_schema_and_equal_the_reply_with_details(url):
     with httpx.stream(
         "POST", f"{url}/generate_stream", json=body(3, details=True), timeout=60

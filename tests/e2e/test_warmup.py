@@ -49,6 +49,7 @@ def test_a_folder_for_kernels_without_a_name_is_refused():
     assert done.stderr == "tessera warmup: error: --output '' names no folder\n"
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("folder", ["/dev/null", "/proc/self"])
 def test_a_folder_where_kernels_cannot_be_written_is_refused_before_anything_is_compiled(folder):
@@ -61,6 +62,7 @@ def test_a_folder_where_kernels_cannot_be_written_is_refused_before_anything_is_
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_folder_that_the_service_will_read_need_not_be_there_yet():
     done = warm_up("--arch=h100", "--compiled-kernels=/no/such", "--output=/dev/null")

@@ -63,7 +63,7 @@ def test_a_few_cases_of_each_test_are_fast_whatever_else_is_collected():
 
 
 @pytest.mark.parametrize(
-    "name", ["tests/kernels/norms/test_a.py::test_a", "tests/cli/test_a.py::t[1]"]
+    "name", ["tests/kernels/norms/test_a.py::test_a", "tests/meta/test_a.py::t[1]"]
 )
 def test_others_are_as_they_were(name):
     assert fast([name] * 50) == [name] * 50
@@ -104,7 +104,7 @@ def test_the_longest_beginning_counts():
     )
     longer = "tests/kernels/attention/training/"
     assert most_cases(f"{longer}test_a.py::t") == MOST_CASES[longer]
-    assert most_cases("tests/cli/test_a.py::t") is None
+    assert most_cases("tests/meta/test_a.py::t") is None
 
 
 def test_every_entry_is_a_folder_or_file_of_tests():

@@ -1,6 +1,9 @@
 """Sums and gathers of ranks: every rank has the same bits, in the order of the ranks."""
 
 import contextlib
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -48,6 +51,34 @@ class OneShot:
     def add_and_normalize(self, parts, hidden, _weight, _eps, *, pdl):
         del pdl
         return hidden.add_(parts.sum(0))
+
+
+def test_ranks_are_deleted_after_their_descriptors_are_closed():
+    code = """
+import gc, socket
+from unittest import mock
+import torch
+from kernels.collective import nccl
+from server.engine.link.engine_process.rank_processes import RankEndpoints
+with mock.patch.object(nccl.distributed, "init_process_group") as init, mock.patch.object(nccl, "_one_shot"):
+    endpoints = RankEndpoints(2)
+    ranks = nccl.NCCLCommunicator(endpoints.ranks[0], torch.device("cuda", 0))
+    endpoints.close()
+    others = [socket.socket() for _ in range(16)]  # they have the numbers of the descriptors
+    del ranks
+    init.reset_mock()
+gc.collect()
+print("deleted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[3],
+    )
+
+    assert (done.returncode, done.stdout) == (0, "deleted\n"), done.stderr
 
 
 @pytest.mark.parametrize("has_one", [True, False])
