@@ -96,20 +96,20 @@ class ClientShares:
                 return None
             victims.append(victim)
         num_growing = live.num_growing()
-        needed = manager.num_taken(sequence) + num_growing - manager.num_free_blocks
-        if needed <= 0:
+        missing = manager.num_taken(sequence) + num_growing - manager.num_free_blocks
+        if missing <= 0:
             return victims
         blocks = self._blocks()
-        needed = blocks[sequence.client] + sequence.num_tokens // manager.block_size + 1
+        share = blocks[sequence.client] + sequence.num_tokens // manager.block_size + 1
         for victim in victims:
             blocks[victim.client] -= len(victim.block_table)
-        while needed > manager.num_freed(victims) + sum(map(_may_grow, victims)):
+        while missing > manager.num_freed(victims) + sum(map(_may_grow, victims)):
             left = [it for it in candidates if it not in victims]
             if not left:
                 return None
             victim = self._heaviest(left, blocks)
             blocks[victim.client] -= len(victim.block_table)
-            if blocks[victim.client] < needed:
+            if blocks[victim.client] < share:
                 return None
             victims.append(victim)
         return victims
