@@ -376,6 +376,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_to_compute_and_try_again(self):
+        self.wait_for_results()
         self.scheduler.schedule()
         self.end_late()
 
@@ -431,10 +432,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def serve(self, execute):
         """Run a step; every running sequence must advance in it, or have its last token in flight."""
         scheduler = self.scheduler
+        self.wait_for_results()
         before, self.in_flight = self.in_flight, None
-        if before is not None and (before[1] is READ_LOST or before[0].decode.drafts is not None):
-            self.end(*before)  # the next step cannot read its results on the device
-            before = None
         self.wait(0.25)
         output = self.propose(self.schedule())
         results = execute(output)
@@ -450,6 +449,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end(output, results)
         self.model.poison_empty_blocks(scheduler.block_manager)
         self.model.poison_free_slots(scheduler.block_manager)
+
+    def wait_for_results(self):
+        """End the step in flight if the next one cannot read its results on the device."""
+        before = self.in_flight
+        if before is not None and (before[1] is READ_LOST or before[0].decode.drafts is not None):
+            self.in_flight = None
+            self.end(*before)
 
     def schedule(self):
         scheduler = self.scheduler
