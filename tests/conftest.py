@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import signal
 
 import pytest
 import torch
@@ -23,6 +24,17 @@ pytest_plugins = [
 # No wall clock in a verdict: a busy machine makes every example slow.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+# A run in the background of a shell ignores these signals, and so would the processes that tests start.
+_HANDLERS = {
+    "SIGINT": signal.default_int_handler,
+    "SIGQUIT": signal.SIG_DFL,
+    "SIGHUP": signal.SIG_DFL,
+}
+for _name, _handler in _HANDLERS.items():
+    _number = getattr(signal, _name, None)  # Windows lacks two
+    if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Test processes run in parallel, and a second thread does not make computations of this size faster.
 torch.set_num_threads(1)
