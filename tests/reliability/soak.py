@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--minutes", type=float, help="instead of --requests")
     parser.add_argument("--streams", type=int, default=16, help="requests in flight")
-    parser.add_argument("--disconnects", action="store_true", help="30 % of the clients leave")
+    parser.add_argument("--disconnects", action="store_true", help="30 %% of the clients leave")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--model", help="checkpoint; default: the bundled one")
