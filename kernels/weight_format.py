@@ -1,8 +1,8 @@
 """How the matrix of a linear layer is stored, apart from its values: full numbers, or quantized ones with scales.
 
-    w[n, c] = (number[n, c] - offset - zero[n, c]) * scale[n, c]
+    w[n, c] = (number[n, c] - offset) * scale[n, c] + shift[n, c]
 
-    scales      scale and zero of an element                       their shape
+    scales      scale and shift of an element                      their shape
     "none"      1 and 0
     "row"       one for each output                                [N]
     "group"     one for each output and `group` inputs             [N, C / group], rounded up
@@ -31,18 +31,20 @@ class WeightFormat:
         bits: of a number. Numbers of 4 bits lie two in a byte, the one of the lower column in the lower half.
         group: inputs that share a scale (and outputs, of blocks); 0 where `scales` is "none" or "row".
         scales: which elements share a scale.
-        zeros: whether each scale has a zero.
+        shifts: whether each scale has a shift, which is added.
         float: whether numbers are floating-point numbers; else integers.
         offset: subtracted from every number.
+        scale_dtype: name of the dtype of scales and shifts.
     """
 
     name: str
     bits: int
     group: int = 0
     scales: Literal["none", "row", "group", "block"] = "none"
-    zeros: bool = False
+    shifts: bool = False
     float: bool = True
     offset: int = 0
+    scale_dtype: str = "float32"
 
     @property
     def is_quantized(self) -> bool:
@@ -56,7 +58,7 @@ class WeightFormat:
             return self.name
         if self.float:
             return "float8_e4m3fn"
-        return "int8" if self.bits == 8 and not (self.zeros or self.offset) else "uint8"
+        return "int8" if self.bits == 8 and not self.offset else "uint8"
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix of a shape [N, C]; without scales ()."""
@@ -69,11 +71,11 @@ class WeightFormat:
         return (rows, -(-inputs // self.group))
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a matrix of a shape [N, C], with its scales and zeros."""
+        """Return the bytes of a matrix of a shape [N, C], with its scales and shifts."""
         outputs, inputs = shape
         numbers = outputs * (inputs * self.bits // 8)
         scales = math.prod(self.scale_shape(shape)) if self.is_quantized else 0
-        return numbers + (1 + self.zeros) * scales * SCALE_BYTES
+        return numbers + (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
 
     def divided(self, dim: int, *ends: int) -> WeightFormat:
         """Return the format in which no scale is on both sides of an end: this one, or one with more scales.
@@ -102,6 +104,6 @@ INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
 """Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
 SCALE_BYTES: Final = 4
-"""Bytes of a scale or a zero, and of the scale of a key or a value in a quantized cache."""
+"""Bytes of the scale of a key or a value in a quantized cache."""
 LIBRARY_FORMATS: Final = (INT8_ROWS, INT4_GROUPS)
 """Formats of the C library for CPUs (`kernels.cpu`), which has a layout of its own for them."""

@@ -30,15 +30,15 @@ class Weight:
         format: how it is stored.
         shape: (N, C).
         numbers: [N, C] of the format's dtype, or [N, C / 2] uint8 for 4 bits; contiguous.
-        scale: float32, as `WeightFormat.scale_shape`; None where the format has none.
-        zero: as `scale`; None where the format has none.
+        scale: of the format's `scale_dtype`, as `WeightFormat.scale_shape`; None where the format has none.
+        shift: as `scale`; None where the format has none.
     """
 
     format: WeightFormat
     shape: tuple[int, int]
     numbers: Tensor
     scale: Tensor | None = None
-    zero: Tensor | None = None
+    shift: Tensor | None = None
 
     @classmethod
     def full(cls, numbers: Tensor) -> Weight:
@@ -55,8 +55,10 @@ class Weight:
         columns = inputs * form.bits // 8 if form.bits < 8 else inputs
         numbers = torch.empty((outputs, columns), dtype=getattr(torch, form.dtype), device=device)
         scales = [
-            torch.empty(form.scale_shape(shape), dtype=torch.float32, device=device)
-            for has in (form.is_quantized, form.zeros)
+            torch.empty(
+                form.scale_shape(shape), dtype=getattr(torch, form.scale_dtype), device=device
+            )
+            for has in (form.is_quantized, form.shifts)
             if has
         ]
         return cls(form, shape, numbers, *scales)
@@ -69,7 +71,7 @@ class Weight:
     @property
     def scales(self) -> dict[str, Tensor]:
         """Its tensors but the numbers."""
-        parts = {"scale": self.scale, "zero": self.zero}
+        parts = {"scale": self.scale, "shift": self.shift}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def rows(self, start: int, stop: int) -> Weight:
@@ -116,7 +118,10 @@ class Weight:
         return [self.rows(start, stop) for start, stop in itertools.pairwise(ends)]
 
     def refined(self, form: WeightFormat) -> Weight:
-        """Return the same values with more scales; `form` is a result of `WeightFormat.divided`, maybe of several."""
+        """Return the same values with more scales; `form` is a result of `WeightFormat.divided`, maybe of several.
+
+        Scales and shifts get its `scale_dtype`.
+        """
         if form == self.format:
             return self
         parts = {"numbers": self.numbers}
@@ -124,14 +129,16 @@ class Weight:
             wide = scale
             if self.format.scales == "block":
                 wide = wide.repeat_interleave(self.format.group, 0)[: self.shape[0]]
-            wide = wide.repeat_interleave(self.format.group // form.group, 1)
-            parts[name] = wide[:, : form.scale_shape(self.shape)[1]].contiguous()
+            if form.group:
+                wide = wide.repeat_interleave(self.format.group // form.group, 1)
+                wide = wide[:, : form.scale_shape(self.shape)[1]].contiguous()
+            parts[name] = wide.to(getattr(torch, form.scale_dtype))
         return Weight(form, self.shape, **parts)
 
     def scaled(self, factor: float | Tensor) -> Weight:
         """Return the values times a factor, or a factor of each output [N]; of full numbers in float32.
 
-        Quantized numbers stay what they are, and their scales are multiplied.
+        Quantized numbers stay what they are, and their scales and shifts are multiplied, which become float32.
         """
         factor = torch.as_tensor(factor, dtype=torch.float32, device=self.numbers.device)
         column = factor[:, None] if factor.ndim else factor
@@ -140,9 +147,12 @@ class Weight:
         whole = self
         if factor.ndim and self.format.scales == "block":
             whole = self.refined(self.format.divided(0, 1))
-        assert whole.scale is not None
-        scale = whole.scale * (factor if whole.scale.ndim == 1 else column)
-        return dataclasses.replace(whole, scale=scale)
+        parts = {
+            name: scale.float() * (factor if scale.ndim == 1 else column)
+            for name, scale in whole.scales.items()
+        }
+        form = dataclasses.replace(whole.format, scale_dtype="float32")
+        return Weight(form, self.shape, self.numbers, **parts)
 
     def permuted(self, order: Tensor) -> Weight:
         """Return the outputs with the indices `order`, [M] int64, as a copy.
@@ -212,9 +222,9 @@ class Weight:
             values = values.view(self.shape[0], -1, form.group)
         if form.offset:
             values -= form.offset
-        if self.zero is not None:
-            values -= self._spread(self.zero, is_even=is_even)
         values *= self._spread(self.scale, is_even=is_even)
+        if self.shift is not None:
+            values += self._spread(self.shift, is_even=is_even)
         return values.view(self.shape).to(dtype or torch.float32)
 
     def _spread(self, scale: Tensor, *, is_even: bool) -> Tensor:
@@ -236,6 +246,8 @@ def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
     names = {it.name for it in found}
     if not first.is_quantized or len(names) > 1:
         return None
+    if len({it.scale_dtype for it in found}) > 1:
+        found = {dataclasses.replace(it, scale_dtype="float32") for it in found}
     if len(found) > 1:  # some have more scales than others
         inputs = [it.group for it in found]
         found = {it.divided(0, 1).divided(1, *inputs) for it in found}

@@ -26,7 +26,7 @@ def check_weights(weights: LinearWeights, problem: LinearProblem) -> None:
     """
     weight, bias = weights
     outputs, inputs = problem.matrices * problem.outputs, problem.inputs
-    form, scale, zero = problem.format, weight.scale, weight.zero
+    form, scale, shift = problem.format, weight.scale, weight.shift
     columns = inputs if form.bits >= 8 else inputs * form.bits // 8
     scales = form.scale_shape((outputs, inputs))
     fits = (
@@ -35,7 +35,7 @@ def check_weights(weights: LinearWeights, problem: LinearProblem) -> None:
         and weight.numbers.shape == (outputs, columns)
         and str(weight.numbers.dtype) == f"torch.{form.dtype}"
         and (scale.shape if scale is not None else ()) == scales
-        and (zero.shape if zero is not None else ()) == (scales if form.zeros else ())
+        and (shift.shape if shift is not None else ()) == (scales if form.shifts else ())
         and all(part.is_contiguous() for part in weight.tensors.values())
         and (bias is None or bias.shape == (outputs,))
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.weight_format import WeightFormat, unquantized
 from kernels.weights import Weight
-from model.checkpoint.formats.format import StoredTensor
+from model.checkpoint.formats.format import FLOATS, Format, StoredTensor
 from model.checkpoint.formats.table import find
 from model.errors import WeightsError
 
@@ -70,7 +70,7 @@ def combine(
     parts: dict[str, StoredPart] = {}
     used: set[str] = set()
     for name, entry in headers.items():
-        if entry.dtype != row.dtype:
+        if not _has_numbers(row, name, entry):
             continue
         if len(entry.shape) != 2:
             raise WeightsError(
@@ -78,7 +78,11 @@ def combine(
             )
         what = f"{entry.file}: {name} is {form.dtype} with {entry.shape[0]} rows"
         module = name.removesuffix(numbers)
-        others = {part: module + end for part, end in ends.items()}
+        others = {
+            part: module + end
+            for part, end in ends.items()
+            if module + end in headers or part not in row.optional
+        }
         used.update(others.values())
         if missing := [it for it in others.values() if it not in headers]:
             raise WeightsError(f"{what}; {missing[0]}, which belongs to it, is missing")
@@ -91,9 +95,14 @@ def combine(
             raise WeightsError(f"{what}, {error}{found}") from None
         parts[f"{module}.weight"] = StoredPart(name, entry, shape, form, scales)
     for name, entry in headers.items():
-        if name in used or entry.dtype == row.dtype:
+        if name in used or _has_numbers(row, name, entry):
             continue
-        if name.endswith(tuple(ends.values())):
+        if name.endswith(tuple(ends.values())) or entry.dtype not in FLOATS:
             raise WeightsError(f"{entry.file}: {name} belongs to no {form.dtype} tensor")
         parts[name] = StoredPart(name, entry, entry.shape)
     return parts
+
+
+def _has_numbers(row: Format, name: str, entry: StoredTensor) -> bool:
+    """Whether a tensor has the numbers of a matrix: full numbers may have the same name."""
+    return name.endswith(f".{row.tensors['numbers']}") and entry.dtype == row.dtype

@@ -166,7 +166,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
         WeightsError: names or shapes differ from those of the model.
     """
     row = find(config.weight_format)
-    headers = read_headers(path, *(() if row is None else (row.dtype,)))
+    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
     in_files = combine(headers, config.weight_format)
     tensors = FAMILIES[config.architecture].tensors
     names = full_names(tensors, in_files)

@@ -25,8 +25,11 @@ QUANTIZED = {
     "int8 rows": INT8_ROWS,
     "signed rows": WeightFormat("signed", 8, scales="row", float=False),
     "int4 groups": dataclasses.replace(INT4_GROUPS, group=4),
-    "int4 groups with zeros": WeightFormat("zeros", 4, 6, "group", zeros=True, float=False),
-    "int8 blocks with zeros": WeightFormat("zeros", 8, 4, "block", zeros=True, float=False),
+    "int4 groups with shifts": WeightFormat("shifts", 4, 6, "group", shifts=True, float=False),
+    "int4 groups in bfloat16": WeightFormat(
+        "narrow", 4, 4, "group", shifts=True, float=False, scale_dtype="bfloat16"
+    ),
+    "int8 blocks with shifts": WeightFormat("shifts", 8, 4, "block", shifts=True, float=False),
 }
 FORMATS = QUANTIZED | {it: unquantized(it) for it in ("float32", "bfloat16")}
 SHAPE = (10, 14)
@@ -67,9 +70,9 @@ def by_loops(weight):
             "group": (n, c // form.group if form.group else 0),
             "block": (n // form.group, c // form.group) if form.group else None,
         }[form.scales]
-        zero = 0.0 if weight.zero is None else float(weight.zero[place])
+        shift = 0.0 if weight.shift is None else float(weight.shift[place])
         scale = 1.0 if weight.scale is None else float(weight.scale[place])
-        values[n, c] = (number - form.offset - zero) * scale
+        values[n, c] = (number - form.offset) * scale + shift
     return values
 
 
@@ -96,7 +99,7 @@ def test_tensors_have_the_shapes_and_dtypes_of_the_format(weight):
         SHAPE[1] * form.bits // 8 if form.bits < 8 else SHAPE[1],
     )
     assert all(it.shape == form.scale_shape(SHAPE) for it in weight.scales.values())
-    assert len(weight.tensors) == 1 + form.is_quantized + form.zeros
+    assert len(weight.tensors) == 1 + form.is_quantized + form.shifts
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from kernels.weights import Weight
 
 FLOATS: Final = ("F32", "BF16", "F16")
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "F8_E4M3": 1}
+_ITEM_BYTES: Final = {
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+}
 
 
 class StoredTensor(NamedTuple):
@@ -70,8 +79,11 @@ class Format:
         identity: what `quantization_config` says of a checkpoint in this format: "quant_method" and, where a method has
             several formats, "format".
         detect: reads `quantization_config`, whose key is the second argument; refuses by name what is not read.
-        tensors: the last components of the names of a matrix's tensors, by the attributes of `Weight`.
+        tensors: the last components of the names of a matrix's tensors: that of "numbers", and others that `shape` and
+            `read` know by these keys.
         dtype: of the numbers, as safetensors files name it.
+        optional: keys of `tensors` that a matrix may lack.
+        dtypes: of other tensors, besides those of full numbers.
         is_kept: whether a model holds the matrices in this format; else they are multiplied by their scales as they
             are loaded.
         shape: returns the shape of a matrix, see `canonical_shape`.
@@ -84,6 +96,8 @@ class Format:
     tensors: Mapping[str, str]
     dtype: str
     is_kept: bool
+    optional: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
     shape: Callable[[WeightFormat, Mapping[str, StoredTensor]], tuple[int, int]] = canonical_shape
     read: Callable[[WeightFormat, tuple[int, int], Mapping[str, Tensor]], Weight] = read_canonical
 

@@ -19,7 +19,7 @@ from kernels.weights import Weight
 from tests.kernels import triton_interpreter
 from tests.kernels.test_weights import random_weight
 
-UNKNOWN = WeightFormat("a new format", 8, group=32, scales="block", zeros=True, float=False)
+UNKNOWN = WeightFormat("a new format", 8, group=32, scales="block", shifts=True, float=False)
 """That no kernel reads."""
 QUANTIZED = (FP8_ROWS, INT8_ROWS, INT4_GROUPS, UNKNOWN)
 ARCHES = [*CATALOGUE.values(), CPU]
@@ -106,8 +106,8 @@ def test_weights_that_do_not_fit_the_problem_are_refused():
         {"numbers": weight.numbers.int()},
         {"scale": weight.scale[:-1]},
         {"scale": None},
-        {"zero": None},
-        {"zero": weight.zero.t().contiguous()},
+        {"shift": None},
+        {"shift": weight.shift.t().contiguous()},
     ):
         with pytest.raises(
             ShapeError, match=r"weight is \[6[34], 9[65]?\] .*; the layer is 1 x 96"
