@@ -168,7 +168,7 @@ def test_config_only_fetches_no_weights(hub):
     resolve("org/name", config_only=True)
 
     ((_, _, wanted, _),) = hub.calls
-    assert wanted == ("config.json", "generation_config.json")
+    assert wanted == ("config.json", "generation_config.json", "hf_quant_config.json", "README.md")
 
 
 def offline():
