@@ -56,13 +56,11 @@ def compared(folder: Path, exact: Path, tokens: int = TOKENS, **settings: Any) -
         tokens: to generate.
         settings: of `EngineConfig`, other than those that serve exact numbers.
     """
-    config = EngineConfig(
-        **{
-            "model_path": str(folder), "model_id": "tiny", "device": "cpu", "dtype": "float32", "max_model_len": 256,
-            "kv_cache_tokens": 1024, "cpu_threads": 1, "quantization": "none",
-        } | settings
-    )  # fmt: skip
-    engine = LocalEngine(config)
+    given: dict[str, Any] = {
+        "model_path": str(folder), "model_id": "tiny", "device": "cpu", "dtype": "float32", "max_model_len": 256,
+        "kv_cache_tokens": 1024, "cpu_threads": 1, "quantization": "none",
+    }  # fmt: skip
+    engine = LocalEngine(EngineConfig(**given | settings))
     try:
         sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, logprobs=True)
         request = GenerateRequest(request_id=0, prompt_token_ids=list(_PROMPT), sampling=sampling)
@@ -138,7 +136,7 @@ def main() -> None:
     add_bookkeeping(parser)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     rows = format_rows(args.only) + family_rows(args.only)
     extra = {"tokens": TOKENS, "vocabulary": VOCAB_SIZE}
     libraries = ("torch", "transformers", "compressed-tensors")

@@ -156,6 +156,7 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
     )
     assert (repository, revision) == ("org/name", "v1")
     assert kept == {
+        "README.md",
         "config.json",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
