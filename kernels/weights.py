@@ -254,6 +254,19 @@ def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
     return found.pop()
 
 
+def converted(weight: Weight, form: WeightFormat) -> Weight:
+    """Return a matrix in another quantized format: with its own numbers where the format has them, else rounded."""
+    if weight.format == form:
+        return weight
+    if not weight.format.has_numbers_of(form):
+        return quantize(weight.dequantize(), form)
+    numbers, shift = weight.numbers, form.offset - weight.format.offset
+    if shift:
+        numbers = (numbers.short() + shift).to(getattr(torch, form.dtype))
+    scales = {name: it.to(getattr(torch, form.scale_dtype)) for name, it in weight.scales.items()}
+    return Weight(form, weight.shape, numbers, **scales)
+
+
 def quantize(values: Tensor, form: WeightFormat) -> Weight:
     """Round a matrix to a format: one of `LIBRARY_FORMATS`, or any of floating-point numbers.
 
