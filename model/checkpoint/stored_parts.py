@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from kernels.weight_format import WeightFormat, unquantized
 from kernels.weights import Weight
 from model.checkpoint.formats.format import FLOATS, Format, StoredTensor
 from model.checkpoint.formats.table import find
+from model.checkpoint.input_order import order_of_groups
 from model.errors import WeightsError
 
 
@@ -23,7 +25,8 @@ class StoredPart(NamedTuple):
         entry: of that tensor.
         shape: of the vector or matrix.
         form: of a quantized matrix; else None.
-        scales: name and entry of its other tensors, by the attributes of `Weight`.
+        scales: name and entry of its other tensors, by the keys of `Format.tensors`.
+        order: as `Weight.order`.
     """
 
     name: str
@@ -31,20 +34,31 @@ class StoredPart(NamedTuple):
     shape: tuple[int, ...]
     form: WeightFormat | None = None
     scales: Mapping[str, tuple[str, StoredTensor]] = MappingProxyType({})
+    order: Tensor | None = None
 
     def empty(self) -> Weight:
         """Return the matrix without memory for its values."""
         outputs, inputs = self.shape
-        return Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
+        made = Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
+        return dataclasses.replace(made, order=self.order)
 
     def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> Weight | Tensor:
-        """Return it from its tensor and those of all scales, by their names."""
+        """Return it from its tensor and those of all scales, by their names.
+
+        Raises:
+            WeightsError: they contradict what the configuration says.
+        """
         row = find(self.form)
         if self.form is None or row is None:
             return tensor if tensor.ndim == 1 else Weight.full(tensor)
         outputs, inputs = self.shape
         others = {part: scales[name] for part, (name, _) in self.scales.items()}
-        return row.read(self.form, (outputs, inputs), {"numbers": tensor, **others})
+        form = dataclasses.replace(self.form, ordered=False)
+        try:
+            made = row.read(form, (outputs, inputs), {"numbers": tensor, **others})
+        except ValueError as error:
+            raise WeightsError(f"{self.entry.file}: {self.name} {error}") from None
+        return made if self.order is None else made.with_columns_sorted(self.order)
 
 
 def combine(
@@ -90,10 +104,15 @@ def combine(
         try:
             entries = {part: it for part, (_, it) in scales.items()}
             shape = row.shape(form, {"numbers": entry, **entries})
+            own = row.refine(form, shape, {"numbers": entry, **entries})
+            groups = entries["order"].values if "order" in entries else None
+            order = None if groups is None else order_of_groups(groups, form.group or shape[1])
         except ValueError as error:
             found = "".join(f"; {it} is {list(x.shape)} {x.dtype}" for it, x in scales.values())
             raise WeightsError(f"{what}, {error}{found}") from None
-        parts[f"{module}.weight"] = StoredPart(name, entry, shape, form, scales)
+        scales.pop("order", None)
+        own = dataclasses.replace(own, ordered=order is not None)
+        parts[f"{module}.weight"] = StoredPart(name, entry, shape, own, scales, order)
     for name, entry in headers.items():
         if name in used or _has_numbers(row, name, entry):
             continue

@@ -45,8 +45,8 @@ class DecoderParameters(nn.Module):
         whole_network: see `network`.
         network: what this rank computes.
         max_context: see above.
-        weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
-            packed them, its format of all matrices.
+        weight_format: of the layers' matrices; if some have full numbers, that of the others, and if some have an
+            order of their inputs, theirs. If the C library has packed them, its format of all matrices.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -77,8 +77,11 @@ class DecoderParameters(nn.Module):
             DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
             for index, layer in enumerate(network.layers)
         )
-        forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
-        self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
+        forms = [it.format for layer in self.decoder_layers for it in layer.matrices.values()]
+        # The one that fewest kernels read.
+        self.weight_format = max(
+            (*forms, unquantized(dtype)), key=lambda it: (it.is_quantized, it.ordered)
+        )
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
         self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from model.checkpoint.formats.awq import AWQ
 from model.checkpoint.formats.format import Format, require
 from model.checkpoint.formats.fp8_blocks import FP8_BLOCKS
+from model.checkpoint.formats.gptq import GPTQ, GPTQ_V2
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
 from model.errors import UnsupportedModelError
 from model.json_input import shorten
@@ -14,7 +16,7 @@ from model.json_input import shorten
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
-FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FP8_BLOCKS)
+FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FP8_BLOCKS, AWQ, GPTQ, GPTQ_V2)
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
 

@@ -370,7 +370,7 @@ def test_what_does_not_change_the_weights_is_accepted():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "awq"}, r"quant_method = 'awq' .* supported is 'compressed-tensors' or 'fp8'"),
+        ({"quant_method": "exl2"}, r"quant_method = 'exl2' .* supported is 'compressed-tensors' or 'fp8'"),
         ({"weight_block_size": None}, "weight_block_size = None is not supported; supported are squares"),
         ({"weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\]"),
         ({"weight_block_size": 128}, "weight_block_size = 128"),

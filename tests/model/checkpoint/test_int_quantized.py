@@ -150,7 +150,7 @@ WEIGHTS = ("config_groups", "group_0", "weights")
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("quant_method",), "awq", r"quantization_config\.quant_method = 'awq' is not supported; supported is 'comp"),
+        (("quant_method",), "exl2", r"quantization_config\.quant_method = 'exl2' is not supported; supported is 'comp"),
         (("format",), "pack-quantized", r"format = 'pack-quantized' .* supported is 'int-quantized'"),
         (("config_groups", "group_0", "format"), "pack-quantized", r"group_0\.format = 'pack-quantized'"),
         (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
