@@ -303,6 +303,19 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     return numbers if bits >= 8 else numbers[:, ::2] | numbers[:, 1::2] << 4
 
 
+def converted(weight: Weight, form: WeightFormat) -> Weight:
+    """Return a matrix in another quantized format: with its own numbers where the format has them, else rounded."""
+    if weight.format == form:
+        return weight
+    if not weight.format.has_numbers_of(form):
+        return quantize(weight.dequantize(), form)
+    numbers, shift = weight.numbers, form.offset - weight.format.offset
+    if shift:
+        numbers = (numbers.short() + shift).to(getattr(torch, form.dtype))
+    scales = {name: it.to(getattr(torch, form.scale_dtype)) for name, it in weight.scales.items()}
+    return Weight(form, weight.shape, numbers, **scales)
+
+
 def quantize(values: Tensor, form: WeightFormat) -> Weight:
     """Round a matrix to a format, which has scales.
 

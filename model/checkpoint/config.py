@@ -40,7 +40,8 @@ class ModelConfig:
         max_context: maximum number of tokens in a sequence.
         initializer_range: standard deviation of freshly initialized weights.
         dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
-        weight_format: in which it stores the matrices of the layers; None for full numbers.
+        weight_format: in which a model holds the matrices of the layers, of several formats the first; None for full
+            numbers.
         eos_token_ids: all ids that end a generation, from config.json and generation_config.json.
         content: of config.json, from which the other attributes follow.
     """

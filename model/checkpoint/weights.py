@@ -19,7 +19,7 @@ from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
-from model.checkpoint.formats.table import find, kept
+from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
@@ -114,7 +114,7 @@ def load_part(
     device = torch.device(device)
     stored = {} if load_format == "dummy" else _checked_headers(path, config)
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == kept(config.weight_format):
+    if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
@@ -199,13 +199,14 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    row = find(config.weight_format)
-    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
-    ahead = tuple(f".{row.tensors[part]}" for part in row.ahead) if row else ()
-    small = {name: entry for name, entry in headers.items() if name.endswith(ahead)}
-    for name, tensor in read_tensors(small):
+    formats = stored_formats(config.content)
+    for note in formats.notes:
+        _logger.warning("%s", note)
+    headers = read_headers(path, *formats.dtypes)
+    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
+    for name, tensor in read_tensors(ahead):
         headers[name] = headers[name]._replace(values=tensor.clone())
-    in_files = combine(headers, config.weight_format)
+    in_files = combine(headers, formats)
     tensors = FAMILIES[config.architecture].tensors
     names = full_names(tensors, in_files)
     stored = {names[name]: part for name, part in in_files.items()}
@@ -320,8 +321,9 @@ class _StoredTensors:
         stored = self._parts[name].to_stored(self._dtype)
         if not self._is_compressed(name):
             return {name: stored}
-        names = (name.removesuffix("weight") + end for end in INT_QUANTIZED.tensors.values())
-        return dict(zip(names, compress(stored), strict=True))
+        ends = (INT_QUANTIZED.tensors[key] for key in ("numbers", "scale"))
+        module = name.removesuffix("weight")
+        return dict(zip((module + end for end in ends), compress(stored), strict=True))
 
     def num_bytes(self, name: str) -> int:
         """Size in a file."""

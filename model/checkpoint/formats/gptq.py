@@ -14,7 +14,6 @@ Source: E. Frantar et al., "GPTQ", https://arxiv.org/abs/2210.17323; the layout 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +36,9 @@ if TYPE_CHECKING:
 
     from kernels.weights import Weight
 
-_VERSIONS: Final = ("gptq", "gptq_v2")
+_NAME: Final = "gptq"
+_SUBTRACTED: Final = {_NAME: 1, "gptq_v2": 0}
+"""What is subtracted from zero points, by the version, which is the name of the format of matrices."""
 _VERSION_KEYS: Final = ("checkpoint_format", "format")
 """The second is GPTQModel's later name."""
 _HARMLESS: Final[Harmless] = (
@@ -51,11 +52,11 @@ _ONES: Final = {4: 0x11111111, 8: 0x01010101}
 
 def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
     refuse(found, _HARMLESS, f"{key}.")
-    version = _VERSIONS[0]
+    version = _NAME
     for name in _VERSION_KEYS:
         version = found.get(name) or version
-        if version not in _VERSIONS:
-            supported = " or ".join(map(repr, _VERSIONS))
+        if version not in _SUBTRACTED:
+            supported = " or ".join(map(repr, _SUBTRACTED))
             raise UnsupportedModelError(
                 f"{key}.{name} = {shorten(version)} is not supported; supported is {supported}"
             )
@@ -77,15 +78,13 @@ def _shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int
     return check_tensors(form, shape, tensors, expected)
 
 
-def _read(
-    less: int, form: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]
-) -> Weight:
+def _read(form: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Weight:
     from model.checkpoint.formats import int32_packing as packing  # noqa: PLC0415 - imports PyTorch
 
     zero, stored = None, tensors.get("zero")
     if form.shifts:
         assert stored is not None, "as `check_tensors` says"
-        zero = packing.unpack(stored + less * _ONES[form.bits], form.bits).t()
+        zero = packing.unpack(stored + _SUBTRACTED[form.name] * _ONES[form.bits], form.bits).t()
     elif stored is not None:
         # Whether they are less 1 does not matter, and some files say the wrong one.
         zero, middle = packing.unpack(stored, form.bits), form.offset
@@ -98,22 +97,17 @@ def _read(
     return made(form, shape, numbers, tensors["scale"].t(), zero)
 
 
-def _row(name: str, less: int) -> Format:
-    return Format(
-        name=name,
-        identity={"quant_method": "gptq"},
-        detect=_detect,
-        tensors={"numbers": "qweight", "scale": "scales", "zero": "qzeros", "order": "g_idx"},
-        dtype="I32",
-        is_kept=True,
-        optional=("zero", "order"),
-        dtypes=("I64",),
-        ahead=("order",),
-        shape=_shape,
-        refine=refined,
-        read=functools.partial(_read, less),
-    )
-
-
-GPTQ: Final = _row(_VERSIONS[0], 1)
-GPTQ_V2: Final = _row(_VERSIONS[1], 0)
+GPTQ: Final = Format(
+    name=_NAME,
+    identity={"quant_method": "gptq"},
+    detect=_detect,
+    tensors={"numbers": "qweight", "scale": "scales", "zero": "qzeros", "order": "g_idx"},
+    dtype="I32",
+    is_kept=True,
+    optional=("zero", "order"),
+    dtypes=("I64",),
+    ahead=("order",),
+    shape=_shape,
+    refine=refined,
+    read=_read,
+)
