@@ -278,8 +278,8 @@ def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
     first = weights[0].format
     ends = [sum(it.shape[0] for it in weights[:count]) for count in range(1, len(weights))]
     found = {it.format.divided(0, *ends) for it in weights}
-    names = {it.name for it in found}
-    if not first.is_quantized or len(names) > 1 or not _have_one_order(weights):
+    kinds = {(it.name, it.bits, it.float, it.offset, it.shifts, it.scales == "row") for it in found}
+    if not first.is_quantized or len(kinds) > 1 or not _have_one_order(weights):
         return None
     if len({it.scale_dtype for it in found}) > 1:
         found = {dataclasses.replace(it, scale_dtype="float32") for it in found}

@@ -14,13 +14,21 @@ from model.checkpoint.formats.format import Format, require
 from model.checkpoint.formats.fp8 import FP8
 from model.checkpoint.formats.gptq import GPTQ
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
+from model.checkpoint.formats.pack_quantized import PACK_QUANTIZED
 from model.errors import UnsupportedModelError
 from model.json_input import check, shorten
 
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
-FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FLOAT_QUANTIZED, FP8, AWQ, GPTQ)
+FORMATS: Final[tuple[Format, ...]] = (
+    INT_QUANTIZED,
+    FLOAT_QUANTIZED,
+    PACK_QUANTIZED,
+    FP8,
+    AWQ,
+    GPTQ,
+)
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
 
