@@ -21,7 +21,7 @@ from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat
 
 _CANDIDATES: Final = 8
 _SORTED_ROWS: Final = 256
-"""Rows whose columns are sorted at once, so that 4-bit numbers are one in a byte for few rows only."""
+"""Rows whose columns are sorted at once, so that 4-bit numbers are one in a byte in few of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -193,8 +193,10 @@ class Weight:
         numbers = torch.empty_like(self.numbers)
         for first in range(0, self.shape[0], _SORTED_ROWS):
             rows = slice(first, first + _SORTED_ROWS)
-            values = dataclasses.replace(self, numbers=self.numbers[rows]).unpacked()
-            numbers[rows] = _packed(values.index_select(1, index), self.format.bits)
+            # Rows are copied several times as fast as columns.
+            turned = _unpacked(self.numbers[rows].t().contiguous(), self.format.bits, dim=1)
+            turned = turned.flatten(0, 1).index_select(0, index)
+            numbers[rows] = _packed(turned, self.format.bits, dim=0).t()
         form = dataclasses.replace(self.format, ordered=True)
         return dataclasses.replace(self, format=form, numbers=numbers, order=order)
 
@@ -234,9 +236,7 @@ class Weight:
 
     def unpacked(self) -> Tensor:
         """Return the numbers, [N, C], in the order in which they are stored; those of 4 bits one in a byte."""
-        if self.format.bits >= 8:
-            return self.numbers
-        return torch.stack((self.numbers & 15, self.numbers >> 4), -1).flatten(-2)
+        return _unpacked(self.numbers, self.format.bits, dim=-1).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, [N, C], computed in float32 and then rounded to `dtype`.
@@ -298,9 +298,19 @@ def _have_one_order(weights: Sequence[Weight]) -> bool:
     )
 
 
-def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """Return numbers [N, C] uint8 as they are stored."""
-    return numbers if bits >= 8 else numbers[:, ::2] | numbers[:, 1::2] << 4
+def _unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Return numbers with those of a byte in a new dimension, `dim`."""
+    if bits >= 8:
+        return packed.unsqueeze(dim)
+    return torch.stack((packed & 15, packed >> 4), dim)
+
+
+def _packed(numbers: Tensor, bits: int, dim: int = 1) -> Tensor:
+    """Return numbers as they are stored, those of two indices of a dimension in a byte."""
+    if bits >= 8:
+        return numbers
+    low, high = numbers.unflatten(dim, (-1, 2)).unbind(dim + 1)
+    return low | high << 4
 
 
 def converted(weight: Weight, form: WeightFormat) -> Weight:
