@@ -15,8 +15,10 @@ from msgspec import Meta
 
 from kernels.weight_format import WeightFormat
 from model.checkpoint.formats.table import CONFIG_KEYS, detect
+from model.checkpoint.formats.unsupported import UnsupportedFormatError, unquantized_hint
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
+from model.checkpoint.side_files import with_side_files
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
@@ -77,8 +79,12 @@ class ModelConfig:
         )
         if config is None:
             raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
+        config = with_side_files(folder, config, MAX_FILE_BYTES)
         try:
             return cls.from_dict(config, generation_config)
+        except UnsupportedFormatError as error:
+            text = f"{file}: {error}{unquantized_hint(folder, config)}"
+            raise UnsupportedModelError(text) from None
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from None
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
 from model.checkpoint.formats.format import require
-from model.checkpoint.formats.patterns import compiled
 from model.errors import UnsupportedModelError
 from model.json_input import check, refuse, shorten
+from model.patterns import compiled
 
 METHOD: Final = "compressed-tensors"
 MOST_INPUTS: Final = 65_536
 """Inputs or outputs that share a scale, at most."""
-Strategy: TypeAlias = Literal["tensor", "channel", "group", "block"]
 
 _PATTERN: Final = "re:"
 _MIXED: Final = "mixed-precision"
@@ -43,7 +42,7 @@ class WeightScheme(NamedTuple):
         bits: of a number.
         kind: "int" or "float".
         symmetric: whether there are no zero points.
-        strategy: what shares a scale.
+        strategy: what shares a scale: "tensor", "channel" (an output), "group" or "block".
         group: inputs that share one, of the strategy "group"; else 0.
         block: outputs and inputs that share one, of the strategy "block"; else (0, 0).
         actorder: as stated; None and False for none.
@@ -53,7 +52,7 @@ class WeightScheme(NamedTuple):
     bits: int
     kind: str
     symmetric: bool
-    strategy: Strategy
+    strategy: str
     group: int
     block: tuple[int, int]
     actorder: object

@@ -2,7 +2,8 @@
 
 A matrix is stored as float8_e4m3fn, with the factor of each block in a tensor of its own that is called "inverse";
 without blocks it has one factor. Older checkpoints, of AutoFP8, call it `weight_scale`. What is not in FP8, such as
-`modules_to_not_convert`, the files tell. Activations are not rounded as `activation_scheme` says.
+`modules_to_not_convert`, the files tell. Activations are not rounded as `activation_scheme` says. `fbgemm_fp8`, the
+format of Llama 3.1 405B FP8, has a scale for each output.
 """
 
 from __future__ import annotations
@@ -50,6 +51,22 @@ FP8: Final = Format(
     dtype="F8_E4M3",
     dtypes=SCALE_DTYPES,
     optional=("scale_inv", "scale"),
+    is_kept=True,
+    shape=scaled_shape,
+    read=read_scaled,
+)
+
+
+def _fbgemm(_found: Mapping[str, Any], _key: str) -> WeightFormat:
+    return fp8_format()
+
+
+FBGEMM: Final = Format(
+    name="fbgemm_fp8",
+    identity={"quant_method": "fbgemm_fp8"},
+    detect=_fbgemm,
+    tensors={"numbers": "weight", "scale": "weight_scale"},
+    dtype="F8_E4M3",
     is_kept=True,
     shape=scaled_shape,
     read=read_scaled,

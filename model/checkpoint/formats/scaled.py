@@ -55,7 +55,7 @@ def scaled_shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tup
     if form.scales == "row":
         text += ", or one"
     if len(found) != 1:
-        raise ValueError(text)
+        raise ValueError(f"{text}; there are {'two tensors of them' if found else 'none'}")
     scale = found[0]
     if scale.dtype not in (*FLOATS, *SCALE_DTYPES) or scale.shape not in allowed:
         raise ValueError(text)

@@ -11,10 +11,16 @@ from model.checkpoint.formats.awq import AWQ
 from model.checkpoint.formats.compressed_tensors import Part
 from model.checkpoint.formats.float_quantized import FLOAT_QUANTIZED
 from model.checkpoint.formats.format import Format, require
-from model.checkpoint.formats.fp8 import FP8
+from model.checkpoint.formats.fp8 import FBGEMM, FP8
 from model.checkpoint.formats.gptq import GPTQ
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
+from model.checkpoint.formats.modelopt import MODELOPT
 from model.checkpoint.formats.pack_quantized import PACK_QUANTIZED
+from model.checkpoint.formats.unsupported import (
+    UnsupportedFormatError,
+    refuse_known,
+    refuse_mlx,
+)
 from model.errors import UnsupportedModelError
 from model.json_input import check, shorten
 
@@ -26,6 +32,8 @@ FORMATS: Final[tuple[Format, ...]] = (
     FLOAT_QUANTIZED,
     PACK_QUANTIZED,
     FP8,
+    FBGEMM,
+    MODELOPT,
     AWQ,
     GPTQ,
 )
@@ -83,17 +91,17 @@ def stored_formats(config: Mapping[str, Any]) -> StoredFormats:
     """Return how a checkpoint stores the matrices of its layers, from its config.json.
 
     Raises:
-        UnsupportedModelError: in a way that no row of `FORMATS` reads. The message names the key, its value and what is
-            supported.
+        UnsupportedFormatError: in a way that no row of `FORMATS` reads. The message names the key, its value and what
+            is supported or what to do instead.
     """
+    refuse_mlx(config)
     stored = StoredFormats()
     for key in CONFIG_KEYS:
         if (found := config.get(key)) is not None:
-            content = _whole(require(found, {}, key))
-            formats = tuple(_choose(content, key))
-            is_full = check(content.get("dequantize") or False, bool, f"{key}.dequantize")
-            is_kept = not is_full and all(it.row.is_kept for it in formats)
-            stored = StoredFormats(formats, is_kept, compressed_tensors.notes(content))
+            try:
+                stored = _read(_whole(require(found, {}, key)), key)
+            except UnsupportedModelError as error:
+                raise UnsupportedFormatError(str(error)) from None
     return stored
 
 
@@ -101,9 +109,16 @@ def detect(config: Mapping[str, Any]) -> WeightFormat | None:
     """Return the format in which a model holds the matrices of a checkpoint; None for full numbers.
 
     Raises:
-        UnsupportedModelError: as for `stored_formats`.
+        UnsupportedFormatError: as for `stored_formats`.
     """
     return stored_formats(config).held
+
+
+def _read(found: Mapping[str, Any], key: str) -> StoredFormats:
+    formats = tuple(_choose(found, key))
+    is_full = check(found.get("dequantize") or False, bool, f"{key}.dequantize")
+    is_kept = not is_full and all(it.row.is_kept for it in formats)
+    return StoredFormats(formats, is_kept, compressed_tensors.notes(found))
 
 
 def _whole(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,6 +146,7 @@ def _row(found: Mapping[str, Any], where: str) -> Format:
     for key in ("quant_method", "format"):
         named = [row for row in rows if row.identity.get(key, found.get(key)) == found.get(key)]
         if not named:
+            refuse_known(f"{where}.{key}", found.get(key))
             supported = " or ".join(dict.fromkeys(repr(row.identity[key]) for row in rows))
             raise UnsupportedModelError(
                 f"{where}.{key} = {shorten(found.get(key))} is not supported; supported is {supported}"
