@@ -11,6 +11,7 @@ the newest result.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import tempfile
 from pathlib import Path
@@ -22,7 +23,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.local_engine import LocalEngine
 from benchmarks.report import add_bookkeeping, write_report
+from model.checkpoint.config import ModelConfig
+from model.executors import cpu_library, single_launch
 from model.families.table import FAMILIES
+from model.network import spec
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
@@ -105,8 +109,10 @@ def format_rows(names: list[str]) -> list[dict[str, Any]]:
     for name, samples in SAMPLES.items():
         for sample, save in samples.items() if not names or name in names else ():
             with tempfile.TemporaryDirectory() as folder:
-                found = compared(*save(Path(folder)))
-            rows.append({"kind": "format", "name": name, "sample": sample, **found._asdict()})
+                stored, exact = save(Path(folder))
+                found, form = compared(stored, exact), ModelConfig.from_folder(stored).weight_format
+            row = {"kind": "format", "name": name, "sample": sample, **found._asdict()}
+            rows.append(row | {"format": None if form is None else dataclasses.asdict(form)})
     return rows
 
 
@@ -119,11 +125,14 @@ def family_rows(names: list[str]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             case.save(folder)
-            longest = case.config().get_text_config().max_position_embeddings
-            found = compared(folder, folder, max_model_len=min(256, longest))
-        rows.append(
-            {"kind": "family", "name": case.architecture, "sample": name, **found._asdict()}
-        )
+            config = ModelConfig.from_folder(folder)
+            found = compared(folder, folder, max_model_len=min(256, config.max_context))
+        row = {"kind": "family", "name": case.architecture, "sample": name, **found._asdict()}
+        paths = {
+            path: not spec.unsupported(config.network, executor.READS, executor.VARYING)
+            for path, executor in (("single_launch", single_launch), ("cpu_library", cpu_library))
+        }
+        rows.append(row | paths)
     return rows
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernels.cpu.library import load
 from model.checkpoint.dtypes import resolve_quantization
+from model.device.quantizations import quantization_name
 from model.executors import cpu_library
 
 if TYPE_CHECKING:
@@ -36,6 +37,6 @@ def resolved_quantization(
         log.warning(
             "every step converts the weights from %s, which is slow: --quantization int8 or int4 is faster, where a "
             "CPU supports it",
-            found.name,
+            quantization_name(found),
         )
     return found
