@@ -330,8 +330,9 @@ def _packed(numbers: Tensor, bits: int, dim: int = 1) -> Tensor:
     """Return numbers as they are stored, those of two indices of a dimension in a byte."""
     if bits >= 8:
         return numbers
-    low, high = numbers.unflatten(dim, (-1, 2)).unbind(dim + 1)
-    return low | high << 4
+    return (
+        numbers[::2] | numbers[1::2] << 4 if dim == 0 else numbers[:, ::2] | numbers[:, 1::2] << 4
+    )
 
 
 def converted(weight: Weight, form: WeightFormat) -> Weight:

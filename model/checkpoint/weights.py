@@ -218,6 +218,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
         for name in extra
         if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
     }
+    ignored |= _zero_biases(stored, extra)
     if ignored:
         _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
@@ -234,6 +235,17 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
     return {name: stored[name] for name in needed}
+
+
+def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:
+    """Return which of some tensors are biases of 0 of quantized matrices: AutoGPTQ stores them for every family."""
+    found = {}
+    for name in extra:
+        matrix = stored.get(f"{name.removesuffix('.bias')}.weight")
+        if name.endswith(".bias") and matrix is not None and matrix.form is not None:
+            found[stored[name].name] = name
+    entries = {stored[name].name: stored[name].entry for name in found.values()}
+    return {found[name] for name, bias in read_tensors(entries) if not bool(bias.any())}
 
 
 def _listed(names: Iterable[str]) -> str:

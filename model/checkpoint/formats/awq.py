@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kernels.weight_format import WeightFormat
+from model.checkpoint.formats.compressed_tensors import unsupported
 from model.checkpoint.formats.format import FLOATS, Format, StoredTensor
 from model.checkpoint.formats.integer_groups import (
     PER_WORD,
@@ -23,14 +24,16 @@ from model.checkpoint.formats.integer_groups import (
     read_group,
     refined,
 )
-from model.errors import UnsupportedModelError
-from model.json_input import check, shorten
+from model.json_input import check
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.weights import Weight
 
+FILE: Final = "quant_config.json"
+"""Of older checkpoints, beside config.json."""
+_OLD_KEYS: Final = {"w_bit": "bits", "q_group_size": "group_size"}
 _NAME: Final = "awq"
 _VERSION: Final = "gemm"
 _VERSION_KEYS: Final = ("version", "format")
@@ -38,14 +41,17 @@ _VERSION_KEYS: Final = ("version", "format")
 _BITS: Final = 4
 
 
+def from_file(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `quantization_config` from what the file of older checkpoints holds."""
+    named = {_OLD_KEYS.get(key, key): value for key, value in content.items()}
+    return {"quant_method": _NAME, **named}
+
+
 def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
     for name in _VERSION_KEYS:
         version = found.get(name)
         if version is not None and str(version).lower() != _VERSION:
-            raise UnsupportedModelError(
-                f"{key}.{name} = {shorten(version)} is not supported; supported is {_VERSION!r}, the layout of most "
-                "AWQ checkpoints"
-            )
+            raise unsupported(f"{key}.{name}", version, (_VERSION,))
     bits = read_bits(found, key, "bits", (_BITS,))
     zero_point = check(found.get("zero_point", True), bool, f"{key}.zero_point")
     return integer_format(_NAME, bits, read_group(found, key, "group_size"), shifts=zero_point)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kernels.weight_format import WeightFormat
+from model.checkpoint.formats.compressed_tensors import unsupported
 from model.checkpoint.formats.format import FLOATS, Format, StoredTensor
 from model.checkpoint.formats.integer_groups import (
     PER_WORD,
@@ -28,14 +29,15 @@ from model.checkpoint.formats.integer_groups import (
     read_group,
     refined,
 )
-from model.errors import UnsupportedModelError
-from model.json_input import Harmless, check, refuse, shorten
+from model.json_input import Harmless, check, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.weights import Weight
 
+FILE: Final = "quantize_config.json"
+"""Of older checkpoints, beside config.json."""
 _NAME: Final = "gptq"
 _SUBTRACTED: Final = {_NAME: 1, "gptq_v2": 0}
 """What is subtracted from zero points, by the version, which is the name of the format of matrices."""
@@ -50,16 +52,18 @@ _ONES: Final = {4: 0x11111111, 8: 0x01010101}
 """1 for each number in a word."""
 
 
+def from_file(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `quantization_config` from what the file of older checkpoints holds."""
+    return {"quant_method": _NAME, **content}
+
+
 def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
     refuse(found, _HARMLESS, f"{key}.")
     version = _NAME
     for name in _VERSION_KEYS:
         version = found.get(name) or version
         if version not in _SUBTRACTED:
-            supported = " or ".join(map(repr, _SUBTRACTED))
-            raise UnsupportedModelError(
-                f"{key}.{name} = {shorten(version)} is not supported; supported is {supported}"
-            )
+            raise unsupported(f"{key}.{name}", version, tuple(_SUBTRACTED))
     bits = read_bits(found, key, "bits", tuple(PER_WORD))
     is_symmetric = check(found.get("sym") or False, bool, f"{key}.sym")
     group = read_group(found, key, "group_size")

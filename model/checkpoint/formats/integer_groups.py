@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from msgspec import Meta
 
 from kernels.weight_format import WeightFormat
+from model.checkpoint.formats.compressed_tensors import unsupported
 from model.checkpoint.formats.format import FLOATS, StoredTensor
 from model.errors import UnsupportedModelError
-from model.json_input import check, shorten
+from model.json_input import check
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,10 +70,7 @@ def read_bits(found: Mapping[str, Any], key: str, name: str, supported: tuple[in
     """
     bits = found.get(name)
     if type(bits) is not int or bits not in supported:
-        allowed = " and ".join(map(str, supported))
-        raise UnsupportedModelError(
-            f"{key}.{name} = {shorten(bits)} is not supported; supported is {allowed}"
-        )
+        raise unsupported(f"{key}.{name}", bits, supported)
     return bits
 
 

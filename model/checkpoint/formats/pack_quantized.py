@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _IDENTITY: Final = {"quant_method": METHOD, "format": "pack-quantized"}
 _ACT_ORDERS: Final = (None, False, True, "group", "weight", "static", "dynamic")
 """In all of them the file says the group of each input, where it is not that of those beside each other."""
+_INTEGERS: Final = ("I32", "I64")
 _ONE: Final = ((), (1,), (1, 1))
 
 
@@ -52,8 +53,7 @@ def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
 
 
 def _shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int, int]:
-    values = tensors["shape"].values
-    stated = [] if values is None else values.tolist()
+    stated = _stated(tensors["shape"])
     outputs, width = tensors["numbers"].shape
     per_word = PER_WORD[form.bits]
     if len(stated) != 2 or stated[0] != outputs or -(-stated[1] // per_word) != width:
@@ -63,9 +63,7 @@ def _shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int
     inputs = stated[1]
     groups = -(-inputs // (form.group or inputs))
     scale, zero = tensors["scale"], tensors.get("zero")
-    expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-        "order": ((inputs,), ("I32", "I64"))
-    }
+    expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"order": ((inputs,), _INTEGERS)}
     is_one = not form.group and scale.shape in _ONE
     expected["scale"] = (scale.shape if is_one else (outputs, groups), FLOATS)
     if zero is not None and zero.dtype == "I8":
@@ -73,6 +71,14 @@ def _shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int
     else:
         expected["zero"] = ((-(-outputs // per_word), groups), ("I32",))
     return check_tensors(form, (outputs, inputs), tensors, expected)
+
+
+def _stated(shape: StoredTensor) -> list[int]:
+    """Return the shape that a file states; empty if it is none."""
+    if shape.values is None or shape.shape != (2,) or shape.dtype not in _INTEGERS:
+        return []
+    stated: list[int] = shape.values.tolist()
+    return stated
 
 
 def _read(form: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Weight:

@@ -4,6 +4,7 @@ Each writer rounds the matrices of a checkpoint's layers and leaves one beside i
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -92,12 +93,84 @@ def gptq(it, *, version=1):
     }
 
 
+def pack_quantized(it):
+    """As compressed-tensors packs them; a symmetric matrix has no zero points."""
+    middle = 2 ** (it.bits - 1)
+    tensors = {
+        "weight_packed": packed(it.numbers, it.bits, 1),
+        "weight_shape": torch.tensor(it.numbers.shape),
+        "weight_scale": it.scales.contiguous(),
+    }
+    if bool((it.zeros != middle).any()):
+        tensors["weight_zero_point"] = packed(it.zeros, it.bits, 0)
+    if bool((it.groups.diff() < 0).any()):
+        tensors["weight_g_idx"] = it.groups.int()
+    return tensors
+
+
 def in_order(inputs, group, seed=0):
     """Return the group of each input of act-order."""
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
     groups = torch.empty(inputs, dtype=torch.long)
     groups[order] = torch.arange(inputs) // group
     return groups
+
+
+AWQ = {"quant_method": "awq", "version": "gemm"}
+GPTQ = {"quant_method": "gptq"}
+
+
+def awq_checkpoint(folder, group=32, *, zero_point=True, keep=(), **described):
+    """Save the matrices of a checkpoint as AWQ has them; see `store`."""
+    config = AWQ | {"bits": 4, "group_size": group, "zero_point": zero_point} | described
+    round_ = functools.partial(rounded, group=group, symmetric=not zero_point)
+    return store(folder, config, awq, lambda _, values: round_(values), keep)
+
+
+def gptq_checkpoint(
+    folder, group=32, *, bits=4, sym=True, act_order=False, version=1, seed=None, keep=(), **options
+):
+    """Save the matrices of a checkpoint as GPTQ has them; see `store`.
+
+    Args:
+        act_order: whether groups are of inputs in a random order.
+        version: 1 for zero points less 1.
+        seed: of the order, by the name of the matrix; None for the same one in all of one size.
+        options: of `rounded`, and others of quantization_config.
+    """
+    dtype = options.pop("dtype", torch.float16)
+    config = {
+        "bits": bits, "group_size": group, "sym": sym, "desc_act": act_order,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }  # fmt: skip
+
+    def round_(name, values):
+        inputs = values.shape[1]
+        places = in_order(inputs, group, seed(name) if seed else 0) if act_order else None
+        return rounded(values, bits, group, symmetric=sym, dtype=dtype, groups=places)
+
+    write = functools.partial(gptq, version=version)
+    return store(folder, GPTQ | config | options, write, round_, keep)
+
+
+def packed_checkpoint(
+    folder, group=32, *, bits=4, symmetric=True, act_order=False, keep=(), **options
+):
+    """Save the matrices of a checkpoint as pack-quantized has them; see `store`."""
+    strategy = {"strategy": "group", "group_size": group} if group > 0 else {"strategy": "channel"}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+    weights["actorder"] = "group" if act_order else None
+    config = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+    def round_(_name, values):
+        places = in_order(values.shape[1], group) if act_order else None
+        dtype = options.get("dtype", torch.bfloat16)
+        return rounded(values, bits, group, symmetric=symmetric, dtype=dtype, groups=places)
+
+    return store(folder, config, pack_quantized, round_, keep)
 
 
 def store(folder, described, write, round_, keep=()):
