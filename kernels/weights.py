@@ -282,10 +282,10 @@ def _float32(numbers: Tensor) -> Tensor:
     if numbers.dtype is not torch.float8_e4m3fn or numbers.device.type != "cpu":
         return numbers.float()
     table, values = _fp8_values(), torch.empty(numbers.shape)
-    for rows, out in zip(
-        numbers.split(_ROWS_AT_ONCE), values.split(_ROWS_AT_ONCE), strict=True
-    ):
-        torch.index_select(table, 0, rows.view(torch.uint8).int().flatten(), out=out.view(-1))
+    for first in range(0, len(numbers), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        index = numbers[rows].view(torch.uint8).int().flatten()
+        torch.index_select(table, 0, index, out=values[rows].view(-1))
     return values
 
 
