@@ -461,6 +461,7 @@ def test_what_is_not_read_is_refused_by_name(config, message):
         (arguments(symmetric=1), "symmetric must be true or false"),
         (arguments(**FP8, strategy="block", block_structure="axb"), "block_structure"),
         (arguments(**FP8, strategy="block"), "block_structure must be"),
+        (arguments(**FP8, strategy="block", block_structure="9" * 5000 + "x1"), "block_structure"),
     ],
 )
 def test_values_of_a_wrong_type_or_size_are_named(weights, message):
