@@ -180,7 +180,12 @@ def _matrix_formats(
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
-            weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+            try:
+                planned_parts = part.loaded(stored[name].empty(), rank)
+            except ValueError as error:
+                text = f"{name}: {error}; set --tensor-parallel to another number"
+                raise WeightsError(text) from None
+            weights.setdefault(part.parameter, []).extend(planned_parts)
             if stored[name].order is not None and _IN_LAYER.search(name):
                 ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}

@@ -547,3 +547,35 @@ def test_a_model_without_a_format_is_not_changed(tmp_path):
     CASES["llama"].save(tmp_path / "it")
 
     assert set(formats(load(tmp_path / "it")).values()) == {unquantized("float32")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing_format", "method"),
+    [
+        ("gptq asymmetric 32", "auto_round:auto_gptq", "auto-round"),
+        ("awq  32", "auto_round:auto_awq", "intel/auto-round"),
+    ],
+)
+def test_the_packings_of_autoround_that_are_those_of_others_are_read(
+    tmp_path, kind, packing_format, method
+):
+    folder, exact = saved(tmp_path, kind)
+    change(folder, quant_method=method, packing_format=packing_format, sym=False, data_type="int")
+
+    assert_equal_logits(load(folder), load(exact))
+    change(folder, packing_format="auto_round")
+    with pytest.raises(UnsupportedModelError, match="`auto_round:auto_gptq` and `auto_round:auto_"):
+        load(folder)
+
+
+def test_ranks_that_would_divide_a_byte_are_refused_in_words(tmp_path):
+    case = Case("Llama", {"intermediate_size": 36, "num_key_value_heads": 4})
+    folder, _ = saved(tmp_path, "w4a16  -1", case)
+    config = ModelConfig.from_folder(folder)
+
+    def compute(communicator):
+        options = {"weight_format": config.weight_format, "communicator": communicator}
+        load_part(folder, config, torch.float32, "cpu", **options)
+
+    with pytest.raises(WeightsError, match=r"divides a byte of w4a16; set --tensor-parallel to an"):
+        ThreadRanks(4).run(compute)
