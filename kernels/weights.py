@@ -355,9 +355,13 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
 
     Args:
         values: [N, C], any float dtype; for `LIBRARY_FORMATS` C is a multiple of the format's group.
-        form: the format, without an order.
+        form: the format; one with an order gets that of the inputs.
     """
     outputs, inputs = values.shape
+    if form.ordered:
+        own = torch.arange(inputs, dtype=torch.int32, device=values.device)
+        plain = quantize(values, dataclasses.replace(form, ordered=False))
+        return dataclasses.replace(plain, format=form, order=own)
     general = _float8_groups if form.float else _integers
     quantizer = _QUANTIZERS.get(form, functools.partial(general, form=form))
     return Weight(form, (outputs, inputs), *quantizer(values))

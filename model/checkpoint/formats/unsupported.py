@@ -12,7 +12,7 @@ from model.files import read_file
 
 _OWN_KERNELS: Final = "which only kernels of its own read"
 _AUTO_ROUND: Final = (
-    "AutoRound has several packings, of which `auto_round:auto_gptq` and `auto_round:auto_awq` are read"
+    "AutoRound has packings of which `auto_round:auto_gptq` and `auto_round:auto_awq` are read"
 )
 METHODS: Final[Mapping[str, str]] = {
     "bitsandbytes": "bitsandbytes has weights in NF4, FP4 or int8, " + _OWN_KERNELS,
