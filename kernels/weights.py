@@ -237,7 +237,8 @@ class Weight:
             tensor.copy_(source.tensors[name])
 
     def unpacked(self) -> Tensor:
-        """Return the numbers, [N, C], in the order in which they are stored; those of 4 bits one in a byte."""
+        """Return the numbers, [N, C], those of 4 bits one in a byte; not with an order, which a reader could miss."""
+        assert self.order is None, "read them of `in_stored_order`, and gather the inputs"
         return _unpacked(self.numbers, self.format.bits, dim=-1).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -249,6 +250,9 @@ class Weight:
         form = self.format
         if not form.is_quantized:
             return self.numbers if dtype is None else self.numbers.to(dtype)
+        if self.order is not None:
+            own = self.order.to(self.numbers.device).argsort()
+            return self.in_stored_order().dequantize(dtype).index_select(1, own)
         assert self.scale is not None
         values = _float32(self.unpacked())
         is_even = form.group > 0 and self.shape[1] % form.group == 0
@@ -259,10 +263,7 @@ class Weight:
         values *= self._spread(self.scale, is_even=is_even)
         if self.shift is not None:
             values += self._spread(self.shift, is_even=is_even)
-        values = values.view(self.shape).to(dtype or torch.float32)
-        if self.order is None:
-            return values
-        return values.index_select(1, self.order.to(values.device).argsort())
+        return values.view(self.shape).to(dtype or torch.float32)
 
     def _spread(self, scale: Tensor, *, is_even: bool) -> Tensor:
         """Return scales that are broadcast to [N, C], or to [N, groups, group] if all groups are whole."""
@@ -284,9 +285,8 @@ def _float32(numbers: Tensor) -> Tensor:
     if numbers.dtype is not torch.float8_e4m3fn or numbers.device.type != "cpu":
         return numbers.float()
     table, values = _fp8_values(), torch.empty(numbers.shape)
-    for rows, out in zip(
-        numbers.split(_CONVERTED_ROWS), values.split(_CONVERTED_ROWS), strict=True
-    ):
+    parts = (torch.split(it, _CONVERTED_ROWS) for it in (numbers, values))
+    for rows, out in zip(*parts, strict=True):
         torch.index_select(table, 0, rows.view(torch.uint8).int().flatten(), out=out.view(-1))
     return values
 
