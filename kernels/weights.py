@@ -20,10 +20,8 @@ from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
 
 _CANDIDATES: Final = 8
-_SORTED_ROWS: Final = 256
-"""Rows whose columns are sorted at once, so that 4-bit numbers are one in a byte in few of them."""
-_CONVERTED_ROWS: Final = 256
-"""Rows whose numbers are indices of a table at a time, which take 4 bytes each."""
+_ROWS_AT_ONCE: Final = 256
+"""Rows whose numbers take several bytes each for a while: 4-bit ones that are sorted, FP8 as indices of a table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -193,8 +191,8 @@ class Weight:
         assert self.order is None, "has an order already"
         index = order.to(self.numbers.device)
         numbers = torch.empty_like(self.numbers)
-        for first in range(0, self.shape[0], _SORTED_ROWS):
-            rows = slice(first, first + _SORTED_ROWS)
+        for first in range(0, self.shape[0], _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
             # Rows are copied several times as fast as columns.
             turned = _unpacked(self.numbers[rows].t().contiguous(), self.format.bits, dim=1)
             turned = turned.flatten(0, 1).index_select(0, index)
@@ -285,9 +283,10 @@ def _float32(numbers: Tensor) -> Tensor:
     if numbers.dtype is not torch.float8_e4m3fn or numbers.device.type != "cpu":
         return numbers.float()
     table, values = _fp8_values(), torch.empty(numbers.shape)
-    parts = (torch.split(it, _CONVERTED_ROWS) for it in (numbers, values))
-    for rows, out in zip(*parts, strict=True):
-        torch.index_select(table, 0, rows.view(torch.uint8).int().flatten(), out=out.view(-1))
+    for first in range(0, len(numbers), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        index = numbers[rows].view(torch.uint8).int().flatten()
+        torch.index_select(table, 0, index, out=values[rows].view(-1))
     return values
 
 
