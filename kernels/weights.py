@@ -235,7 +235,8 @@ class Weight:
             tensor.copy_(source.tensors[name])
 
     def unpacked(self) -> Tensor:
-        """Return the numbers, [N, C], in the order in which they are stored; those of 4 bits one in a byte."""
+        """Return the numbers, [N, C], those of 4 bits one in a byte; not with an order, which a reader could miss."""
+        assert self.order is None, "read them of `in_stored_order`, and gather the inputs"
         return _unpacked(self.numbers, self.format.bits, dim=-1).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -247,6 +248,9 @@ class Weight:
         form = self.format
         if not form.is_quantized:
             return self.numbers if dtype is None else self.numbers.to(dtype)
+        if self.order is not None:
+            own = self.order.to(self.numbers.device).argsort()
+            return self.in_stored_order().dequantize(dtype).index_select(1, own)
         assert self.scale is not None
         values = _float32(self.unpacked())
         is_even = form.group > 0 and self.shape[1] % form.group == 0
@@ -257,10 +261,7 @@ class Weight:
         values *= self._spread(self.scale, is_even=is_even)
         if self.shift is not None:
             values += self._spread(self.shift, is_even=is_even)
-        values = values.view(self.shape).to(dtype or torch.float32)
-        if self.order is None:
-            return values
-        return values.index_select(1, self.order.to(values.device).argsort())
+        return values.view(self.shape).to(dtype or torch.float32)
 
     def _spread(self, scale: Tensor, *, is_even: bool) -> Tensor:
         """Return scales that are broadcast to [N, C], or to [N, groups, group] if all groups are whole."""
@@ -353,9 +354,13 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
 
     Args:
         values: [N, C], any float dtype; for `LIBRARY_FORMATS` C is a multiple of the format's group.
-        form: the format, without an order.
+        form: the format; one with an order gets that of the inputs.
     """
     outputs, inputs = values.shape
+    if form.ordered:
+        own = torch.arange(inputs, dtype=torch.int32, device=values.device)
+        plain = quantize(values, dataclasses.replace(form, ordered=False))
+        return dataclasses.replace(plain, format=form, order=own)
     general = _float8_groups if form.float else _integers
     quantizer = _QUANTIZERS.get(form, functools.partial(general, form=form))
     return Weight(form, (outputs, inputs), *quantizer(values))

@@ -21,7 +21,7 @@ from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
-from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
+from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, drop_pages, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
@@ -145,6 +145,7 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
             parts[names[name]].load(values, rank)
         except ValueError as error:
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
+        drop_pages(tensor)
         done += it.entry.num_bytes
         if progress is not None:
             progress(done, total, files[it.entry.file], len(files))
@@ -180,7 +181,12 @@ def _matrix_formats(
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
-            weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+            try:
+                planned_parts = part.loaded(stored[name].empty(), rank)
+            except ValueError as error:
+                text = f"{name}: {error}; set --tensor-parallel to another number"
+                raise WeightsError(text) from None
+            weights.setdefault(part.parameter, []).extend(planned_parts)
             if stored[name].order is not None and _IN_LAYER.search(name):
                 ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}

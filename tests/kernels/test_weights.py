@@ -380,7 +380,9 @@ def ordered(request):
 def test_a_matrix_has_its_columns_in_their_own_order_again(ordered):
     plain, weight = ordered
     stored = plain.unpacked()[:, weight.order]
-    assert torch.equal(weight.unpacked(), stored)
+    assert torch.equal(weight.in_stored_order().unpacked(), stored)
+    with pytest.raises(AssertionError, match="gather the inputs"):
+        weight.unpacked()
     assert weight.tensors.keys() == {*plain.tensors, "order"}
 
     values = weight.dequantize()

@@ -39,6 +39,9 @@ FORMATS: Final[tuple[Format, ...]] = (
 )
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
+_AUTO_ROUND: Final = ("auto-round", "intel/auto-round")
+_PACKINGS: Final = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""The methods in whose layouts AutoRound packs weights, by its names of them."""
 _CACHE_KEYS: Final = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
@@ -148,6 +151,9 @@ def _whole(found: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = found.get("quantization_config")
     if "config_groups" not in found and isinstance(inner, dict):
         found = {**inner, "sparsity_config": found.get("sparsity_config")}
+    packing = _PACKINGS.get(str(found.get("packing_format")))
+    if found.get("quant_method") in _AUTO_ROUND and packing is not None:
+        found = {"zero_point": not found.get("sym"), **found, "quant_method": packing}
     named = {"quant_method": compressed_tensors.METHOD} if "config_groups" in found else {}
     return named | dict(found)
 
