@@ -182,17 +182,19 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
         for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
             parts[prefix + name] = part
-    add("norm", "norm_bias", HEAD)
+    add("norm", "norm_bias", HEAD, f"{HEAD}_bias")
     return parts
 
 
 def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
     """Map the names in a checkpoint's files to those of `named_parts`, whose first component files may omit."""
-    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}.weight"
+    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}."
     names = {name: _without_alias(tensors, name) for name in stored}
     if any(name.startswith(base) for name in names.values()):
         return names
-    return {stored: name if name == head else base + name for stored, name in names.items()}
+    return {
+        stored: name if name.startswith(head) else base + name for stored, name in names.items()
+    }
 
 
 def _without_alias(tensors: Tensors, name: str) -> str:

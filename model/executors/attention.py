@@ -83,8 +83,8 @@ class BoundAttention(NamedTuple):
             network.rotaries.index((spec.rotary, spec.head_dim)),
         )
 
-    def forward(self, index: int, residual: Residual, attend: Attend) -> Residual:
-        """See `BoundMixer.forward`."""
+    def read(self, index: int, residual: Residual, attend: Attend) -> tuple[Tensor, Residual]:
+        """See `BoundMixer.read`."""
         qkv, residual = self.qkv.from_residual(residual)
         if self.joint_norms is not None:
             sizes = [
@@ -92,7 +92,7 @@ class BoundAttention(NamedTuple):
             ]
             q, k, v = qkv.split_with_sizes([*sizes, sizes[1]], -1)
             qkv = torch.cat((self.joint_norms[0](q), self.joint_norms[1](k), v), -1)
-        return self.output.to_residual(attend(index, self, qkv), residual)
+        return attend(index, self, qkv), residual
 
 
 def _after(layer: DecoderLayer, name: str) -> tuple[Tensor, Tensor]:

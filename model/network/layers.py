@@ -113,14 +113,14 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         new = NewParameters(layer, hidden, dtype, device, weight_format)
-        layer_norms = layer.norm.kind == "layer" and layer.pre_norms
+        biases, own_mlp_norm = layer.norm.has_bias, layer.pre_norms and not layer.shared_norm
         self.spec = layer
         self.input_norm = new.norm(hidden) if layer.pre_norms else None
-        self.input_norm_bias = new.vector(hidden) if layer_norms else None
+        self.input_norm_bias = new.vector(hidden) if layer.pre_norms and biases else None
         PARAMETERS[type(layer.mixer)](self, layer.mixer, new)
         self.output_norm = new.norm(hidden) if layer.post_norms else None
-        self.mlp_norm = new.norm(hidden) if layer.pre_norms else None
-        self.mlp_norm_bias = new.vector(hidden) if layer_norms else None
+        self.mlp_norm = new.norm(hidden) if own_mlp_norm else None
+        self.mlp_norm_bias = new.vector(hidden) if own_mlp_norm and biases else None
         PARAMETERS[type(layer.mlp)](self, layer.mlp, new)
         self.down_norm = new.norm(hidden) if layer.post_norms else None
 
@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def pre_norms(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The norms before mixer and MLP, of a layer that has them."""
+        """The norms before mixer and MLP, of a layer that has both."""
         assert self.input_norm is not None
         assert self.mlp_norm is not None
         return self.input_norm, self.mlp_norm

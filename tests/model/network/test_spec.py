@@ -19,9 +19,10 @@ OTHERS = {
         "positions": Positions(8),
         "logit_softcap": 3.0,
         "tied": True,
+        "head_bias": True,
     },
-    Layer: {"post_norms": True, "pre_norms": False},
-    Norm: {"eps": 1e-5, "kind": "layer", "float32": True},
+    Layer: {"post_norms": True, "pre_norms": False, "parallel": True, "shared_norm": True},
+    Norm: {"eps": 1e-5, "kind": "layer", "float32": True, "bias": False},
     Attention: {
         "window": 3,
         "rotary": None,
