@@ -116,9 +116,8 @@ def _load(descriptor: int, file: Path) -> dict[str, Tensor]:
             for _ in range(_PROGRAMS):
                 _check_calls(opened, file)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # about versions of the pickle protocol, which the error says if it matters
+        # It warns of versions of the pickle protocol, which the error names if they matter.
+        warnings.simplefilter("ignore")
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     if not isinstance(loaded, Mapping):
         raise WeightsError(f"{file} holds a {type(loaded).__name__}, not tensors by name")
@@ -136,15 +135,13 @@ def _check_archive(opened: BinaryIO, file: Path) -> None:
     entries = archive.infolist()
     if len(entries) > _MAX_ENTRIES:
         raise WeightsError(f"{file} has {len(entries)} entries; at most {_MAX_ENTRIES} are read")
+    if any(Path(it.filename).name == "constants.pkl" for it in entries):
+        raise WeightsError(f"{file} is a TorchScript archive, which has code, not tensors by name")
     for it in entries:
-        name, what = Path(it.filename).name, f"{file}: the entry {shorten(it.filename)}"
-        if name == "constants.pkl":
-            raise WeightsError(
-                f"{file} is a TorchScript archive, which has code, not tensors by name"
-            )
+        what = f"{file}: the entry {shorten(it.filename)}"
         if it.compress_type != zipfile.ZIP_STORED:
             raise WeightsError(f"{what} is compressed, which torch.save does not do")
-        if name.endswith(".pkl") and it.file_size > _MAX_PROGRAM_BYTES:
+        if it.filename.endswith(".pkl") and it.file_size > _MAX_PROGRAM_BYTES:
             raise WeightsError(
                 f"{what} has {it.file_size} bytes; at most {_MAX_PROGRAM_BYTES} are read"
             )
