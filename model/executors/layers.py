@@ -213,7 +213,9 @@ class MLPSpec(NamedTuple):
     reads: Mapping[str, Collection[Any] | None]
 
 
-_FIELDS = ("window", "rotary", "qk_norm", "joint_qk_norm", "softcap", "bias", "output_bias")
+_FIELDS = (
+    "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "bias", "output_bias",
+)  # fmt: skip
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(
         BoundAttention.bind,
@@ -430,7 +432,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
 
 def _layer_norms(network: spec.Network) -> tuple[str, ...]:
     """List where only RMS norms are computed and the network has layer norms."""
-    per_head = (it.qk_norm for it in network.attentions)
+    per_head = (it.qk_norm for it in network.attentions if not it.qk_norm_by_head)
     after = (it.norm for it in network.layers if it.post_norms)
     return reasons(
         (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),

@@ -1,4 +1,4 @@
-"""Command R: attention and MLP in parallel after one layer norm without a bias, and a factor on the logits."""
+"""Command R and R+: attention and MLP in parallel after one layer norm without a bias, and a factor on the logits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _SCALE: Final = Meta(ge=1e-6, le=1e6)
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    keys.require("use_qk_norm", False)
     dim = parts.heads(keys)[2]
     layer = parallel_layer(keys, read_rotary(keys, dim, theta=500_000.0))
+    if keys.flag("use_qk_norm"):
+        mixer = dataclasses.replace(layer.mixer, qk_norm=layer.norm, qk_norm_by_head=True)
+        layer = dataclasses.replace(layer, mixer=mixer)
     layers = parts.with_windows(layer, parts.same_windows(keys))
     return parts.decoder(keys, layers, layer.norm, tied=True)
 

@@ -128,7 +128,8 @@ class DecoderLayer(nn.Module):
         """Add the parameters of attention."""
         heads, key_heads = (it * mixer.head_dim for it in (mixer.num_heads, mixer.num_kv_heads))
         stacked = heads + 2 * key_heads
-        normalized = (heads, key_heads) if mixer.joint_qk_norm else (mixer.head_dim,) * 2
+        has_all = mixer.joint_qk_norm or mixer.qk_norm_by_head
+        normalized = (heads, key_heads) if has_all else (mixer.head_dim,) * 2
         self.qkv = new.matrix("qkv", stacked, new.hidden)
         self.qkv_bias = new.vector(stacked) if mixer.bias else None
         self.q_norm = new.norm(normalized[0], mixer.qk_norm) if mixer.qk_norm else None

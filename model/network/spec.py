@@ -103,6 +103,7 @@ class Attention:
         rotary: of queries and keys; None for no rotation.
         qk_norm: of each head of queries and keys before the rotation; None for none.
         joint_qk_norm: whether it is one norm of all query heads, and one of all key heads, instead.
+        qk_norm_by_head: whether each head has weights of its own.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
         bias: whether the q, k and v projections have one.
         output_bias: whether the output projection has one.
@@ -117,6 +118,9 @@ class Attention:
     qk_norm: Norm | None = field(default=None, metadata={_TEXT: "norms of queries and keys"})
     joint_qk_norm: bool = field(
         default=False, metadata={_TEXT: "norms of all queries and of all keys of a token"}
+    )
+    qk_norm_by_head: bool = field(
+        default=False, metadata={_TEXT: "norms of queries and keys with weights of each head"}
     )
     softcap: float | None = field(default=None, metadata={_TEXT: "softcap of attention scores"})
     bias: bool = field(default=False, metadata={_TEXT: "bias of the q, k and v projections"})
@@ -142,7 +146,7 @@ class Attention:
     @property
     def _num_norm(self) -> int:
         """Number of parameters of the norms of queries and keys, if there are any."""
-        if not self.joint_qk_norm:
+        if not (self.joint_qk_norm or self.qk_norm_by_head):
             return 2 * self.head_dim
         return (self.num_heads + self.num_kv_heads) * self.head_dim
 

@@ -329,6 +329,7 @@ CASES = {
         "Phi", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True}
     ),
     "cohere": Case("Cohere", {"logit_scale": 0.25}, in_half=True),
+    "cohere norms by head": Case("Cohere", {"use_qk_norm": True}, in_half=True),
     "cohere untied biases": Case(
         "Cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 2.0}
     ),

@@ -127,6 +127,7 @@ FAMILIES = {
         "num_layers": 2,
         "tie_word_embeddings": True,
     },
+    "norms by head": {"qk_norm_by_head": True, "num_layers": 2},
     PARALLEL: {"parallel": True, "num_layers": 2},
     "phi3": {
         "architecture": "Phi3ForCausalLM",

@@ -28,6 +28,7 @@ OTHERS = {
         "rotary": None,
         "qk_norm": Norm(1e-5),
         "joint_qk_norm": True,
+        "qk_norm_by_head": True,
         "softcap": 2.0,
         "bias": True,
         "output_bias": True,
