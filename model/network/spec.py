@@ -207,7 +207,7 @@ class Layer:
         default=True, metadata={_TEXT: "attention and MLP without norms before them"}
     )
     parallel: bool = field(default=False, metadata={_TEXT: "attention and MLP in parallel"})
-    shared_norm: bool = field(default=False, metadata={_TEXT: "one norm before attention and MLP"})
+    shared_norm: bool = field(default=False, metadata={_TEXT: "shared norm of attention and MLP"})
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer of a stream of `hidden` elements."""
