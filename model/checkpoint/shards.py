@@ -24,6 +24,8 @@ SINGLE_NAME: Final = "model.safetensors"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
+_GPTQ_NAMES: Final = "gptq_model-*bit-*g.safetensors"
+"""What AutoGPTQ calls the only file of a checkpoint, after its bits and groups."""
 _MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 _LISTED: Final = 3
@@ -46,7 +48,7 @@ def find_shards(folder: Path, *, pickle: bool = False) -> tuple[list[Path], dict
         WeightsError: there are no files or only pickle files, the index is broken, or it names a file that does
             not exist or is outside the folder.
     """
-    found = _stored_as(folder, SINGLE_NAME, INDEX_NAME)
+    found = _stored_as(folder, SINGLE_NAME, INDEX_NAME, _GPTQ_NAMES)
     if pickle and found is None:
         found = _stored_as(folder, *_PICKLES)
         if found is not None:
@@ -62,13 +64,23 @@ def find_shards(folder: Path, *, pickle: bool = False) -> tuple[list[Path], dict
 
 
 def _stored_as(
-    folder: Path, single_name: str, index_name: str
+    folder: Path, single_name: str, index_name: str, other_names: str = ""
 ) -> tuple[list[Path], dict[str, str]] | None:
-    """List files and index, as `find_shards`, of one kind; None if there are none."""
+    """List files and index, as `find_shards`, of one kind; None if there are none.
+
+    Args:
+        folder: the checkpoint folder.
+        single_name: of the file of an unsharded checkpoint.
+        index_name: of the index of a sharded one.
+        other_names: pattern of further names of a single file; "" for none.
+    """
     suffix = Path(single_name).suffix
     if os.path.lexists(folder / single_name):
         return [_inside(folder, single_name, "the model folder", suffix)], {}
     content = read_json_object(folder, index_name, _MAX_INDEX_BYTES, WeightsError)
+    named = sorted(folder.glob(other_names)) if content is None and other_names else []
+    if len(named) == 1:
+        return [_inside(folder, named[0].name, "the model folder", suffix)], {}
     if content is None:
         return None
     index, weight_map = folder / index_name, content.get("weight_map")
