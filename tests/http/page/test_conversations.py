@@ -61,7 +61,7 @@ async def test_a_conversation_is_the_same_after_a_reload(open_chat, engine, toke
     await page.reload()
 
     await page.locator("#chat-messages > li").nth(3).wait_for()
-    await page.locator("#chat-messages strong").first.wait_for()
+    await page.locator("#chat-messages strong").nth(1).wait_for()
     assert await texts(page, USERS) == ["Hello there", "And now?"]
     assert await texts(page, REPLIES) == ["Good day", "Good day"]
     assert await page.locator("#conversations .open .title").all_inner_texts() == ["Hello there"]
