@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
     from kernels.weight_format import WeightFormat
 
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pickle", "dummy"]
 LoadProgress = Callable[[int, int, int, int], None]
 """Called with (bytes loaded, total bytes, number of the file that is read, number of files)."""
 
@@ -99,7 +99,8 @@ def load_part(
         config: its configuration.
         dtype: dtype of the weights in the model, regardless of the files'.
         device: device of the model.
-        load_format: "auto" and "safetensors" read the folder; "dummy" initializes random weights.
+        load_format: "auto" and "safetensors" read safetensors files, "pickle" pickle files too where there are none;
+            "dummy" initializes random weights.
         progress: called after every tensor.
         weight_format: in which the layers' matrices are held: None for full numbers, the checkpoint's own, or one of
             `QUANTIZATIONS`, to which they are rounded.
@@ -112,7 +113,9 @@ def load_part(
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    stored = {}
+    if load_format != "dummy":
+        stored = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
     if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
@@ -199,7 +202,7 @@ def _matrix_formats(
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
-def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
+def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
     """Return what to load, by the names in the model.
 
     Raises:
@@ -208,7 +211,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
     formats = stored_formats(config.content)
     for note in formats.notes:
         _logger.warning("%s", note)
-    headers = read_headers(path, *formats.dtypes)
+    headers = read_headers(path, *formats.dtypes, pickle=pickle)
     ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
     for name, tensor in read_tensors(ahead):
         headers[name] = headers[name]._replace(values=tensor.clone())

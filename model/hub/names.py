@@ -133,7 +133,9 @@ def _local(path: Path, text: str, revision: str | None) -> ModelName | None:
     if not _PART.fullmatch(path.name) or not (folder / "config.json").is_file():
         hint = ""
         if path.suffix.lower() in _PICKLE_SUFFIXES:
-            hint = " and safetensors files; pickle files are never opened"
+            hint = " and safetensors files; pickle files are read only with --load-format pickle"
+            if (folder / "config.json").is_file():
+                hint = f"; give {folder} with --load-format pickle, if you trust the author of the pickle"
         elif (folder / "config.json").is_file():
             hint = f"; give {folder}"
         raise ModelFolderError(f"{path} is a file; a model is a folder with a config.json{hint}")

@@ -83,9 +83,10 @@ class DecoderParameters(nn.Module):
         others = (it for it in forms if it != self.weight_format)
         self.other_formats = tuple(dict.fromkeys(others))
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
-        self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
+        self.norm_bias = empty(hidden) if network.norm.has_bias else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)
         self.lm_head = None if network.tied else empty(self._head_rows, hidden)
+        self.lm_head_bias = empty(self._head_rows) if network.head_bias else None
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self.unmeasured_kernels = False
 

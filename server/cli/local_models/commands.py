@@ -64,7 +64,7 @@ def pull(options: argparse.Namespace) -> None:
             print(f"{name.name} is on this machine already", file=sys.stderr)
         # First, because weights that cannot be served need not be downloaded.
         ModelConfig.from_folder(resolve(options.model, options.revision, config_only=True))
-        folder = resolve(options.model, options.revision)
+        folder = resolve(options.model, options.revision, pickle=options.load_format == "pickle")
     except ModelError as error:
         fail(str(error), "pull")
     write_result(str(folder))

@@ -134,7 +134,7 @@ def why_not(folder: Path, name: str) -> str | None:
         return None
     missing = missing or "tokenizer.json"
     if missing == "model.safetensors" and next(folder.glob("*.bin"), None):
-        return "its weights are pickle files, which are never opened"
+        return "its weights are pickle files, which only --load-format pickle reads"
     return f"{missing} is missing; `tessera pull {name}` downloads it"
 
 

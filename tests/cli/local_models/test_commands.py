@@ -195,7 +195,8 @@ def hub(monkeypatch, add):
         config = CONFIG
         fetched = ()
 
-        def resolve(self, model, revision=None, *, config_only=False):
+        def resolve(self, model, revision=None, *, config_only=False, pickle=None):
+            self.pickle = pickle
             name = read_name(model, revision)
             if name.folder is not None:
                 return name.folder
@@ -227,6 +228,14 @@ def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched
     assert (status, out) == (1, "")
     assert "'BertModel' is not supported" in err
     assert hub.fetched == (("org/bert", None, "config.json"),)
+
+
+def test_pickle_files_are_pulled_only_with_the_flag(tessera, hub):
+    assert tessera("pull", "org/name")[0] == 0
+    assert hub.pickle is False
+
+    assert tessera("pull", "org/other", "--load-format", "pickle")[0] == 0
+    assert hub.pickle is True
 
 
 def test_a_model_that_is_here_already_is_said_to_be(tessera):

@@ -59,6 +59,7 @@ def first_shard(folder):
 SAVED = [
     "llama biases", "llama tied", "qwen2", "qwen3 tied biases", "gpt2", "opt", "gemma1 untied biases", "gemma2",
     "phi3 partial longrope tied", "smollm3", "stablelm biases tied", "olmo2 head_dim tied biases",
+    "gpt_neox", "gptj", "phi", "cohere norms by head", "cohere2", "falcon few key-value heads biases", "gpt_bigcode",
 ]  # fmt: skip
 
 

@@ -47,6 +47,46 @@ def fetch(revision=None, wanted=PARTS):
     return download(REPOSITORY, revision, wanted, [])
 
 
+PICKLES = {
+    "config.json": FILES["config.json"],
+    "pytorch_model-00001-of-00001.bin": CONTENT,
+    "pytorch_model.bin.index.json": b"{}",
+    "optimizer.bin": b"never fetched",
+    "onnx/pytorch_model.bin": b"never fetched",
+}
+
+
+def test_a_repository_of_pickle_files_is_fetched_only_with_the_flag(hub):
+    hub.files = PICKLES
+
+    with pytest.raises(
+        ModelFolderError, match=r"pickle only \(pytorch_model-00001.*\);.*--load-format pickle"
+    ):
+        resolve(REPOSITORY, pickle=False)
+    assert not hub.fetched(".bin")
+
+    folder = resolve(REPOSITORY, pickle=True)
+    assert {it.name for it in folder.iterdir()} == {
+        "config.json", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json",
+    }  # fmt: skip
+    assert resolve(REPOSITORY, pickle=True) == folder
+    assert not hub.fetched("optimizer.bin")
+
+
+def test_pickle_files_beside_safetensors_files_are_not_fetched_with_the_flag(hub):
+    folder = resolve(REPOSITORY, pickle=True)
+
+    assert (folder / SHARD).exists()
+    assert not (folder / "pytorch_model.bin").exists()
+    assert not hub.fetched("pytorch_model.bin")
+
+
+def test_a_repository_without_any_weights_is_fetched_as_it_is(hub):
+    hub.files = {"config.json": FILES["config.json"]}
+
+    assert [it.name for it in resolve(REPOSITORY, pickle=True).iterdir()] == ["config.json"]
+
+
 def partial(tmp_path, content):
     """Put the beginning of a shard where an interrupted download leaves it."""
     etag = hashlib.sha256(CONTENT).hexdigest()

@@ -189,7 +189,7 @@ def test_a_file_of_a_checkpoint_stands_for_its_folder(tmp_path, file):
     ("file", "says"),
     [
         ("adapter.safetensors", "; give /"),
-        ("pytorch_model.bin", "pickle files are never opened"),
+        ("pytorch_model.bin", "; give /.*/model with --load-format pickle, if you trust"),
         ("x.gguf", "GGUF, which this version does not read"),
     ],
 )

@@ -28,7 +28,8 @@ def hub(monkeypatch):
         answer = Path("/cache/snapshot")
         calls = ()
 
-        def fetch(self, repository, revision, wanted, unwanted):
+        def fetch(self, repository, revision, wanted, unwanted, choose):
+            self.choose = choose
             self.calls = (*self.calls, (repository, revision, wanted, unwanted))
             if isinstance(self.answer, Exception):
                 raise self.answer
