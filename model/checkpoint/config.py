@@ -22,6 +22,7 @@ from model.families.keys import Keys
 from model.families.rotary import POSITIONS
 from model.families.table import FAMILIES, find_architecture
 from model.families.tensors import Rewrite
+from model.gguf.reader import is_gguf
 from model.json_input import read_json_object, shorten
 from model.network.spec import Network
 
@@ -57,7 +58,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` and, if it exists, `generation_config.json`.
+        """Read `config.json` and, if it exists, `generation_config.json`; or the metadata of a GGUF file.
 
         Raises:
             ModelFolderError: a file is missing or broken, or a value is missing, of the wrong type
@@ -65,11 +66,11 @@ class ModelConfig:
             UnsupportedModelError: the architecture or a feature is not supported.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not folder.is_dir() and not is_gguf(folder):
             raise ModelFolderError(
-                f"{folder} is not a folder; a model is a folder with a config.json"
+                f"{folder} is not a folder; a model is a folder with a config.json, or a GGUF file"
             )
-        file = folder / "config.json"
+        file = folder if folder.is_file() else folder / "config.json"
         config, generation_config = (
             read_json_object(folder, name, MAX_FILE_BYTES)
             for name in ("config.json", GENERATION_CONFIG)

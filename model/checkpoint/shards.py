@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,8 +133,15 @@ def open_shard(file: Path) -> Iterator[Any]:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
 
 
-def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(
+    stored: dict[str, StoredTensor],
+    opened: Callable[[Path], contextlib.AbstractContextManager[Any]] = open_shard,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors, file by file, as views of the mapped files.
+
+    Args:
+        stored: the tensors.
+        opened: opens a file.
 
     Raises:
         WeightsError: a file cannot be read.
@@ -143,6 +150,6 @@ def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]
     for name, entry in stored.items():
         by_file.setdefault(entry.file, []).append(name)
     for file, names in by_file.items():
-        with open_shard(file) as shard:
+        with opened(file) as shard:
             for name in names:
                 yield name, shard.get_tensor(name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from kernels.weights import Weight
 from model.checkpoint.formats.format import FLOATS, Format, StoredTensor
 from model.checkpoint.formats.table import find
 from model.errors import WeightsError
+
+
+PartValues: TypeAlias = Weight | Tensor
 
 
 class StoredPart(NamedTuple):
@@ -24,6 +27,7 @@ class StoredPart(NamedTuple):
         shape: of the vector or matrix.
         form: of a quantized matrix; else None.
         scales: name and entry of its other tensors, by the attributes of `Weight`.
+        finish: changes the values that were read, but neither shape nor format; None for no change.
     """
 
     name: str
@@ -31,14 +35,19 @@ class StoredPart(NamedTuple):
     shape: tuple[int, ...]
     form: WeightFormat | None = None
     scales: Mapping[str, tuple[str, StoredTensor]] = MappingProxyType({})
+    finish: Callable[[PartValues], PartValues] | None = None
 
     def empty(self) -> Weight:
         """Return the matrix without memory for its values."""
         outputs, inputs = self.shape
         return Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
 
-    def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> Weight | Tensor:
+    def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:
         """Return it from its tensor and those of all scales, by their names."""
+        values = self._read(tensor, scales)
+        return values if self.finish is None else self.finish(values)
+
+    def _read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:
         row = find(self.form)
         if self.form is None or row is None:
             return tensor if tensor.ndim == 1 else Weight.full(tensor)

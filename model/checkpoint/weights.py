@@ -19,8 +19,9 @@ from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import find, kept
+from model.checkpoint.gguf_parts import gguf_parts, open_gguf
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
-from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
+from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, open_shard, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
@@ -127,13 +128,14 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
     scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
     all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
+    opened = open_gguf if any(it.entry.file.suffix != ".safetensors" for it in stored.values()) else open_shard
     names = {it.name: name for name, it in stored.items()}
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(it.entry.num_bytes for it in stored.values())
     ordered = dict.fromkeys(it.entry.file for it in stored.values())
     files = {file: number for number, file in enumerate(ordered, start=1)}
-    for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}):
+    for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}, opened):
         it = stored[names[name]]
         values: Any = it.read(tensor, all_scales)
         try:
@@ -165,9 +167,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    row = find(config.weight_format)
-    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
-    in_files = combine(headers, config.weight_format)
+    in_files = gguf_parts(path) if path.is_file() else _parts_of_folder(path, config)
     tensors = FAMILIES[config.architecture].tensors
     names = full_names(tensors, in_files)
     stored = {names[name]: part for name, part in in_files.items()}
@@ -195,6 +195,12 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
     return {name: stored[name] for name in needed}
+
+
+def _parts_of_folder(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
+    row = find(config.weight_format)
+    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
+    return combine(headers, config.weight_format)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from model.checkpoint.formats.format import Format, require
 from model.checkpoint.formats.fp8_blocks import FP8_BLOCKS
+from model.checkpoint.formats.gguf import GGUF_FORMATS
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
 from model.errors import UnsupportedModelError
 from model.json_input import shorten
@@ -14,7 +15,7 @@ from model.json_input import shorten
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
-FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FP8_BLOCKS)
+FORMATS: Final[tuple[Format, ...]] = (INT_QUANTIZED, FP8_BLOCKS, *GGUF_FORMATS)
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
 
