@@ -22,7 +22,6 @@ from model.families.keys import Keys
 from model.families.rotary import POSITIONS
 from model.families.table import FAMILIES, find_architecture
 from model.families.tensors import Rewrite
-from model.gguf.reader import is_gguf
 from model.json_input import read_json_object, shorten
 from model.network.spec import Network
 
@@ -66,7 +65,7 @@ class ModelConfig:
             UnsupportedModelError: the architecture or a feature is not supported.
         """
         folder = Path(path)
-        if not folder.is_dir() and not is_gguf(folder):
+        if not folder.is_dir() and not folder.is_file():
             raise ModelFolderError(
                 f"{folder} is not a folder; a model is a folder with a config.json, or a GGUF file"
             )

@@ -14,13 +14,17 @@ from torch import Tensor
 
 from kernels.weights import Weight
 from model.checkpoint.formats.format import StoredTensor
-from model.checkpoint.stored_parts import StoredPart, PartValues
+from model.checkpoint.stored_parts import PartValues, StoredPart
 from model.errors import ModelError, WeightsError
 from model.gguf.architectures import ROPE_FACTORS, Architecture, find_architecture, head_dim
 from model.gguf.reader import TensorEntry, map_file, read_header
 from model.gguf.source import Source
 
-_OUTSIDE: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTSIDE: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _IN_LAYER: Final = re.compile(r"blk\.(?P<index>\d{1,4})\.(?P<module>\w+)\.(?P<end>weight|bias)")
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -110,7 +114,11 @@ def _module(name: str) -> str:
 def _full_name(architecture: Architecture, name: str) -> str:
     if found := _IN_LAYER.fullmatch(name):
         module = architecture.layers.get(found["module"])
-        return name if module is None else f"model.layers.{int(found['index'])}.{module}.{found['end']}"
+        return (
+            name
+            if module is None
+            else f"model.layers.{int(found['index'])}.{module}.{found['end']}"
+        )
     module, _, end = name.rpartition(".")
     return f"{_OUTSIDE[module]}.{end}" if module in _OUTSIDE else name
 

@@ -14,7 +14,6 @@ from model.checkpoint.formats.format import FLOATS, Format, StoredTensor
 from model.checkpoint.formats.table import find
 from model.errors import WeightsError
 
-
 PartValues: TypeAlias = Weight | Tensor
 
 

@@ -128,7 +128,11 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
     scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
     all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
-    opened = open_gguf if any(it.entry.file.suffix != ".safetensors" for it in stored.values()) else open_shard
+    opened = (
+        open_gguf
+        if any(it.entry.file.suffix != ".safetensors" for it in stored.values())
+        else open_shard
+    )
     names = {it.name: name for name, it in stored.items()}
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0

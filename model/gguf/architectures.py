@@ -101,7 +101,9 @@ def _gemma2(source: Source) -> dict[str, Any]:
     arch = source.architecture
     is_27b = source.integer(f"{arch}.block_count") == _LAYERS_OF_27B[arch]
     heads = source.integer(f"{arch}.attention.head_count")
-    scalar = source.integer(f"{arch}.embedding_length") // max(1, heads) if is_27b else head_dim(source)
+    scalar = (
+        source.integer(f"{arch}.embedding_length") // max(1, heads) if is_27b else head_dim(source)
+    )
     return {
         "query_pre_attn_scalar": scalar,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -175,7 +177,9 @@ def find_architecture(source: Source) -> Architecture:
     """
     name = source.architecture
     if name not in ARCHITECTURES:
-        hint = "; it is the image encoder of a model, not a language model" * (name in ("clip", "mmproj"))
+        hint = "; it is the image encoder of a model, not a language model" * (
+            name in ("clip", "mmproj")
+        )
         raise UnsupportedModelError(
             f"{source.file}: general.architecture = {name!r:.80} is not supported in GGUF files{hint}; supported are"
             f" {', '.join(ARCHITECTURES)}"
@@ -194,7 +198,9 @@ def head_dim(source: Source) -> int:
     heads = source.integer(f"{arch}.attention.head_count")
     hidden = source.integer(f"{arch}.embedding_length")
     if not heads:
-        raise ModelFolderError(f"{source.file}: {arch}.attention.head_count must be at least 1, found 0")
+        raise ModelFolderError(
+            f"{source.file}: {arch}.attention.head_count must be at least 1, found 0"
+        )
     dims = source.optional_integer(f"{arch}.attention.key_length") or hidden // heads
     values = source.optional_integer(f"{arch}.attention.value_length") or dims
     if values != dims:

@@ -52,7 +52,11 @@ def read_blocks(form: WeightFormat, shape: tuple[int, int], raw: Tensor) -> Weig
     for start in range(0, shape[0], rows):
         part = weight.rows(start, min(start + rows, shape[0]))
         count = part.shape[0]
-        found = unpack(raw[start : start + count].reshape(count, -1, QUANTIZED[form.name].num_bytes).flatten(0, 1))
+        found = unpack(
+            raw[start : start + count]
+            .reshape(count, -1, QUANTIZED[form.name].num_bytes)
+            .flatten(0, 1)
+        )
         numbers = found.numbers.reshape(count, shape[1])
         if form.bits == 4:
             numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
@@ -120,7 +124,9 @@ def _q2_k(raw: Tensor) -> Unpacked:
     scales, numbers = raw[:, :16], raw[:, 16:80].reshape(-1, 2, 1, 32)
     places = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
     d, smallest = (_float16(raw[:, start : start + 2]).float() for start in (80, 82))
-    return Unpacked((numbers >> places & 3).flatten(1), d * (scales & 15), -(smallest * (scales >> 4)))
+    return Unpacked(
+        (numbers >> places & 3).flatten(1), d * (scales & 15), -(smallest * (scales >> 4))
+    )
 
 
 def _q3_k(raw: Tensor) -> Unpacked:
@@ -161,7 +167,9 @@ def _q5_k(raw: Tensor) -> Unpacked:
 
 
 def _q6_k(raw: Tensor) -> Unpacked:
-    low = raw[:, :128].reshape(-1, 2, 1, 64) >> torch.tensor((0, 4), dtype=torch.uint8)[:, None] & 15
+    low = (
+        raw[:, :128].reshape(-1, 2, 1, 64) >> torch.tensor((0, 4), dtype=torch.uint8)[:, None] & 15
+    )
     places = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
     high = raw[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3
     numbers = low.flatten(1) | high.flatten(1) << 4

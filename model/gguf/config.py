@@ -21,7 +21,10 @@ _INTEGERS: Final = {
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
 }
-_NUMBERS: Final = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
+_NUMBERS: Final = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
 _NEUTRAL: Final = {
     # Keys of features that no architecture here has, with the values that switch them off.
     "expert_count": (0,),
@@ -59,7 +62,7 @@ def to_config(source: Source) -> dict[str, Any]:
     for key, stated in (_NUMBERS | {**architecture.numbers}).items():
         config[key] = source.optional_number(f"{arch}.{stated}")
     config |= architecture.more(source)
-    if rope := _rope_scaling(source, config):
+    if rope := _rope_scaling(source):
         config["rope_scaling"] = rope
     window = config.get("sliding_window")
     if architecture.model_type == "llama" and (
@@ -71,14 +74,18 @@ def to_config(source: Source) -> dict[str, Any]:
     config |= _dtypes(source, architecture)
     bos = source.optional_integer("tokenizer.ggml.bos_token_id")
     config["bos_token_id"] = bos if bos is None or bos < config["vocab_size"] else None
-    config["eos_token_id"] = [it for it in end_token_ids(source) if it < config["vocab_size"]] or None
+    config["eos_token_id"] = [
+        it for it in end_token_ids(source) if it < config["vocab_size"]
+    ] or None
     return {key: it for key, it in config.items() if it is not None or key == "sliding_window"}
 
 
 def _vocabulary(source: Source) -> int:
     entry = source.tensors.get(EMBEDDING)
     if entry is None or len(entry.shape) != 2:
-        raise ModelFolderError(f"{source.file} has no matrix {EMBEDDING}, so it is no whole language model")
+        raise ModelFolderError(
+            f"{source.file} has no matrix {EMBEDDING}, so it is no whole language model"
+        )
     return entry.shape[0]
 
 
@@ -90,7 +97,7 @@ def _refuse_features(source: Source, arch: str) -> None:
             raise UnsupportedModelError(f"{source.file}: {key} = {found!r:.80} is not supported")
 
 
-def _rope_scaling(source: Source, config: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(source: Source) -> dict[str, Any] | None:
     """Return the value of `rope_scaling`; None if positions are not scaled."""
     arch = f"{source.architecture}.rope.scaling"
     kind = source.text(f"{arch}.type", "none")

@@ -12,7 +12,7 @@ _ENDS_OF_TURNS: Final = frozenset(
     {
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eot|>",
         "<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "_<EOT>", "[EOT]",
-        "<｜end▁of▁sentence｜>", "</s>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>",
     }
 )  # fmt: skip
 """Control tokens that end an answer of an assistant wherever a chat template writes them."""

@@ -29,7 +29,7 @@ _GPT4O: Final = (
 )
 _DEEPSEEK3: Final = (
     r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[一-龥\u3040-ゟ\u30a0-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
@@ -64,7 +64,12 @@ class PreTokenizer(NamedTuple):
             split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             steps.append({"type": "Split", **split})
         steps.append(
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": self.gpt2}
+            {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": self.gpt2,
+            }
         )
         return {"type": "Sequence", "pretokenizers": steps}
 

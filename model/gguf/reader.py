@@ -35,6 +35,7 @@ MAX_ALIGNMENT: Final = 1 << 16
 MAX_DIMENSIONS: Final = 4
 
 _VERSIONS: Final = (2, 3)
+_LFS: Final = b"version https://git-lfs"
 _STRING: Final = 8
 _ARRAY: Final = 9
 _SCALARS: Final = {
@@ -168,12 +169,18 @@ class _Parser:
 
     def header(self) -> Header:
         if self._take(4, "the magic number") != MAGIC:
+            if self._content[: len(_LFS)] == _LFS:
+                raise self._error(
+                    "is a pointer of Git LFS and no model: `git lfs pull` fetches the file"
+                )
             raise self._error("does not begin with GGUF")
         version = self._scalar("<I", "the version")
         if version not in _VERSIONS:
             if version in (it << 24 for it in _VERSIONS):
                 raise self._error("is big-endian; only little-endian files are read")
-            raise self._error(f"has version {version}; supported are 2 and 3: convert the model again")
+            raise self._error(
+                f"has version {version}; supported are 2 and 3: convert the model again"
+            )
         num_tensors = self._count(MAX_TENSORS, "tensors")
         num_keys = self._count(MAX_KEYS, "keys of metadata")
         metadata: dict[str, Value] = {}
@@ -223,7 +230,9 @@ class _Parser:
         elif kind in _DTYPES:
             self._skip(count * np.dtype(_DTYPES[kind]).itemsize, f"{count} elements of {key}")
         else:
-            raise self._error(f"{key} is an array of type {kind}; arrays of numbers and of texts are read")
+            raise self._error(
+                f"{key} is an array of type {kind}; arrays of numbers and of texts are read"
+            )
         return Array(key, kind, count, start)
 
     def _skip_texts(self, key: str, count: int) -> None:
@@ -251,7 +260,9 @@ class _Parser:
                 raise self._error(f"has the tensor {name!r} twice")
             num_dims = self._scalar("<I", f"the number of dimensions of {name}")
             if not 1 <= num_dims <= MAX_DIMENSIONS:
-                raise self._error(f"{name} has {num_dims} dimensions; tensors have 1 to {MAX_DIMENSIONS}")
+                raise self._error(
+                    f"{name} has {num_dims} dimensions; tensors have 1 to {MAX_DIMENSIONS}"
+                )
             shape = tuple(self._scalar("<Q", f"the shape of {name}") for _ in range(num_dims))[::-1]
             number = self._scalar("<I", f"the type of {name}")
             offset = self._scalar("<Q", f"the place of {name}")

@@ -14,7 +14,9 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.gguf.reader import Array, Header, TensorEntry, Value, map_file, read_array, read_header
 
 MAX_PARTS: Final = 1_000
-SPLIT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+SPLIT: Final = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE
+)
 _LARGEST_VECTOR: Final = 1 << 20
 """Elements of a vector that becomes part of the configuration, such as a factor for each frequency."""
 
@@ -42,7 +44,9 @@ class Source:
         self.tensors: dict[str, TensorEntry] = {}
         for header in headers:
             if twice := self.tensors.keys() & header.tensors.keys():
-                raise ModelFolderError(f"{header.file} has the tensor {min(twice)!r}, as {self.file} has")
+                raise ModelFolderError(
+                    f"{header.file} has the tensor {min(twice)!r}, as {self.file} has"
+                )
             self.tensors |= header.tensors
         stated = self.metadata.get("split.tensors.count", len(self.tensors))
         if stated != len(self.tensors):
@@ -104,7 +108,11 @@ class Source:
         found = self.metadata.get(key)
         if found is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, int | float)
+            or not math.isfinite(found)
+        ):
             raise self._misfit(key, found, "a number")
         rounded = np.float32(found)
         return float(str(rounded)) if rounded == found else float(found)
@@ -167,7 +175,9 @@ def part_files(file: Path) -> list[Path]:
     if not 1 <= int(found["number"]) <= count <= MAX_PARTS:
         raise ModelFolderError(f"{file} is no part of 1 to {MAX_PARTS} files, as its name says")
     suffix = file.name[len(found["stem"]) :][-5:]
-    names = (f"{found['stem']}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1))
+    names = (
+        f"{found['stem']}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)
+    )
     files = [file.with_name(name) for name in names]
     if missing := [it.name for it in files if not it.exists()]:
         raise ModelFolderError(

@@ -26,7 +26,9 @@ class TensorType(NamedTuple):
 def _groups(
     name: str, bits: int, group: int, offset: int = 0, scale: str = "float32", *, shifts: bool
 ) -> WeightFormat:
-    return WeightFormat(name, bits, group, "group", shifts, float=False, offset=offset, scale_dtype=scale)
+    return WeightFormat(
+        name, bits, group, "group", shifts, float=False, offset=offset, scale_dtype=scale
+    )
 
 
 # Numbers of 5 and 6 bits are held in 8, those of 2 and 3 bits in 4. A scale that is a product of a block's and a

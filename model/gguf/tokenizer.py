@@ -1,8 +1,8 @@
 """What the tokenizer.json and the tokenizer_config.json of a GGUF checkpoint would say. Imports no PyTorch.
 
-llama.cpp has two kinds of BPE. "gpt2" has merges, and texts in GPT-2's spelling of bytes. "llama" is SentencePiece's: it
-has a score for each token instead of merges, and joins the two neighbours whose joined token has the highest score.
-That is what the merges do which `_merges_of_scores` lists.
+llama.cpp has two kinds of BPE. "gpt2" has merges, and texts in GPT-2's spelling of bytes. "llama" is that of
+SentencePiece: it has a score for each token instead of merges, and joins the two neighbours whose joined token has the
+highest score. That is what the merges do which `_merges_of_scores` lists.
 """
 
 from __future__ import annotations
@@ -139,7 +139,12 @@ def _byte_level(source: Source, tokens: list[str], types: Sequence[int]) -> dict
         "adds_bos": pre.adds_bos,
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": pre.steps(),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "model": _bpe(vocabulary, pairs, ignore_merges=pre.ignore_merges),
     }
 
@@ -148,7 +153,9 @@ def _pre_tokenizer(source: Source) -> PreTokenizer:
     name = source.text(f"{_PREFIX}.pre", "default")
     if name == "default":
         # Files that were made before the key was: what llama.cpp then does is no tokenizer's own way.
-        guess = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}.get(source.architecture, "gpt-2")
+        guess = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}.get(
+            source.architecture, "gpt-2"
+        )
         _logger.warning(
             "%s does not say how its tokenizer divides texts into words (%s.pre); as %s is assumed, so some texts may"
             " have other tokens",
