@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -162,7 +162,23 @@ def _matrix_formats(
         if isinstance(part.values, Weight):
             weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    _log_mixed(weights, found)
     return {parameter: form for parameter, form in found.items() if form is not None}
+
+
+def _log_mixed(
+    weights: Mapping[str, Sequence[Weight]], found: Mapping[str, WeightFormat | None]
+) -> None:
+    """Log how matrices are held whose parts are stored in several formats."""
+    held: dict[tuple[str, str], list[str]] = {}
+    for parameter, its in weights.items():
+        names = sorted({it.format.name for it in its})
+        if len(names) > 1 and any(it.format.is_quantized for it in its):
+            form = found[parameter]
+            how = "full numbers" if form is None else f"{form.bits} bits in groups of {form.group}"
+            held.setdefault((" and ".join(names), how), []).append(parameter)
+    for (names_text, how), parameters in held.items():
+        _logger.info("stored as %s, held as %s: %s", names_text, how, _listed(parameters))
 
 
 def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
