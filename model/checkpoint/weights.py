@@ -172,8 +172,9 @@ def _log_mixed(
     """Log how matrices are held whose parts are stored in several formats."""
     held: dict[tuple[str, str], list[str]] = {}
     for parameter, its in weights.items():
-        names = sorted({it.format.name for it in its})
-        if len(names) > 1 and any(it.format.is_quantized for it in its):
+        forms = {it.format for it in its}
+        names = sorted({it.name if it.is_quantized else "full numbers" for it in forms})
+        if len(names) > 1 and any(it.is_quantized for it in forms):
             form = found[parameter]
             how = "full numbers" if form is None else f"{form.bits} bits in groups of {form.group}"
             held.setdefault((" and ".join(names), how), []).append(parameter)

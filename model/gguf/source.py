@@ -14,6 +14,8 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.gguf.reader import Array, Header, TensorEntry, Value, map_file, read_array, read_header
 
 MAX_PARTS: Final = 1_000
+MAX_ELEMENTS: Final = 2_000_000
+"""Of an array of the metadata: the tokens of a vocabulary, or its merges."""
 SPLIT: Final = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE
 )
@@ -132,13 +134,17 @@ class Source:
         """Return an array of the metadata; an empty list if there is none.
 
         Raises:
-            ModelFolderError: it is no array, or has a text that is not UTF-8.
+            ModelFolderError: it is no array, is too long, or has a text that is not UTF-8.
         """
         found = self.metadata.get(key)
         if found is None:
             return []
         if not isinstance(found, Array):
             raise self._misfit(key, found, "an array")
+        if found.count > MAX_ELEMENTS:
+            raise ModelFolderError(
+                f"{self.file}: {key} has {found.count} elements; at most {MAX_ELEMENTS} are read"
+            )
         return read_array(self.file, found)
 
     def vector(self, name: str) -> list[float]:

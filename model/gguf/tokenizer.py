@@ -8,14 +8,14 @@ highest score. That is what the merges do which `_merges_of_scores` lists.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from model.errors import TokenizerError
 from model.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from model.gguf.source import Source
+from model.gguf.source import MAX_ELEMENTS, Source
 
-MAX_TOKENS: Final = 2_000_000
 MAX_MERGE_CHARACTERS: Final = 100_000_000
 """Of all merges that follow from scores; Gemma's have 20 million."""
 
@@ -89,12 +89,8 @@ def to_tokenizer_config(source: Source) -> dict[str, Any]:
 
 def _tokens(source: Source) -> list[str]:
     tokens = source.array(f"{_PREFIX}.tokens")
-    if not tokens or not all(isinstance(it, str) for it in tokens[:1]):
+    if not tokens or not isinstance(tokens[0], str):
         raise TokenizerError(f"{source.file}: {_PREFIX}.tokens must be a list of texts")
-    if len(tokens) > MAX_TOKENS:
-        raise TokenizerError(
-            f"{source.file}: {_PREFIX}.tokens: {len(tokens)}; at most {MAX_TOKENS} are supported"
-        )
     return tokens
 
 
@@ -174,6 +170,11 @@ def _pre_tokenizer(source: Source) -> PreTokenizer:
 def _sentence_piece(source: Source, tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
     scores = source.array(f"{_PREFIX}.scores")
     _check_length(source, "scores", scores, len(types))
+    if not all(isinstance(it, int | float) and math.isfinite(it) for it in scores):
+        raise TokenizerError(f"{source.file}: {_PREFIX}.scores must be numbers, all finite")
+    if source.architecture.startswith("gemma"):
+        # Their scores do not follow the order of the merges, as those of other files do; the ids do.
+        scores = [-float(i) for i in range(len(types))]
     vocabulary = _vocabulary(source, tokens)
     has_prefix = source.flag(f"{_PREFIX}.add_space_prefix", default=True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -220,9 +221,9 @@ def _merges_of_scores(
         for first, second in _halves(token, vocabulary):
             found.append((-scores[token_id], vocabulary[first], vocabulary[second], first, second))
             characters += len(token)
-        if characters > MAX_MERGE_CHARACTERS or len(found) > MAX_TOKENS:
+        if characters > MAX_MERGE_CHARACTERS or len(found) > MAX_ELEMENTS:
             raise TokenizerError(
-                f"{source.file}: tokens join to other tokens in more than {MAX_TOKENS} ways of together"
+                f"{source.file}: tokens join to other tokens in more than {MAX_ELEMENTS} ways of together"
                 f" {MAX_MERGE_CHARACTERS} characters, the most that are supported"
             )
     found.sort(key=lambda it: it[:3])
