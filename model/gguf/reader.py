@@ -168,12 +168,13 @@ class _Parser:
         self._place = 0
 
     def header(self) -> Header:
-        if self._take(4, "the magic number") != MAGIC:
+        if self._content[: len(MAGIC)] != MAGIC:
             if self._content[: len(_LFS)] == _LFS:
                 raise self._error(
                     "is a pointer of Git LFS and no model: `git lfs pull` fetches the file"
                 )
             raise self._error("does not begin with GGUF")
+        self._place = len(MAGIC)
         version = self._scalar("<I", "the version")
         if version not in _VERSIONS:
             if version in (it << 24 for it in _VERSIONS):

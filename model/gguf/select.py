@@ -55,6 +55,7 @@ def select(names: Iterable[str], tag: str, place: str, forms: Iterable[str]) -> 
         ModelFolderError: none of them is meant, or several are; says which there are.
     """
     groups = _groups(names)
+    forms = [*forms]
     if not groups:
         raise ModelFolderError(f"{place} has no language model in a GGUF file")
     if tag.casefold() == LATEST:
@@ -63,13 +64,19 @@ def select(names: Iterable[str], tag: str, place: str, forms: Iterable[str]) -> 
     if len(found) == 1:
         return groups[found[0]]
     listed = found or [*groups]
-    words = [_name(it, groups, [*forms]) for it in listed[:_LISTED]]
+    words = [_name(it, groups, forms) for it in listed[:_LISTED]]
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     if found:
         raise ModelFolderError(
             f"{place} has {len(found)} models in GGUF files: give {' or '.join(words)}{more}"
         )
     raise ModelFolderError(f"{place} has no GGUF file {tag!r:.80}: give {' or '.join(words)}{more}")
+
+
+def checkpoints(names: Iterable[str], forms: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of each checkpoint by what to call it; arguments as for `select`."""
+    groups, forms = _groups(names), [*forms]
+    return {_name(it, groups, forms): files for it, files in groups.items()}
 
 
 def _groups(names: Iterable[str]) -> dict[str, list[str]]:

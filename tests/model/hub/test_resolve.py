@@ -28,7 +28,7 @@ def hub(monkeypatch):
         answer = Path("/cache/snapshot")
         calls = ()
 
-        def fetch(self, repository, revision, wanted, unwanted):
+        def fetch(self, repository, revision, wanted, unwanted, choose):
             self.calls = (*self.calls, (repository, revision, wanted, unwanted))
             if isinstance(self.answer, Exception):
                 raise self.answer
