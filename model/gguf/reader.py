@@ -323,7 +323,7 @@ class _Parser:
         return self._take(size, what)
 
     def _count(self, limit: int, what: str) -> int:
-        count = self._scalar("<Q", f"the number of {what}")
+        count: int = self._scalar("<Q", f"the number of {what}")
         if count > limit:
             raise self._error(f"has {count} {what}; at most {limit} are read")
         return count

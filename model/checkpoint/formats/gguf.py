@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _read(form: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> Weight:
-    from model.gguf.blocks import read_blocks  # noqa: PLC0415 - imports PyTorch
+    from model.checkpoint.formats.gguf_blocks import read_blocks  # noqa: PLC0415 - imports PyTorch
 
     return read_blocks(form, shape, tensors["numbers"])
 

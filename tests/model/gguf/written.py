@@ -220,3 +220,32 @@ def add_bytes(writer, size=320, pre="gpt-2"):
     writer.add_token_list([*spelled_bytes(), *control])
     writer.add_token_types([1] * 256 + [3] * len(control))
     writer.add_eos_token_id(257)
+
+
+def real_model(file, config):
+    """Return a file of Llama's architecture in transformers, with the values that the `gguf` package computes.
+
+    Args:
+        file: the file.
+        config: the content of a config.json for it.
+    """
+    kept = {
+        key: it for key, it in config.items() if key not in ("quantization_config", "torch_dtype")
+    }
+    config = transformers.LlamaConfig(**kept)
+    config._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(config).eval()
+    stored = {it.name: it for it in gguf.GGUFReader(file).tensors}
+    names = _NAMES | _NORMS
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            module, _, end = name.rpartition(".")
+            prefix = ""
+            if module.startswith("model.layers."):
+                _, _, index, module = module.split(".", 3)
+                prefix = f"blk.{index}."
+            short = f"{prefix}{names[module]}.{end}"
+            values = gguf.dequantize(stored[short].data, stored[short].tensor_type).copy()
+            values = torch.from_numpy(values).view(parameter.shape)
+            parameter.copy_(_restored(values, short, "llama", config))
+    return model
