@@ -9,6 +9,7 @@ from typing import Any, Final
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.gguf.architectures import Architecture, find_architecture, head_dim
 from model.gguf.end_tokens import end_token_ids
+from model.gguf.reader import Array
 from model.gguf.source import Source
 
 QUANT_METHOD: Final = "gguf"
@@ -25,6 +26,8 @@ _NUMBERS: Final = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_SAMPLING: Final = "general.sampling."
+_SAMPLING_NAMES: Final = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _NEUTRAL: Final = {
     # Keys of features that no architecture here has, with the values that switch them off.
     "expert_count": (0,),
@@ -78,6 +81,16 @@ def to_config(source: Source) -> dict[str, Any]:
         it for it in end_token_ids(source) if it < config["vocab_size"]
     ] or None
     return {key: it for key, it in config.items() if it is not None or key == "sliding_window"}
+
+
+def to_generation_config(source: Source) -> dict[str, Any]:
+    """Return the content of a generation_config.json: the sampling parameters that the file recommends, if any."""
+    found = {
+        key.removeprefix(_SAMPLING): value
+        for key, value in source.metadata.items()
+        if key.startswith(_SAMPLING) and not isinstance(value, Array)
+    }
+    return {_SAMPLING_NAMES.get(name, name): it for name, it in found.items()}
 
 
 def _vocabulary(source: Source) -> int:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from model.errors import ModelError
-from model.gguf.config import to_config
+from model.gguf.config import to_config, to_generation_config
 from model.gguf.source import Source
 from model.gguf.tokenizer import to_tokenizer, to_tokenizer_config
 
 _FILES: Final[Mapping[str, Callable[[Source], dict[str, Any]]]] = {
     "config.json": to_config,
+    "generation_config.json": to_generation_config,
     "tokenizer.json": to_tokenizer,
     "tokenizer_config.json": to_tokenizer_config,
 }
