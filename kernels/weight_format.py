@@ -60,6 +60,12 @@ class WeightFormat:
             return "float8_e4m3fn"
         return "int8" if self.bits == 8 and not self.offset else "uint8"
 
+    def has_numbers_of(self, other: WeightFormat) -> bool:
+        """Whether a matrix in either format is one in the other with the same values, but for the scales' dtype."""
+        names = ("name", "offset", "scale_dtype")
+        same = dataclasses.replace(self, **{name: getattr(other, name) for name in names})
+        return self.is_quantized and same == other
+
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix of a shape [N, C]; without scales ()."""
         outputs, inputs = shape
@@ -115,7 +121,7 @@ def unquantized(dtype: object) -> WeightFormat:
 FP8_ROWS: Final = WeightFormat("float8_e4m3fn", 8, scales="row")
 """With a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
 INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
-"""Numbers 1 to 255, with a float32 scale for each output."""
+"""Numbers 1 to 255, of some checkpoints also 0, with a float32 scale for each output."""
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
 """Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
 SCALE_BYTES: Final = 4

@@ -21,6 +21,8 @@ from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
 
 _CANDIDATES: Final = 8
+_CONVERTED_ROWS: Final = 256
+"""Rows whose numbers are indices of a table at a time, which take 4 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +225,7 @@ class Weight:
         if not form.is_quantized:
             return self.numbers if dtype is None else self.numbers.to(dtype)
         assert self.scale is not None
-        values = self.unpacked().float()
+        values = _float32(self.unpacked())
         is_even = form.group > 0 and self.shape[1] % form.group == 0
         if is_even:
             values = values.view(self.shape[0], -1, form.group)
@@ -243,6 +245,27 @@ class Weight:
         if is_even:
             return scale[..., None]
         return scale.repeat_interleave(self.format.group, 1)[:, : self.shape[1]]
+
+
+def _float32(numbers: Tensor) -> Tensor:
+    """Return numbers [N, C] in float32, as a copy.
+
+    On a CPU a table of all numbers of FP8 converts 4 times as fast as PyTorch: 4.6 ms in place of 20.8 for 2048 x 2048,
+    one thread of a Xeon.
+    """
+    if numbers.dtype is not torch.float8_e4m3fn or numbers.device.type != "cpu":
+        return numbers.float()
+    table, values = _fp8_values(), torch.empty(numbers.shape)
+    for rows, out in zip(
+        numbers.split(_CONVERTED_ROWS), values.split(_CONVERTED_ROWS), strict=True
+    ):
+        torch.index_select(table, 0, rows.view(torch.uint8).int().flatten(), out=out.view(-1))
+    return values
+
+
+@functools.cache
+def _fp8_values() -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
@@ -268,6 +291,19 @@ def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
         inputs = [it.group for it in found]
         found = {it.divided(0, 1).divided(1, *inputs) for it in found}
     return found.pop()
+
+
+def converted(weight: Weight, form: WeightFormat) -> Weight:
+    """Return a matrix in another quantized format: with its own numbers where the format has them, else rounded."""
+    if weight.format == form:
+        return weight
+    if not weight.format.has_numbers_of(form):
+        return quantize(weight.dequantize(), form)
+    numbers, shift = weight.numbers, form.offset - weight.format.offset
+    if shift:
+        numbers = (numbers.short() + shift).to(getattr(torch, form.dtype))
+    scales = {name: it.to(getattr(torch, form.scale_dtype)) for name, it in weight.scales.items()}
+    return Weight(form, weight.shape, numbers, **scales)
 
 
 def quantize(values: Tensor, form: WeightFormat) -> Weight:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.weights import Weight
 from model.checkpoint.formats.format import StoredTensor
+from model.checkpoint.formats.gguf import row_of
 from model.checkpoint.stored_parts import PartValues, StoredPart
 from model.errors import ModelError, WeightsError
 from model.gguf.architectures import ROPE_FACTORS, Architecture, find_architecture, head_dim
@@ -51,7 +52,12 @@ def gguf_parts(file: Path) -> dict[str, StoredPart]:
                 f"{entry.file}: {name} has {entry.shape[0]} rows, no multiple of the {dims} of a head"
             )
         parts[_full_name(architecture, name)] = StoredPart(
-            name, _stored(name, entry), entry.shape, entry.kind.form, finish=finish
+            name,
+            _stored(name, entry),
+            entry.shape,
+            entry.kind.form,
+            row=row_of(entry.kind),
+            finish=finish,
         )
     return parts
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
-from model.checkpoint.formats.table import find, kept
+from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.gguf_parts import gguf_parts, open_gguf
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, open_shard, read_headers, read_tensors
@@ -114,7 +114,7 @@ def load_part(
     device = torch.device(device)
     stored = {} if load_format == "dummy" else _checked_headers(path, config)
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == kept(config.weight_format):
+    if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
@@ -219,9 +219,10 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
 
 
 def _parts_of_folder(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
-    row = find(config.weight_format)
-    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
-    return combine(headers, config.weight_format)
+    formats = stored_formats(config.content)
+    for note in formats.notes:
+        _logger.warning("%s", note)
+    return combine(read_headers(path, *formats.dtypes), formats)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -309,8 +310,9 @@ class _StoredTensors:
         stored = self._parts[name].to_stored(self._dtype)
         if not self._is_compressed(name):
             return {name: stored}
-        names = (name.removesuffix("weight") + end for end in INT_QUANTIZED.tensors.values())
-        return dict(zip(names, compress(stored), strict=True))
+        ends = (INT_QUANTIZED.tensors[key] for key in ("numbers", "scale"))
+        module = name.removesuffix("weight")
+        return dict(zip((module + end for end in ends), compress(stored), strict=True))
 
     def num_bytes(self, name: str) -> int:
         """Size in a file."""

@@ -163,6 +163,9 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     if problem.num_ranks > 1:
         missing = (*missing, "no tensor parallelism")
     missing += problem.refusals
+    if problem.other_formats:
+        names = ", ".join((problem.weight_format.name, *problem.other_formats))
+        missing += (f"matrices in several formats: {names}",)
     if not spec.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(

@@ -15,11 +15,11 @@ from model.hub.names import BUNDLED, BUNDLED_FOLDER, ModelName, read_name, well_
 __all__ = ["BUNDLED", "is_bundled", "resolve"]
 
 _NEEDED: Final = (
-    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
+    "*.json", "README.md", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
 )  # fmt: skip
 _OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _UNAUTHORIZED: Final = 401
-_CONFIG: Final = ("config.json", "generation_config.json")
+_CONFIG: Final = ("config.json", "generation_config.json", "hf_quant_config.json", "README.md")
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.
 _UNNEEDED: Final = (

@@ -29,7 +29,10 @@ def test_numbers_are_those_that_were_rounded_to_float32(tmp_path):
 
 @pytest.mark.parametrize(
     ("arch", "kind", "dtype"),
-    [("llama", "F32", "float32"), ("llama", "F16", "float16"), ("llama", "BF16", "bfloat16"), ("gemma3", "F16", "bfloat16")],
+    [
+        ("llama", "F32", "float32"), ("llama", "F16", "float16"), ("llama", "BF16", "bfloat16"),
+        ("gemma3", "F16", "bfloat16"),
+    ],
 )  # fmt: skip
 def test_full_numbers_have_the_dtype_of_most_of_them(tmp_path, arch, kind, dtype):
     file = tmp_path / "x.gguf"
