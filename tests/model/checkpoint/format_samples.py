@@ -11,8 +11,10 @@ import torch
 
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from kernels.weights import quantize
+from model.gguf.tensor_types import QUANTIZED
 from tests.model.checkpoint.compressed import FILE, arguments, compress, group, write_config
 from tests.model.checkpoint.hf_checkpoints import CASES, Case
+from tests.model.gguf.written import ARCHITECTURES, add_bytes, write
 
 MATRICES = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 FP8 = {"type": "float"}
@@ -110,6 +112,19 @@ HF_FP8 = {
     "activation_scheme": "dynamic",
     "modules_to_not_convert": ["lm_head"],
 }
+
+
+def in_gguf(arch, kinds):
+    """Return a function that writes a GGUF file, and the values that the `gguf` package computes to a folder."""
+
+    def save(folder):
+        file, exact = folder / "model.gguf", folder / "exact"
+        write(file, arch, kinds, tokenizer=add_bytes).save_pretrained(exact)
+        return file, exact
+
+    return save
+
+
 SAMPLES = {
     "int-quantized": {
         "channel": library("int-quantized", arguments()),
@@ -149,5 +164,10 @@ SAMPLES = {
         ),
     },
     "modelopt": {"tensor": modelopt},
+    **{name: {"llama": in_gguf("llama", name)} for name in QUANTIZED},
+    "Q4_K": {
+        f"{arch}, values in Q6_K": in_gguf(arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K")
+        for arch in ARCHITECTURES
+    },
 }  # fmt: skip
 """By the name of the format and what is particular of the sample."""
