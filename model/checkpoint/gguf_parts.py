@@ -18,6 +18,7 @@ from model.checkpoint.formats.gguf import row_of
 from model.checkpoint.stored_parts import PartValues, StoredPart
 from model.errors import ModelError, WeightsError
 from model.gguf.architectures import ROPE_FACTORS, Architecture, find_architecture, head_dim
+from model.gguf.config import without_effect
 from model.gguf.reader import TensorEntry, map_file, read_header
 from model.gguf.source import Source
 
@@ -41,6 +42,8 @@ def gguf_parts(file: Path) -> dict[str, StoredPart]:
     """
     source = Source(file)
     architecture, dims = find_architecture(source), head_dim(source)
+    if keys := without_effect(source):
+        _logger.warning("%s: %s have no effect here", file, ", ".join(keys))
     parts = {}
     for name, entry in source.tensors.items():
         if name in ROPE_FACTORS:

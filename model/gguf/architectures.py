@@ -113,7 +113,7 @@ def _gemma2(source: Source) -> dict[str, Any]:
 def _gemma3(source: Source) -> dict[str, Any]:
     arch = source.architecture
     found = _gemma2(source)
-    pattern = source.metadata.get(f"{arch}.attention.sliding_window_pattern", 6)
+    pattern = source.find(f"{arch}.attention.sliding_window_pattern") or 6
     if isinstance(pattern, Array):
         kinds = {True: "sliding_attention", False: "full_attention"}
         flags = source.array(pattern.key)

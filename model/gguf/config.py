@@ -36,6 +36,11 @@ _NEUTRAL: Final = {
     "pooling_type": (0,), "attention.temperature_scale": (0,), "attention.temperature_length": (0,),
     "use_parallel_residual": (0,), "n_layer_dense_lead": (0,), "nextn_predict_layers": (0,),
 }  # fmt: skip
+_HARMLESS: Final = (
+    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count", "attention.key_length_swa",
+    "attention.value_length_swa", "rope.dimension_count_swa", "attention.layer_norm_epsilon", "expert_used_count",
+)  # fmt: skip
+"""Keys that say what other keys or the tensors say, or that belong to features that are off."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -83,6 +88,19 @@ def to_config(source: Source) -> dict[str, Any]:
     return {key: it for key, it in config.items() if it is not None or key == "sliding_window"}
 
 
+def without_effect(source: Source) -> list[str]:
+    """Return the keys of the architecture that are not read, and may change what the model computes.
+
+    Raises:
+        ModelError: as `to_config`.
+    """
+    to_config(source)
+    arch = source.architecture
+    return [
+        key for key in source.unread(f"{arch}.") if key.removeprefix(f"{arch}.") not in _HARMLESS
+    ]
+
+
 def to_generation_config(source: Source) -> dict[str, Any]:
     """Return the content of a generation_config.json: the sampling parameters that the file recommends, if any."""
     found = {
@@ -105,7 +123,7 @@ def _vocabulary(source: Source) -> int:
 def _refuse_features(source: Source, arch: str) -> None:
     for name, neutral in _NEUTRAL.items():
         key = f"{arch}.{name}"
-        found = source.metadata.get(key)
+        found = source.find(key)
         if found is not None and found not in neutral:
             raise UnsupportedModelError(f"{source.file}: {key} = {found!r:.80} is not supported")
 
@@ -114,7 +132,10 @@ def _rope_scaling(source: Source) -> dict[str, Any] | None:
     """Return the value of `rope_scaling`; None if positions are not scaled."""
     arch = f"{source.architecture}.rope.scaling"
     kind = source.text(f"{arch}.type", "none")
-    factor = source.optional_number(f"{arch}.factor") or 1.0
+    old = source.optional_number(f"{source.architecture}.rope.scale_linear")
+    factor = source.optional_number(f"{arch}.factor") or old or 1.0
+    if kind == "none" and factor != 1 and old:
+        kind = "linear"  # in files of 2023
     original = source.optional_integer(f"{arch}.original_context_length")
     attention = source.optional_number(f"{arch}.attn_factor")
     lists = [

@@ -44,6 +44,7 @@ class Source:
         self.file = headers[0].file
         self.metadata: Mapping[str, Value] = headers[0].metadata
         self.tensors: dict[str, TensorEntry] = {}
+        self._read: set[str] = set()
         for header in headers:
             if twice := self.tensors.keys() & header.tensors.keys():
                 raise ModelFolderError(
@@ -57,6 +58,15 @@ class Source:
                 f" split.tensors.count is {stated!r:.40}"
             )
 
+    def find(self, key: str) -> Value | None:
+        """Return a value of the metadata; None if there is none."""
+        self._read.add(key)
+        return self.metadata.get(key)
+
+    def unread(self, prefix: str) -> list[str]:
+        """Return the keys with a prefix that nobody has asked for, sorted."""
+        return sorted(key for key in self.metadata.keys() - self._read if key.startswith(prefix))
+
     @property
     def architecture(self) -> str:
         """The value of `general.architecture`."""
@@ -68,7 +78,8 @@ class Source:
         Raises:
             ModelFolderError: it is missing and has no default, or is no text.
         """
-        found = self.metadata.get(key, default)
+        found = self.find(key)
+        found = default if found is None else found
         if not isinstance(found, str):
             raise self._misfit(key, found, "a text")
         return found
@@ -80,7 +91,7 @@ class Source:
             ModelFolderError: it is no whole number.
             UnsupportedModelError: it is an array of different numbers, one for each layer.
         """
-        found = self.metadata.get(key)
+        found = self.find(key)
         if isinstance(found, Array):
             values = set(self.array(key))
             if len(values) > 1:
@@ -107,7 +118,7 @@ class Source:
         Raises:
             ModelFolderError: it is no number, or not finite.
         """
-        found = self.metadata.get(key)
+        found = self.find(key)
         if found is None:
             return None
         if (
@@ -125,7 +136,8 @@ class Source:
         Raises:
             ModelFolderError: it is neither.
         """
-        found = self.metadata.get(key, default)
+        found = self.find(key)
+        found = default if found is None else found
         if not isinstance(found, bool):
             raise self._misfit(key, found, "true or false")
         return found
@@ -136,7 +148,7 @@ class Source:
         Raises:
             ModelFolderError: it is no array, is too long, or has a text that is not UTF-8.
         """
-        found = self.metadata.get(key)
+        found = self.find(key)
         if found is None:
             return []
         if not isinstance(found, Array):

@@ -3,9 +3,11 @@
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.generation_config import read_sampling_defaults
+from model.checkpoint.weights import load_model
 from model.errors import ModelError, UnsupportedModelError
 from tests.model.gguf.written import add_bytes, finish_alone, write
 
@@ -113,6 +115,26 @@ def test_end_tokens_that_the_vocabulary_lacks_are_left_out(tmp_path):
     }
 
     assert ModelConfig.from_folder(made(tmp_path, metadata=ends)).eos_token_ids == (257, 258)
+
+
+def test_keys_that_are_not_read_are_said_once_when_the_weights_are_loaded(tmp_path, caplog):
+    file = made(
+        tmp_path, metadata={"llama.new_feature": (3, U32), "llama.tensor_data_layout": ("x", TEXT)}
+    )
+    config = ModelConfig.from_folder(file)
+    assert caplog.text == ""
+
+    load_model(file, config, torch.float32, "cpu")
+
+    assert caplog.text.count("llama.new_feature have no effect here") == 1
+    assert "tensor_data_layout" not in caplog.text
+
+
+def test_a_linear_scale_of_old_files_is_read(tmp_path):
+    file = made(tmp_path, metadata={"llama.rope.scale_linear": (4.0, F32)})
+
+    rotary = ModelConfig.from_folder(file).network.layers[0].mixer.rotary
+    assert (rotary.rope_type, rotary.factor) == ("linear", 4.0)
 
 
 def test_the_sampling_parameters_of_a_file_are_defaults(tmp_path, caplog):
