@@ -53,7 +53,7 @@ _READ: Final = {
 _NOT_READ: Final = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-    40: "NVFP4",
+    40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 SUPPORTED: Final = tuple(kind.name for kind in _READ.values())
 QUANTIZED: Final = {kind.name: kind for kind in _READ.values() if kind.form is not None}
