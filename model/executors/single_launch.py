@@ -164,8 +164,8 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
         missing = (*missing, "no tensor parallelism")
     missing += problem.refusals
     if problem.other_formats:
-        names = ", ".join((problem.weight_format.name, *problem.other_formats))
-        missing += (f"matrices in several formats: {names}",)
+        names = dict.fromkeys(it.name for it in (problem.weight_format, *problem.other_formats))
+        missing += (f"matrices in several formats: {', '.join(names)}",)
     if not spec.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(

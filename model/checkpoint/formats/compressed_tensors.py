@@ -186,21 +186,3 @@ def _block(found: object, where: str) -> tuple[int, int]:
         found = [int(it) if it.isdecimal() else it for it in found.split("x")]
     outputs, inputs = check(found, tuple[_COUNT, _COUNT], where)  # type: ignore[valid-type]
     return outputs, inputs
-
-
-def notes(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """List what a configuration asks for and a service does otherwise, for the log."""
-    groups = found.get("config_groups")
-    its = groups.values() if isinstance(groups, dict) else ()
-    texts = [
-        f"{key} of the checkpoint are not rounded as it states, nor are its scales for them used: they are in the "
-        "model's dtype, or in FP8 where a GPU multiplies in FP8"
-        for key in ("input_activations", "output_activations")
-        if any(isinstance(it, dict) and it.get(key) is not None for it in its)
-    ]
-    if found.get("kv_cache_scheme") is not None:
-        texts.append(
-            "the checkpoint's kv_cache_scheme has no effect: the KV cache has the model's dtype, or with "
-            "--kv-cache-dtype fp8 scales of its own"
-        )
-    return tuple(texts)

@@ -30,6 +30,7 @@ FORMATS: Final[tuple[Format, ...]] = (
 )  # fmt: skip
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
+_CACHE_KEYS: Final = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,28 @@ def _read(found: Mapping[str, Any], key: str) -> StoredFormats:
     formats = tuple(_choose(found, key))
     is_full = check(found.get("dequantize") or False, bool, f"{key}.dequantize")
     is_kept = not is_full and all(it.row.is_kept for it in formats)
-    return StoredFormats(formats, is_kept, compressed_tensors.notes(found))
+    return StoredFormats(formats, is_kept, _notes(found))
+
+
+def _notes(found: Mapping[str, Any]) -> tuple[str, ...]:
+    groups = found.get("config_groups")
+    its = groups.values() if isinstance(groups, dict) else ()
+    texts = []
+    if found.get("activation_scheme") == "static" or any(
+        isinstance(it, dict) and it.get(key) is not None
+        for it in its
+        for key in ("input_activations", "output_activations")
+    ):
+        texts.append(
+            "activations are not rounded as the checkpoint states, nor are its scales for them used: they are in the "
+            "model's dtype, or in FP8 where a GPU multiplies in FP8"
+        )
+    if key := next((it for it in _CACHE_KEYS if found.get(it) is not None), None):
+        texts.append(
+            f"the checkpoint's {key} has no effect: the KV cache has the model's dtype, or with --kv-cache-dtype fp8 "
+            "scales of its own"
+        )
+    return tuple(texts)
 
 
 def _whole(found: Mapping[str, Any]) -> Mapping[str, Any]:

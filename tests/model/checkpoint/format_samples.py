@@ -42,7 +42,9 @@ def in_fp8(tensors, form, scale_name, change=lambda scale: scale, keep=()):
         scale = change(weight.scale)
         stored |= {name: weight.numbers, f"{name.removesuffix('weight')}{scale_name}": scale}
         spread = scale.float()
-        if form.scales == "block":
+        if form.scales == "group":
+            spread = spread.repeat_interleave(form.group, 1)[:, : tensor.shape[1]]
+        elif form.scales == "block":
             spread = spread.repeat_interleave(form.group, 0).repeat_interleave(form.group, 1)
             spread = spread[: tensor.shape[0], : tensor.shape[1]]
         elif spread.ndim == 1 and len(spread) > 1:
