@@ -121,7 +121,7 @@ def in_gguf(arch, kinds):
 
     def save(folder):
         file, exact = folder / "model.gguf", folder / "exact"
-        write(file, arch, kinds, tokenizer=add_bytes).save_pretrained(exact)
+        write(file, arch, kinds, tokenizer=add_bytes, seed=100).save_pretrained(exact)
         return file, exact
 
     return save
@@ -168,7 +168,7 @@ SAMPLES = {
     "modelopt": {"tensor": modelopt},
     **{name: {"llama": in_gguf("llama", name)} for name in QUANTIZED},
     "Q4_K": {
-        f"{arch}, values in Q6_K": in_gguf(arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K")
+        f"{arch} with Q6_K": in_gguf(arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K")
         for arch in ARCHITECTURES
     },
 }  # fmt: skip

@@ -80,7 +80,15 @@ def build(arch, **changes):
 
 
 def write(
-    path, arch, kinds="F32", metadata=None, tokenizer=None, model=None, tensors=None, **changes
+    path,
+    arch,
+    kinds="F32",
+    metadata=None,
+    tokenizer=None,
+    model=None,
+    tensors=None,
+    seed=0,
+    **changes,
 ):
     """Write a GGUF file with random weights.
 
@@ -91,6 +99,7 @@ def write(
         metadata: further keys, whose values are as the writer's `add_key_value` takes them.
         tokenizer: adds its own keys to the writer.
         tensors: further vectors by their names in GGUF.
+        seed: of the weights.
         model: in transformers; None for `build(arch, **changes)`.
 
     Returns:
@@ -110,14 +119,14 @@ def write(
         writer.add_tensor(name, values)
     names = _NAMES | (_GEMMA_NORMS if arch in ("gemma2", "gemma3") else _NORMS)
     with torch.no_grad():
-        for seed, (name, parameter) in enumerate(model.named_parameters()):
+        for number, (name, parameter) in enumerate(model.named_parameters(), seed):
             module, _, end = name.rpartition(".")
             prefix = ""
             if module.startswith("model.layers."):
                 _, _, index, module = module.split(".", 3)
                 prefix = f"blk.{index}."
             short = f"{prefix}{names[module]}.{end}"
-            parameter.copy_(_add(writer, short, parameter, kinds, seed, arch, model.config))
+            parameter.copy_(_add(writer, short, parameter, kinds, number, arch, model.config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
