@@ -75,11 +75,14 @@ class Architecture:
 
 
 def _llama(source: Source) -> dict[str, Any]:
-    found = {
+    _whole_rotation(source)
+    if window := source.optional_integer("llama.attention.sliding_window"):
+        name = "MistralForCausalLM"
+        return {"architectures": [name], "model_type": "mistral", "sliding_window": window}
+    return {
         "attention_bias": "blk.0.attn_q.bias" in source.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in source.tensors,
     }
-    return found | _whole_rotation(source)
 
 
 def _qwen3(source: Source) -> dict[str, Any]:

@@ -72,33 +72,34 @@ def to_config(source: Source) -> dict[str, Any]:
     config |= architecture.more(source)
     if rope := _rope_scaling(source):
         config["rope_scaling"] = rope
-    window = config.get("sliding_window")
-    if architecture.model_type == "llama" and (
-        window := source.optional_integer(f"{arch}.attention.sliding_window")
-    ):
-        config |= {
-            "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window,
-        }  # fmt: skip
     config |= _dtypes(source, architecture)
-    bos = source.optional_integer("tokenizer.ggml.bos_token_id")
-    config["bos_token_id"] = bos if bos is None or bos < config["vocab_size"] else None
-    config["eos_token_id"] = [
-        it for it in end_token_ids(source) if it < config["vocab_size"]
-    ] or None
+    begins, ends = _usual_ids(source, config["vocab_size"])
+    config |= {"bos_token_id": begins[0] if begins else None, "eos_token_id": ends or None}
     return {key: it for key, it in config.items() if it is not None or key == "sliding_window"}
 
 
 def without_effect(source: Source) -> list[str]:
-    """Return the keys of the architecture that are not read, and may change what the model computes.
+    """Return what the metadata say and `to_config` leaves out, although it may matter.
 
     Raises:
         ModelError: as `to_config`.
     """
-    to_config(source)
+    vocabulary = to_config(source)["vocab_size"]
     arch = source.architecture
+    unread = source.unread(f"{arch}.")
+    begins, ends = _usual_ids(source)
     return [
-        key for key in source.unread(f"{arch}.") if key.removeprefix(f"{arch}.") not in _HARMLESS
+        *(key for key in unread if key.removeprefix(f"{arch}.") not in _HARMLESS),
+        *(f"the token {it} of {vocabulary}" for it in begins + ends if it >= vocabulary),
     ]
+
+
+def _usual_ids(source: Source, vocabulary: int | None = None) -> tuple[list[int], list[int]]:
+    """Return the token that begins a text, and those that end one; only those below `vocabulary` if it is given."""
+    begins = source.optional_integer("tokenizer.ggml.bos_token_id")
+    found = ([] if begins is None else [begins]), end_token_ids(source)
+    first, last = ([it for it in ids if vocabulary is None or it < vocabulary] for ids in found)
+    return first, last
 
 
 def to_generation_config(source: Source) -> dict[str, Any]:
@@ -142,7 +143,11 @@ def _rope_scaling(source: Source) -> dict[str, Any] | None:
         source.vector(name) if name in source.tensors else None
         for name in ("rope_factors_short.weight", "rope_factors_long.weight", "rope_freqs.weight")
     ]
-    if lists[0] is not None and lists[1] is not None:
+    if (lists[0] is None) != (lists[1] is None):
+        raise ModelFolderError(
+            f"{source.file} has only one of rope_factors_short.weight and rope_factors_long.weight"
+        )
+    if lists[0] is not None:
         return {
             "rope_type": "longrope", "short_factor": lists[0], "long_factor": lists[1],
             **({} if attention is None else {"attention_factor": attention}),

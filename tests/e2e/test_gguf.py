@@ -76,7 +76,7 @@ def test_a_file_gives_the_tokens_of_transformers_over_http(tmp_path, start_servi
         for it, score in zip(reply["details"]["tokens"], scores, strict=True)
     ]
     assert max(differences) < TOLERANCE
-    assert info["quantization"] == "Q4_K"
+    assert info["quantization"] == "Q4_K, Q4_K+Q6_K"
     assert info["model_id"] == str(tmp_path)
 
 

@@ -86,6 +86,15 @@ def test_a_key_that_is_missing_is_named(tmp_path, key):
         ModelConfig.from_folder(tmp_path / "x.gguf")
 
 
+def test_one_of_two_lists_of_factors_is_an_error(tmp_path):
+    write(
+        tmp_path / "x.gguf", "phi3", tensors={"rope_factors_long.weight": np.ones(32, np.float32)}
+    )
+
+    with pytest.raises(ModelError, match="has only one of rope_factors_short"):
+        ModelConfig.from_folder(tmp_path / "x.gguf")
+
+
 def test_numbers_by_layer_are_one_number_if_they_are_equal(tmp_path):
     lists = {"llama.attention.head_count_kv": ([2, 2], gguf.GGUFValueType.ARRAY)}
     config = ModelConfig.from_folder(made(tmp_path, metadata=lists))
@@ -109,12 +118,17 @@ def test_the_end_of_a_turn_in_the_template_ends_a_generation(tmp_path):
     assert ModelConfig.from_folder(made(tmp_path, tokenizer=chat)).eos_token_ids == (300, 257)
 
 
-def test_end_tokens_that_the_vocabulary_lacks_are_left_out(tmp_path):
+def test_end_tokens_that_the_vocabulary_lacks_are_left_out(tmp_path, caplog):
     ends = {
         f"tokenizer.ggml.{name}_token_id": (it, U32) for name, it in (("eot", 258), ("eom", 99999))
     }
 
-    assert ModelConfig.from_folder(made(tmp_path, metadata=ends)).eos_token_ids == (257, 258)
+    file = made(tmp_path, metadata=ends)
+    config = ModelConfig.from_folder(file)
+
+    assert config.eos_token_ids == (257, 258)
+    load_model(file, config, torch.float32, "cpu")
+    assert "the token 99999 of 320 have no effect here" in caplog.text
 
 
 def test_keys_that_are_not_read_are_said_once_when_the_weights_are_loaded(tmp_path, caplog):
