@@ -256,9 +256,8 @@ def _float32(numbers: Tensor) -> Tensor:
     if numbers.dtype is not torch.float8_e4m3fn or numbers.device.type != "cpu":
         return numbers.float()
     table, values = _fp8_values(), torch.empty(numbers.shape)
-    for rows, out in zip(
-        numbers.split(_CONVERTED_ROWS), values.split(_CONVERTED_ROWS), strict=True
-    ):
+    for start in range(0, len(numbers), _CONVERTED_ROWS):
+        rows, out = (it[start : start + _CONVERTED_ROWS] for it in (numbers, values))
         torch.index_select(table, 0, rows.view(torch.uint8).int().flatten(), out=out.view(-1))
     return values
 
