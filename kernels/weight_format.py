@@ -2,6 +2,9 @@
 
     w[n, c] = (number[n, c] - offset) * scale[n, c] + shift[n, c]
 
+Where inputs have an order, this holds for the column `order[c]` of the matrix in place of c: groups are of columns that
+are beside each other as they are stored.
+
     scales      scale and shift of an element                      their shape
     "none"      1 and 0
     "row"       one for each output                                [N]
@@ -19,6 +22,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
+ORDER_BYTES: Final = 4
+"""Bytes of the index of a column."""
 _FULL_BITS: Final = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -35,6 +40,7 @@ class WeightFormat:
         float: whether numbers are floating-point numbers; else integers.
         offset: subtracted from every number.
         scale_dtype: name of the dtype of scales and shifts.
+        ordered: whether the columns are stored in another order than that of the inputs.
     """
 
     name: str
@@ -45,6 +51,7 @@ class WeightFormat:
     float: bool = True
     offset: int = 0
     scale_dtype: str = "float32"
+    ordered: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -77,11 +84,12 @@ class WeightFormat:
         return (rows, -(-inputs // self.group))
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a matrix of a shape [N, C], with its scales and shifts."""
+        """Return the bytes of a matrix of a shape [N, C], with its scales, shifts and order."""
         outputs, inputs = shape
         numbers = outputs * (inputs * self.bits // 8)
         scales = math.prod(self.scale_shape(shape)) if self.is_quantized else 0
-        return numbers + (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
+        scale_bytes = (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
+        return numbers + scale_bytes + ORDER_BYTES * self.ordered * inputs
 
     @property
     def fits_int8(self) -> bool:

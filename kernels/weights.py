@@ -21,8 +21,8 @@ from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
 
 _CANDIDATES: Final = 8
-_CONVERTED_ROWS: Final = 256
-"""Rows whose numbers are indices of a table at a time, which take 4 bytes each."""
+_ROWS_AT_ONCE: Final = 256
+"""Rows whose numbers take several bytes each for a while: 4-bit ones that are sorted, FP8 as indices of a table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +35,7 @@ class Weight:
         numbers: [N, C] of the format's dtype, or [N, C / 2] uint8 for 4 bits; contiguous.
         scale: of the format's `scale_dtype`, as `WeightFormat.scale_shape`; None where the format has none.
         shift: as `scale`; None where the format has none.
+        order: [C] int32, the column of the matrix that each stored column is; None where they are in their own order.
     """
 
     format: WeightFormat
@@ -42,6 +43,7 @@ class Weight:
     numbers: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
+    order: Tensor | None = None
 
     @classmethod
     def full(cls, numbers: Tensor) -> Weight:
@@ -64,16 +66,22 @@ class Weight:
             for has in (form.is_quantized, form.shifts)
             if has
         ]
-        return cls(form, shape, numbers, *scales)
+        made = cls(form, shape, numbers, *scales)
+        if not form.ordered:
+            return made
+        return dataclasses.replace(
+            made, order=torch.empty(inputs, dtype=torch.int32, device=device)
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it consists of, by the names of the attributes."""
-        return {"numbers": self.numbers, **self.scales}
+        order = {} if self.order is None else {"order": self.order}
+        return {"numbers": self.numbers, **self.scales, **order}
 
     @property
     def scales(self) -> dict[str, Tensor]:
-        """Its tensors but the numbers."""
+        """Its scales and shifts, by the names of the attributes."""
         parts = {"scale": self.scale, "shift": self.shift}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
@@ -89,11 +97,14 @@ class Weight:
         """Return some outputs (0) or inputs (1), as `Tensor.narrow`: numbers are views, and scales if none is divided.
 
         Scales that would be divided are repeated; the format of the result, `WeightFormat.divided`, has more of them.
+        Some inputs of a matrix that has an order are a copy as full numbers: their groups have no size in common.
 
         Raises:
             ValueError: a byte with two numbers would be divided.
         """
         stop, size = start + length, self.shape[dim]
+        if self.order is not None and dim == 1:
+            return self if length == size else Weight.full(self.dequantize()[:, start:stop])
         ends = (end for end in (start, stop) if end < size)
         whole = self.refined(self.format.divided(dim, *ends))
         form = whole.format
@@ -107,7 +118,7 @@ class Weight:
             count = -(-stop // step) - first if dim < scale.ndim else len(scale)
             parts[name] = scale.narrow(min(dim, scale.ndim - 1), first, count)
         shape = (length, self.shape[1]) if dim == 0 else (self.shape[0], length)
-        return Weight(form, shape, **parts)
+        return Weight(form, shape, **parts, order=self.order)
 
     def split_with_sizes(self, sizes: Sequence[int]) -> list[Weight]:
         """Return stacked matrices of these numbers of outputs, as views.
@@ -142,7 +153,7 @@ class Weight:
                 wide = wide.repeat_interleave(self.format.group // form.group, 1)
                 wide = wide[:, : form.scale_shape(self.shape)[1]].contiguous()
             parts[name] = wide.to(getattr(torch, form.scale_dtype))
-        return Weight(form, self.shape, **parts)
+        return Weight(form, self.shape, **parts, order=self.order)
 
     def scaled(self, factor: float | Tensor) -> Weight:
         """Return the values times a factor, or a factor of each output [N]; of full numbers in float32.
@@ -161,7 +172,7 @@ class Weight:
             for name, scale in whole.scales.items()
         }
         form = dataclasses.replace(whole.format, scale_dtype="float32")
-        return Weight(form, self.shape, self.numbers, **parts)
+        return Weight(form, self.shape, self.numbers, **parts, order=self.order)
 
     def permuted(self, order: Tensor) -> Weight:
         """Return the outputs with the indices `order`, [M] int64, as a copy.
@@ -174,11 +185,32 @@ class Weight:
             place = blocks[:: self.format.group]
             if not torch.equal(place.repeat_interleave(self.format.group)[: len(order)], blocks):
                 whole, place = self.refined(self.format.divided(0, 1)), order
-        parts = {
-            name: tensor[(order if name == "numbers" else place).to(tensor.device)]
-            for name, tensor in whole.tensors.items()
-        }
-        return Weight(whole.format, (len(order), self.shape[1]), **parts)
+        parts = {name: scale[place.to(scale.device)] for name, scale in whole.scales.items()}
+        numbers = self.numbers[order.to(self.numbers.device)]
+        return Weight(whole.format, (len(order), self.shape[1]), numbers, **parts, order=self.order)
+
+    def with_columns_sorted(self, order: Tensor) -> Weight:
+        """Return a matrix whose stored columns are those of this one with the indices `order`, as a copy.
+
+        Args:
+            order: [C] int32; becomes that of the result, whose scales are those of this one.
+        """
+        assert self.order is None, "has an order already"
+        index = order.to(self.numbers.device)
+        numbers = torch.empty_like(self.numbers)
+        for first in range(0, self.shape[0], _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            # Rows are copied several times as fast as columns.
+            turned = _unpacked(self.numbers[rows].t().contiguous(), self.format.bits, dim=1)
+            turned = turned.flatten(0, 1).index_select(0, index)
+            numbers[rows] = _packed(turned, self.format.bits, dim=0).t()
+        form = dataclasses.replace(self.format, ordered=True)
+        return dataclasses.replace(self, format=form, numbers=numbers, order=order)
+
+    def in_stored_order(self) -> Weight:
+        """Return the matrix of the columns as they are stored, which is to be multiplied by `x[..., order]`."""
+        form = dataclasses.replace(self.format, ordered=False)
+        return dataclasses.replace(self, format=form, order=None)
 
     def detach(self) -> Weight:
         """Return it without gradients."""
@@ -210,10 +242,8 @@ class Weight:
             tensor.copy_(source.tensors[name])
 
     def unpacked(self) -> Tensor:
-        """Return the numbers, [N, C]; those of 4 bits one in a byte."""
-        if self.format.bits >= 8:
-            return self.numbers
-        return torch.stack((self.numbers & 15, self.numbers >> 4), -1).flatten(-2)
+        """Return the numbers, [N, C], in the order in which they are stored; those of 4 bits one in a byte."""
+        return _unpacked(self.numbers, self.format.bits, dim=-1).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, [N, C], computed in float32 and then rounded to `dtype`.
@@ -234,7 +264,10 @@ class Weight:
         values *= self._spread(self.scale, is_even=is_even)
         if self.shift is not None:
             values += self._spread(self.shift, is_even=is_even)
-        return values.view(self.shape).to(dtype or torch.float32)
+        values = values.view(self.shape).to(dtype or torch.float32)
+        if self.order is None:
+            return values
+        return values.index_select(1, self.order.to(values.device).argsort())
 
     def _spread(self, scale: Tensor, *, is_even: bool) -> Tensor:
         """Return scales that are broadcast to [N, C], or to [N, groups, group] if all groups are whole."""
@@ -256,9 +289,10 @@ def _float32(numbers: Tensor) -> Tensor:
     if numbers.dtype is not torch.float8_e4m3fn or numbers.device.type != "cpu":
         return numbers.float()
     table, values = _fp8_values(), torch.empty(numbers.shape)
-    for start in range(0, len(numbers), _CONVERTED_ROWS):
-        rows, out = (it[start : start + _CONVERTED_ROWS] for it in (numbers, values))
-        torch.index_select(table, 0, rows.view(torch.uint8).int().flatten(), out=out.view(-1))
+    for first in range(0, len(numbers), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        index = numbers[rows].view(torch.uint8).int().flatten()
+        torch.index_select(table, 0, index, out=values[rows].view(-1))
     return values
 
 
@@ -277,12 +311,14 @@ def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
     ends = [sum(it.shape[0] for it in weights[:count]) for count in range(1, len(weights))]
     found = {it.format.divided(0, *ends) for it in weights}
     names = sorted({it.name for it in found})
-    if len(names) > 1 and all(it.fits_int8 for it in found):
+    kinds = {(it.name, it.bits, it.float, it.offset, it.shifts, it.scales == "row") for it in found}
+    has_order = any(it.order is not None for it in weights)
+    if len(names) > 1 and not has_order and all(it.fits_int8 for it in found):
         shifts = any(it.shifts for it in found)
         found = {it.as_int8("+".join(names), shifts=shifts) for it in found}
         groups = [it.group for it in found]
         found = {dataclasses.replace(it, group=math.gcd(*groups)) for it in found}
-    elif not first.is_quantized or len(names) > 1:
+    elif not first.is_quantized or len(kinds) > 1 or not _have_one_order(weights):
         return None
     if len({it.scale_dtype for it in found}) > 1:
         found = {dataclasses.replace(it, scale_dtype="float32") for it in found}
@@ -290,6 +326,31 @@ def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
         inputs = [it.group for it in found]
         found = {it.divided(0, 1).divided(1, *inputs) for it in found}
     return found.pop()
+
+
+def _have_one_order(weights: Sequence[Weight]) -> bool:
+    first = weights[0].order
+    return all(
+        it.order is first
+        or (it.order is not None and first is not None and torch.equal(it.order, first))
+        for it in weights
+    )
+
+
+def _unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Return numbers with those of a byte in a new dimension, `dim`."""
+    if bits >= 8:
+        return packed.unsqueeze(dim)
+    return torch.stack((packed & 15, packed >> 4), dim)
+
+
+def _packed(numbers: Tensor, bits: int, dim: int = 1) -> Tensor:
+    """Return numbers as they are stored, those of two indices of a dimension in a byte."""
+    if bits >= 8:
+        return numbers
+    return (
+        numbers[::2] | numbers[1::2] << 4 if dim == 0 else numbers[:, ::2] | numbers[:, 1::2] << 4
+    )
 
 
 def converted(weight: Weight, form: WeightFormat) -> Weight:
@@ -306,15 +367,46 @@ def converted(weight: Weight, form: WeightFormat) -> Weight:
 
 
 def quantize(values: Tensor, form: WeightFormat) -> Weight:
-    """Round a matrix to a format: one of `LIBRARY_FORMATS`, or any of floating-point numbers.
+    """Round a matrix to a format, which has scales.
 
     Args:
-        values: [N, C], any float dtype; for integers C is a multiple of the format's group.
-        form: the format.
+        values: [N, C], any float dtype; for `LIBRARY_FORMATS` C is a multiple of the format's group.
+        form: the format, without an order.
     """
     outputs, inputs = values.shape
-    quantizer = _QUANTIZERS.get(form, functools.partial(_float8_groups, form=form))
+    general = _float8_groups if form.float else _integers
+    quantizer = _QUANTIZERS.get(form, functools.partial(general, form=form))
     return Weight(form, (outputs, inputs), *quantizer(values))
+
+
+def _integers(values: Tensor, form: WeightFormat) -> tuple[Tensor, ...]:
+    """Round to whole numbers: with shifts, the range of a group to all numbers; else its largest magnitude."""
+    shape = (outputs, inputs) = values.shape
+    height, width = form.group if form.scales == "block" else 1, form.group or inputs
+    wide = values.float()
+    padded = functional.pad(wide, (0, -inputs % width, 0, -outputs % height))
+    blocks = padded.unfold(0, height, height).unfold(1, width, width)
+    lowest, highest = (-128, 127) if form.dtype == "int8" else (0, 2**form.bits - 1)
+    dtype = getattr(torch, form.scale_dtype)
+    low, high = blocks.amin((2, 3)), blocks.amax((2, 3))
+    spans = (
+        (high - low, highest - lowest)
+        if form.shifts
+        else (torch.maximum(-low, high), highest - form.offset)
+    )
+    scale = spans[0] / spans[1]
+    scale = torch.where(scale > 0, scale, 1.0).to(dtype)
+    made = [scale]
+    if form.shifts:
+        made.append((low - (lowest - form.offset) * scale.float()).to(dtype))
+    spread = [
+        it.float().repeat_interleave(height, 0).repeat_interleave(width, 1)[:outputs, :inputs]
+        for it in made
+    ]
+    shifted = wide - spread[1] if form.shifts else wide
+    numbers = (shifted / spread[0]).round_().add_(form.offset).clamp_(lowest, highest)
+    packed = _packed(numbers.to(getattr(torch, form.dtype)), form.bits)
+    return packed, *(it.reshape(form.scale_shape(shape)) for it in made)
 
 
 def _float8_groups(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
@@ -356,8 +448,8 @@ def _int4_groups(values: Tensor) -> tuple[Tensor, Tensor]:
         best_scale = torch.where(better, scale, best_scale)
         best_numbers = torch.where(better, numbers, best_numbers)
         best_error = torch.where(better, error, best_error)
-    packed = (best_numbers + INT4_GROUPS.offset).to(torch.uint8).flatten(1)
-    return packed[:, ::2] | packed[:, 1::2] << 4, best_scale[..., 0]
+    numbers = (best_numbers + INT4_GROUPS.offset).to(torch.uint8).flatten(1)
+    return _packed(numbers, INT4_GROUPS.bits), best_scale[..., 0]
 
 
 _QUANTIZERS: Final[Mapping[WeightFormat, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import safetensors
 from torch import Tensor
 
 from model.checkpoint.formats.format import FLOATS, StoredTensor
+from model.checkpoint.gguf_parts import open_gguf
 from model.errors import WeightsError
 from model.files import open_file, path_of_descriptor
 from model.json_input import read_json_object
@@ -21,6 +22,9 @@ SINGLE_NAME: Final = "model.safetensors"
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
+_GPTQ_NAMES: Final = "gptq_model-*bit-*g.safetensors"
+"""What AutoGPTQ calls the only file of a checkpoint, after its bits and groups."""
+_SUFFIX: Final = ".safetensors"
 _MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
@@ -38,6 +42,8 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if os.path.lexists(folder / SINGLE_NAME):
         return [_inside(folder, SINGLE_NAME, "the model folder")], {}
     content = read_json_object(folder, INDEX_NAME, _MAX_INDEX_BYTES, WeightsError)
+    if content is None and len(named := sorted(folder.glob(_GPTQ_NAMES))) == 1:
+        return [_inside(folder, named[0].name, "the model folder")], {}
     if content is None:
         raise WeightsError(_nothing_to_load(folder))
     index, weight_map = folder / INDEX_NAME, content.get("weight_map")
@@ -67,7 +73,7 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
     Raises:
         WeightsError: `name` is not a safetensors file in the folder, or none that may be opened.
     """
-    if Path(name).name != name or "\\" in name or Path(name).suffix != ".safetensors":
+    if Path(name).name != name or "\\" in name or Path(name).suffix != _SUFFIX:
         raise WeightsError(
             f"{named_by} names the file {name!r}; only plain names of .safetensors files are opened"
         )
@@ -133,15 +139,8 @@ def open_shard(file: Path) -> Iterator[Any]:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
 
 
-def read_tensors(
-    stored: dict[str, StoredTensor],
-    opened: Callable[[Path], contextlib.AbstractContextManager[Any]] = open_shard,
-) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors, file by file, as views of the mapped files.
-
-    Args:
-        stored: the tensors.
-        opened: opens a file.
 
     Raises:
         WeightsError: a file cannot be read.
@@ -150,6 +149,7 @@ def read_tensors(
     for name, entry in stored.items():
         by_file.setdefault(entry.file, []).append(name)
     for file, names in by_file.items():
+        opened = open_shard if file.suffix == _SUFFIX else open_gguf
         with opened(file) as shard:
             for name in names:
                 yield name, shard.get_tensor(name)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from model.checkpoint.formats import modelopt
+from model.checkpoint.formats import awq, gptq, modelopt
 from model.checkpoint.formats.table import CONFIG_KEYS
 from model.json_input import read_json_object
 
 SIDE_FILES: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
     modelopt.FILE: modelopt.from_file,
+    gptq.FILE: gptq.from_file,
+    awq.FILE: awq.from_file,
 }
 """By its name what makes `quantization_config` of a file's content."""
 

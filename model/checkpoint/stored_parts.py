@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -12,6 +13,7 @@ from kernels.weight_format import WeightFormat, unquantized
 from kernels.weights import Weight
 from model.checkpoint.formats.format import FLOATS, UNUSED, Format, StoredTensor
 from model.checkpoint.formats.table import StoredFormat, StoredFormats
+from model.checkpoint.input_order import order_of_groups
 from model.errors import WeightsError
 
 PartValues: TypeAlias = Weight | Tensor
@@ -27,6 +29,7 @@ class StoredPart(NamedTuple):
         form: of a quantized matrix; else None.
         scales: name and entry of its other tensors, by the keys of `Format.tensors`.
         row: reads a quantized matrix; else None.
+        order: as `Weight.order`.
         finish: changes the values that were read, but neither shape nor format; None for no change.
     """
 
@@ -36,12 +39,14 @@ class StoredPart(NamedTuple):
     form: WeightFormat | None = None
     scales: Mapping[str, tuple[str, StoredTensor]] = MappingProxyType({})
     row: Format | None = None
+    order: Tensor | None = None
     finish: Callable[[PartValues], PartValues] | None = None
 
     def empty(self) -> Weight:
         """Return the matrix without memory for its values."""
         outputs, inputs = self.shape
-        return Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
+        made = Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
+        return dataclasses.replace(made, order=self.order)
 
     def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:
         """Return it from its tensor and those of all scales, by their names.
@@ -57,10 +62,12 @@ class StoredPart(NamedTuple):
             return tensor if tensor.ndim == 1 else Weight.full(tensor)
         outputs, inputs = self.shape
         others = {part: scales[name] for part, (name, _) in self.scales.items()}
+        form = dataclasses.replace(self.form, ordered=False)
         try:
-            return self.row.read(self.form, (outputs, inputs), {"numbers": tensor, **others})
+            made = self.row.read(form, (outputs, inputs), {"numbers": tensor, **others})
         except ValueError as error:
             raise WeightsError(f"{self.entry.file}: {self.name} {error}") from None
+        return made if self.order is None else made.with_columns_sorted(self.order)
 
 
 def combine(headers: Mapping[str, StoredTensor], stored: StoredFormats) -> dict[str, StoredPart]:
@@ -143,7 +150,11 @@ def _matrix(
     try:
         entries = {key: it for key, (_, it) in scales.items()}
         shape = row.shape(way.form, {"numbers": entry, **entries})
+        form = row.refine(way.form, shape, {"numbers": entry, **entries})
+        groups = entries["order"].values if "order" in entries else None
+        order = None if groups is None else order_of_groups(groups, way.form.group or shape[1])
     except ValueError as error:
         found = "".join(f"; {it} is {list(x.shape)} {x.dtype}" for it, x in scales.values())
         raise WeightsError(f"{what}, {error}{found}") from None
-    return StoredPart(name, entry, shape, way.form, scales, row)
+    form = dataclasses.replace(form, ordered=order is not None)
+    return StoredPart(name, entry, shape, form, scales, row, order)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import stored_formats
-from model.checkpoint.gguf_parts import gguf_parts, open_gguf
+from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
-from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, open_shard, read_headers, read_tensors
+from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
@@ -126,22 +127,21 @@ def load_part(
 
 def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgress | None) -> None:
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
-    scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
-    all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
-    opened = (
-        open_gguf
-        if any(it.entry.file.suffix != ".safetensors" for it in stored.values())
-        else open_shard
-    )
     names = {it.name: name for name, it in stored.items()}
+    scales = _scales_elsewhere(stored.values())
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(it.entry.num_bytes for it in stored.values())
     ordered = dict.fromkeys(it.entry.file for it in stored.values())
     files = {file: number for number, file in enumerate(ordered, start=1)}
-    for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}, opened):
+    for name, tensor in read_tensors(_in_order(stored.values())):
+        if name not in names:
+            scales.setdefault(name, tensor)
+            continue
         it = stored[names[name]]
-        values: Any = it.read(tensor, all_scales)
+        values: Any = it.read(tensor, scales)
+        for scale, _ in it.scales.values():
+            del scales[scale]
         try:
             parts[names[name]].load(values, rank)
         except ValueError as error:
@@ -151,18 +151,47 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
             progress(done, total, files[it.entry.file], len(files))
 
 
+def _scales_elsewhere(stored: Iterable[StoredPart]) -> dict[str, Tensor]:
+    """Return copies of the scales that are not in the files of their numbers, by their names."""
+    elsewhere = {
+        name: entry
+        for it in stored
+        for name, entry in it.scales.values()
+        if entry.file != it.entry.file
+    }
+    return {name: scale.clone() for name, scale in read_tensors(elsewhere)}
+
+
+def _in_order(stored: Iterable[StoredPart]) -> dict[str, StoredTensor]:
+    """Return the tensors of parts, of each its scales first, unless these are in another file than the numbers."""
+    found: dict[str, StoredTensor] = {}
+    for it in stored:
+        found |= {name: entry for name, entry in it.scales.values() if entry.file == it.entry.file}
+        found[it.name] = it.entry
+    return found
+
+
 def _matrix_formats(
     config: ModelConfig, stored: dict[str, StoredPart], communicator: Communicator | None
 ) -> dict[str, WeightFormat]:
     """Return the formats in which a rank's matrices hold those of a checkpoint without loss; see `DecoderLM`."""
     rank = communicator.rank if communicator else 0
     weights: dict[str, list[Weight]] = {}
+    ordered: set[str] = set()
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
             weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+            if stored[name].order is not None and _IN_LAYER.search(name):
+                ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
     _log_mixed(weights, found)
+    if full := {it for it in ordered if found[it] is None}:
+        _logger.warning(
+            "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
+            "what they stack or would be divided among ranks",
+            _listed(full),
+        )
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
@@ -200,6 +229,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
         for name in extra
         if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
     }
+    ignored |= _zero_biases(stored, extra)
     if ignored:
         _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
@@ -222,7 +252,22 @@ def _parts_of_folder(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
     formats = stored_formats(config.content)
     for note in formats.notes:
         _logger.warning("%s", note)
-    return combine(read_headers(path, *formats.dtypes), formats)
+    headers = read_headers(path, *formats.dtypes)
+    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
+    for name, tensor in read_tensors(ahead):
+        headers[name] = headers[name]._replace(values=tensor.clone())
+    return combine(headers, formats)
+
+
+def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:
+    """Return which of some tensors are biases of 0 of quantized matrices: AutoGPTQ stores them for every family."""
+    found = {}
+    for name in extra:
+        matrix = stored.get(f"{name.removesuffix('.bias')}.weight")
+        if name.endswith(".bias") and matrix is not None and matrix.form is not None:
+            found[stored[name].name] = name
+    entries = {stored[name].name: stored[name].entry for name in found.values()}
+    return {found[name] for name, bias in read_tensors(entries) if not bool(bias.any())}
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -162,6 +162,8 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     missing = spec.unsupported(network, READS, VARYING)
     if problem.num_ranks > 1:
         missing = (*missing, "no tensor parallelism")
+    if problem.weight_format.ordered:
+        missing = (*missing, "the inputs of some weights have another order (act-order)")
     missing += problem.refusals
     if problem.other_formats:
         names = dict.fromkeys(it.name for it in (problem.weight_format, *problem.other_formats))

@@ -19,7 +19,10 @@ _NEEDED: Final = (
 )  # fmt: skip
 _OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _UNAUTHORIZED: Final = 401
-_CONFIG: Final = ("config.json", "generation_config.json", "hf_quant_config.json", "README.md")
+_CONFIG: Final = (
+    "config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "README.md",
+)  # fmt: skip
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.
 _UNNEEDED: Final = (

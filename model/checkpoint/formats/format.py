@@ -41,16 +41,28 @@ UNUSED: Final = (
 
 
 class StoredTensor(NamedTuple):
-    """One tensor's entry in the header of a file."""
+    """One tensor's entry in the header of a file.
+
+    Attributes:
+        values: of a small tensor that formats read ahead of the others, see `Format.ahead`; else None.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    values: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size in the file, bytes."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def as_configured(
+    form: WeightFormat, _shape: tuple[int, int], _tensors: Mapping[str, StoredTensor]
+) -> WeightFormat:
+    """Return the format of a matrix of which config.json says everything."""
+    return form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +76,20 @@ class Format:
         detect: reads `quantization_config`, whose key is the second argument; refuses by name what is not read. That of
             compressed-tensors has one group (`model.checkpoint.formats.compressed_tensors.split`).
         tensors: the last components of the names of a matrix's tensors: that of "numbers", and others that `shape` and
-            `read` know by these keys.
+            `read` know by these keys. That of "order" has the group of each input, and is not for `read`: numbers that
+            it returns are in the order of the inputs, and are sorted by group then.
         dtype: of the numbers, as safetensors files name it.
         optional: keys of `tensors` that a matrix may lack.
         dtypes: of other tensors, besides those of full numbers.
         is_kept: whether a model holds the matrices in this format; else they are multiplied by their scales as they
             are loaded.
+        ahead: keys of `tensors` whose values `shape` reads.
         shape: returns the shape of a matrix, see `model.checkpoint.formats.scaled.scaled_shape`.
-        read: returns a matrix of a shape from its tensors; raises ValueError with the end of a sentence.
+        refine: returns the format of one matrix, by its shape and tensors, from that of `detect`.
+        read: returns a matrix of a format and a shape from its tensors.
+
+    Raises:
+        ValueError: by `shape` and `read`: the tensors do not fit each other. The text is the end of a sentence.
     """
 
     name: str
@@ -84,6 +102,10 @@ class Format:
     read: Callable[[WeightFormat, tuple[int, int], Mapping[str, Tensor]], Weight]
     optional: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+    refine: Callable[[WeightFormat, tuple[int, int], Mapping[str, StoredTensor]], WeightFormat] = (
+        as_configured
+    )
 
     @property
     def dtype_name(self) -> str:

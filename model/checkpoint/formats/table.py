@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from model.checkpoint.formats import compressed_tensors
+from model.checkpoint.formats.awq import AWQ
 from model.checkpoint.formats.compressed_tensors import Part
 from model.checkpoint.formats.float_quantized import FLOAT_QUANTIZED
 from model.checkpoint.formats.format import Format, require
 from model.checkpoint.formats.fp8 import FBGEMM, FP8
 from model.checkpoint.formats.gguf import GGUF_FORMATS
+from model.checkpoint.formats.gptq import GPTQ
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
 from model.checkpoint.formats.modelopt import MODELOPT
+from model.checkpoint.formats.pack_quantized import PACK_QUANTIZED
 from model.checkpoint.formats.unsupported import (
     UnsupportedFormatError,
     refuse_known,
@@ -26,8 +29,16 @@ if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
 FORMATS: Final[tuple[Format, ...]] = (
-    INT_QUANTIZED, FLOAT_QUANTIZED, FP8, FBGEMM, MODELOPT, *GGUF_FORMATS,
-)  # fmt: skip
+    INT_QUANTIZED,
+    FLOAT_QUANTIZED,
+    PACK_QUANTIZED,
+    FP8,
+    FBGEMM,
+    MODELOPT,
+    AWQ,
+    GPTQ,
+    *GGUF_FORMATS,
+)
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
 _CACHE_KEYS: Final = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -66,6 +77,11 @@ class StoredFormats:
     def held(self) -> WeightFormat | None:
         """The format in which a model holds the matrices, of several the first; None for full numbers."""
         return self.formats[0].form if self.formats and self.is_kept else None
+
+    @property
+    def ahead(self) -> tuple[str, ...]:
+        """The ends of the names of tensors whose values are read with the headers."""
+        return tuple(f".{way.row.tensors[key]}" for way in self.formats for key in way.row.ahead)
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -14,6 +14,11 @@ from kernels.weights import quantize
 from model.gguf.tensor_types import QUANTIZED
 from tests.model.checkpoint.compressed import FILE, arguments, compress, group, write_config
 from tests.model.checkpoint.hf_checkpoints import CASES, Case
+from tests.model.checkpoint.packed_checkpoints import (
+    awq_checkpoint,
+    gptq_checkpoint,
+    packed_checkpoint,
+)
 from tests.model.gguf.written import ARCHITECTURES, add_bytes, write
 
 MATRICES = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -85,6 +90,16 @@ def formula(case, *arguments, **keys):
     def save(folder):
         case.save(folder / "it")
         return folder / "it", store(folder / "it", *arguments, **keys)
+
+    return save
+
+
+def of_integers(case, write, *arguments, **options):
+    """Return a sample that a writer of `packed_checkpoints` makes."""
+
+    def save(folder):
+        case.save(folder / "it")
+        return folder / "it", write(folder / "it", *arguments, **options)
 
     return save
 
@@ -166,6 +181,33 @@ SAMPLES = {
         ),
     },
     "modelopt": {"tensor": modelopt},
+    "pack-quantized": {
+        "4 bits, group": library("pack-quantized", arguments(num_bits=4, strategy="group", group_size=16), ODD),
+        "4 bits, group, asymmetric": library(
+            "pack-quantized", arguments(num_bits=4, symmetric=False, strategy="group", group_size=32)
+        ),
+        "4 bits, channel": library("pack-quantized", arguments(num_bits=4)),
+        "8 bits, channel": library("pack-quantized", arguments()),
+        "8 bits, channel, asymmetric": library("pack-quantized", arguments(symmetric=False)),
+        "act-order": of_integers(CASES["llama"], packed_checkpoint, act_order=True),
+    },
+    "awq": {
+        "groups of 32": of_integers(CASES["qwen3"], awq_checkpoint),
+        "groups that do not divide": of_integers(ODD, awq_checkpoint, 64),
+        "symmetric, one group": of_integers(CASES["llama"], awq_checkpoint, -1, zero_point=False),
+    },
+    "gptq": {
+        "4 bits": of_integers(CASES["qwen2"], gptq_checkpoint),
+        "4 bits, asymmetric, groups that do not divide": of_integers(ODD, gptq_checkpoint, 32, sym=False),
+        "8 bits, one group": of_integers(CASES["llama"], gptq_checkpoint, -1, bits=8),
+        "act-order": of_integers(CASES["llama"], gptq_checkpoint, act_order=True),
+        "act-order, asymmetric, v2": of_integers(
+            CASES["llama"], gptq_checkpoint, act_order=True, sym=False, version=2
+        ),
+        "orders that differ in q, k and v": of_integers(
+            CASES["llama"], gptq_checkpoint, act_order=True, seed=lambda name: sum(map(ord, name))
+        ),
+    },
     **{name: {"llama": in_gguf("llama", name)} for name in QUANTIZED},
     "Q4_K": {
         f"{arch} with Q6_K": in_gguf(arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K")
