@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -133,12 +134,18 @@ class Weight:
     def refined(self, form: WeightFormat) -> Weight:
         """Return the same values with more scales; `form` is a result of `WeightFormat.divided`, maybe of several.
 
-        Scales and shifts get its `scale_dtype`.
+        Scales and shifts get its `scale_dtype`. Numbers get 8 bits if only it has them, and a matrix without shifts
+        gets those of 0 if it has shifts.
         """
         if form == self.format:
             return self
         parts = {"numbers": self.numbers}
-        for name, scale in self.scales.items():
+        if form.bits > self.format.bits or form.offset != self.format.offset:
+            parts["numbers"] = (self.unpacked().short() - self.format.offset).to(torch.int8)
+        scales = self.scales
+        if form.shifts and self.scale is not None:
+            scales.setdefault("shift", torch.zeros_like(self.scale))
+        for name, scale in scales.items():
             wide = scale
             if self.format.scales == "block":
                 wide = wide.repeat_interleave(self.format.group, 0)[: self.shape[0]]
@@ -223,7 +230,7 @@ class Weight:
         if not self.format.is_quantized:
             self.numbers.copy_(source.dequantize())
             return
-        if source.format.name == self.format.name:
+        if source.format.name in self.format.name.split("+"):
             source = source.refined(self.format)
         else:
             values = source.to(self.numbers.device).dequantize()
@@ -296,12 +303,23 @@ def _fp8_values() -> Tensor:
 
 
 def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
-    """Return the format that holds matrices above each other without loss; None if only full numbers do."""
+    """Return the format that holds matrices above each other without loss; None if only full numbers do.
+
+    Integers of several formats with scales for groups are held as int8. The name of that format has theirs, with "+"
+    between.
+    """
     first = weights[0].format
     ends = [sum(it.shape[0] for it in weights[:count]) for count in range(1, len(weights))]
     found = {it.format.divided(0, *ends) for it in weights}
+    names = sorted({it.name for it in found})
     kinds = {(it.name, it.bits, it.float, it.offset, it.shifts, it.scales == "row") for it in found}
-    if not first.is_quantized or len(kinds) > 1 or not _have_one_order(weights):
+    has_order = any(it.order is not None for it in weights)
+    if len(names) > 1 and not has_order and all(it.fits_int8 for it in found):
+        shifts = any(it.shifts for it in found)
+        found = {it.as_int8("+".join(names), shifts=shifts) for it in found}
+        groups = [it.group for it in found]
+        found = {dataclasses.replace(it, group=math.gcd(*groups)) for it in found}
+    elif not first.is_quantized or len(kinds) > 1 or not _have_one_order(weights):
         return None
     if len({it.scale_dtype for it in found}) > 1:
         found = {dataclasses.replace(it, scale_dtype="float32") for it in found}

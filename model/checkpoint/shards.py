@@ -16,6 +16,7 @@ import safetensors
 from torch import Tensor
 
 from model.checkpoint.formats.format import FLOATS, StoredTensor
+from model.checkpoint.gguf_parts import open_gguf
 from model.checkpoint.pickles import open_pickle
 from model.errors import PICKLE_ADVICE, WeightsError
 from model.files import open_file, path_of_descriptor
@@ -29,6 +30,7 @@ _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
 _GPTQ_NAMES: Final = "gptq_model-*bit-*g.safetensors"
 """What AutoGPTQ calls the only file of a checkpoint, after its bits and groups."""
+_SUFFIX: Final = ".safetensors"
 _MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 _LISTED: Final = 3
@@ -193,7 +195,8 @@ def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]
     for name, entry in stored.items():
         by_file.setdefault(entry.file, []).append(name)
     for file, names in by_file.items():
-        with open_shard(file) as shard:
+        opened = open_shard if file.suffix in (_SUFFIX, _PICKLE_SUFFIX) else open_gguf
+        with opened(file) as shard:
             for name in names:
                 yield name, shard.get_tensor(name)
 

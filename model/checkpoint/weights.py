@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,6 +20,7 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import stored_formats
+from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, drop_pages, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
@@ -193,6 +194,7 @@ def _matrix_formats(
             if stored[name].order is not None and _IN_LAYER.search(name):
                 ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    _log_mixed(weights, found)
     if full := {it for it in ordered if found[it] is None}:
         _logger.warning(
             "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
@@ -202,20 +204,32 @@ def _matrix_formats(
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
+def _log_mixed(
+    weights: Mapping[str, Sequence[Weight]], found: Mapping[str, WeightFormat | None]
+) -> None:
+    """Log how matrices are held whose parts are stored in several formats."""
+    held: dict[tuple[str, str], list[str]] = {}
+    for parameter, its in weights.items():
+        forms = {it.format for it in its}
+        names = sorted({it.name if it.is_quantized else "full numbers" for it in forms})
+        if len(names) > 1 and any(it.is_quantized for it in forms):
+            form = found[parameter]
+            how = "full numbers" if form is None else f"{form.bits} bits in groups of {form.group}"
+            held.setdefault((" and ".join(names), how), []).append(parameter)
+    for (names_text, how), parameters in held.items():
+        _logger.info("stored as %s, held as %s: %s", names_text, how, _listed(parameters))
+
+
 def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
     """Return what to load, by the names in the model.
 
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    formats = stored_formats(config.content)
-    for note in formats.notes:
-        _logger.warning("%s", note)
-    headers = read_headers(path, *formats.dtypes, pickle=pickle)
-    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
-    for name, tensor in read_tensors(ahead):
-        headers[name] = headers[name]._replace(values=tensor.clone())
-    in_files = combine(headers, formats)
+    if path.is_file():
+        in_files = gguf_parts(path)
+    else:
+        in_files = _parts_of_folder(path, config, pickle=pickle)
     tensors = FAMILIES[config.architecture].tensors
     names = full_names(tensors, in_files)
     stored = {names[name]: part for name, part in in_files.items()}
@@ -244,6 +258,17 @@ def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[s
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
     return {name: stored[name] for name in needed}
+
+
+def _parts_of_folder(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
+    formats = stored_formats(config.content)
+    for note in formats.notes:
+        _logger.warning("%s", note)
+    headers = read_headers(path, *formats.dtypes, pickle=pickle)
+    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
+    for name, tensor in read_tensors(ahead):
+        headers[name] = headers[name]._replace(values=tensor.clone())
+    return combine(headers, formats)
 
 
 def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:

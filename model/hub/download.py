@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from tqdm import tqdm
 
 from model.errors import ModelFolderError
-from model.hub.cache import folder_name
+from model.hub.cache import folder_name, snapshot_in
 from model.hub.file_download import RemoteFile, Stopped, fetch
 from model.progress import Progress, bytes_text, duration_text
 
@@ -80,7 +80,7 @@ def download(
     # The HTTP library has errors of its own too.
     except Exception as error:  # noqa: BLE001 - as above
         try:
-            folder = library.place(local_files_only=True)
+            folder = library.cached(choose) or library.place(local_files_only=True)
         except library.errors.LocalEntryNotFoundError as absent:
             raise error from absent
         if not isinstance(error, library.errors.OfflineModeIsEnabled):
@@ -143,10 +143,25 @@ class _Library:
         )
         if not names:
             raise ModelFolderError(
-                f"repository {self._repository!r} has no config.json and no weights in safetensors files"
+                f"repository {self._repository!r} has no config.json and no weights in safetensors or GGUF files"
             )
         folder = self._folder(self._commit)
         return self._commit, [files[name] for name in names if not (folder / name).exists()]
+
+    def cached(self, choose: Callable[[list[str]], list[str] | None]) -> Path | None:
+        """Return the folder of the revision in the cache if `choose` chooses files of it; else None.
+
+        The library would miss the other files of the repository.
+        """
+        folder = snapshot_in(self._storage, self._revision)
+        if folder is None:
+            return None
+        names = sorted(
+            it.relative_to(folder).as_posix() for it in folder.rglob("*") if it.is_file()
+        )
+        with contextlib.suppress(ModelFolderError):
+            return folder if choose(names) else None
+        return None
 
     def remote_file(self, file: RepoFile) -> RemoteFile:
         """Ask for what names the content of a file, and find what is here of it."""

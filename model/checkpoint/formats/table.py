@@ -12,6 +12,7 @@ from model.checkpoint.formats.compressed_tensors import Part
 from model.checkpoint.formats.float_quantized import FLOAT_QUANTIZED
 from model.checkpoint.formats.format import Format, require
 from model.checkpoint.formats.fp8 import FBGEMM, FP8
+from model.checkpoint.formats.gguf import GGUF_FORMATS
 from model.checkpoint.formats.gptq import GPTQ
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
 from model.checkpoint.formats.modelopt import MODELOPT
@@ -36,6 +37,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     MODELOPT,
     AWQ,
     GPTQ,
+    *GGUF_FORMATS,
 )
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
