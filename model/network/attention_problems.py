@@ -13,9 +13,16 @@ if TYPE_CHECKING:
 
 
 def same_problem(mixer: Attention) -> Attention:
-    """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
+    """Return a mixer without what is no part of its attention problem: how its inputs are made, and projections."""
     return dataclasses.replace(
-        mixer, rotary=Rotary(), qk_norm=None, joint_qk_norm=False, bias=False, output_bias=False
+        mixer,
+        rotary=Rotary(),
+        qk_norm=None,
+        joint_qk_norm=False,
+        late_qk_norm=False,
+        query_scale=None,
+        bias=False,
+        output_bias=False,
     )
 
 

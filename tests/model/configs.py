@@ -36,6 +36,8 @@ def model_config(
     mlp_bias=False,
     qk_norm=False,
     joint_qk_norm=False,
+    late_qk_norm=False,
+    query_scale=None,
     tie_word_embeddings=False,
     sliding_window=None,
     layer_types=(),
@@ -60,11 +62,13 @@ def model_config(
         (query_pre_attn_scalar or dim) ** -0.5,
         None,
         rope,
-        norm if qk_norm or joint_qk_norm else None,
+        norm if qk_norm or joint_qk_norm or late_qk_norm else None,
         joint_qk_norm,
         attention_softcap,
         attention_bias,
         attention_output_bias,
+        late_qk_norm,
+        query_scale,
     )
     mlp = Dense(intermediate_size, activation, gated_mlp, mlp_bias)
     layers = []

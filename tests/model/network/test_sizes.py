@@ -38,6 +38,7 @@ PARTS = {
     "float32 norms": {"norms_add_one": True, "post_norms": True, "qk_norm": True},
     "joint norms": {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True},
     "tied": {"tie_word_embeddings": True},
+    "parameters of the activation": {"activation": "xielu", "gated_mlp": False},
 }
 
 
