@@ -46,7 +46,10 @@ _FILES: Final = (
     stablelm,
     olmo2,
 )
-FAMILIES: Final[Mapping[str, Family]] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.architecture: family
+    for family in (file.FAMILY for file in _FILES)
+}
 """Supported families by architecture."""
 
 
@@ -61,9 +64,17 @@ def find_architecture(config: Mapping[str, Any]) -> str:
     names, model_type = keys.texts("architectures"), keys.text("model_type")
     if not names and model_type is None:
         raise ModelFolderError("architectures and model_type are both missing")
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    name = names[0] if names else by_type.get(str(model_type), str(model_type))
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    named = by_type.get(str(model_type))
+    if named is not None and (not names or names[0] in named.also):
+        return named.architecture
+    name = names[0] if names else str(model_type)
     if name not in FAMILIES:
+        others = (
+            it.architecture for it in FAMILIES.values() if model_type is None and name in it.also
+        )
+        if (other := next(others, None)) is not None:
+            return other
         raise UnsupportedModelError(
             f"architecture {shorten(name)} is not supported; supported are {', '.join(FAMILIES)}"
         )
