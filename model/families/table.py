@@ -20,6 +20,7 @@ from model.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_vl,
     smollm3,
     stablelm,
     starcoder2,
@@ -45,6 +46,7 @@ _FILES: Final = (
     smollm3,
     stablelm,
     olmo2,
+    qwen3_vl,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
