@@ -19,6 +19,7 @@ from model.families import (
     opt,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen2_vl,
     qwen3,
     qwen3_vl,
@@ -48,6 +49,7 @@ _FILES: Final = (
     stablelm,
     olmo2,
     qwen3_vl,
+    qwen2_5_vl,
     qwen2_vl,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
