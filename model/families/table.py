@@ -14,6 +14,7 @@ from model.families import (
     gpt2,
     granite,
     llama,
+    ministral3,
     mistral,
     olmo2,
     opt,
@@ -51,6 +52,7 @@ _FILES: Final = (
     qwen3_vl,
     qwen2_5_vl,
     qwen2_vl,
+    ministral3,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
