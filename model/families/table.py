@@ -16,6 +16,7 @@ from model.families import (
     llama,
     ministral3,
     mistral,
+    mistral3,
     olmo2,
     opt,
     phi3,
@@ -52,6 +53,7 @@ _FILES: Final = (
     qwen3_vl,
     qwen2_5_vl,
     qwen2_vl,
+    mistral3,
     ministral3,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
