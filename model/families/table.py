@@ -14,6 +14,7 @@ from model.families import (
     gpt2,
     granite,
     llama,
+    ministral,
     ministral3,
     mistral,
     mistral3,
@@ -55,6 +56,7 @@ _FILES: Final = (
     qwen2_vl,
     mistral3,
     ministral3,
+    ministral,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
