@@ -19,6 +19,7 @@ from model.families import (
     mistral,
     mistral3,
     olmo2,
+    olmo3,
     opt,
     phi3,
     qwen2,
@@ -57,6 +58,7 @@ _FILES: Final = (
     mistral3,
     ministral3,
     ministral,
+    olmo3,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
