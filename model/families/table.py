@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    exaone4,
     gemma,
     gemma2,
     gemma3,
@@ -59,6 +60,7 @@ _FILES: Final = (
     ministral3,
     ministral,
     olmo3,
+    exaone4,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
