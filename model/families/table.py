@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    exaone,
     exaone4,
     gemma,
     gemma2,
@@ -61,6 +62,7 @@ _FILES: Final = (
     ministral,
     olmo3,
     exaone4,
+    exaone,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
