@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    ernie4_5,
     exaone,
     exaone4,
     gemma,
@@ -63,6 +64,7 @@ _FILES: Final = (
     olmo3,
     exaone4,
     exaone,
+    ernie4_5,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
