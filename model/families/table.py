@@ -30,6 +30,7 @@ from model.families import (
     qwen2_vl,
     qwen3,
     qwen3_vl,
+    seed_oss,
     smollm3,
     stablelm,
     starcoder2,
@@ -65,6 +66,7 @@ _FILES: Final = (
     exaone4,
     exaone,
     ernie4_5,
+    seed_oss,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
