@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    arcee,
     ernie4_5,
     exaone,
     exaone4,
@@ -67,6 +68,7 @@ _FILES: Final = (
     exaone,
     ernie4_5,
     seed_oss,
+    arcee,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
