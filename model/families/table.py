@@ -17,6 +17,7 @@ from model.families import (
     gemma3_multimodal,
     gpt2,
     granite,
+    hunyuan_dense,
     llama,
     ministral,
     ministral3,
@@ -69,6 +70,7 @@ _FILES: Final = (
     ernie4_5,
     seed_oss,
     arcee,
+    hunyuan_dense,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
