@@ -19,6 +19,7 @@ from model.families import (
     granite,
     hunyuan_dense,
     llama,
+    llama_names,
     ministral,
     ministral3,
     mistral,
@@ -74,7 +75,7 @@ _FILES: Final = (
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
-    for family in (file.FAMILY for file in _FILES)
+    for family in (*(file.FAMILY for file in _FILES), *llama_names.FAMILIES)
 }
 """Supported families by architecture."""
 
