@@ -20,6 +20,7 @@ from model.families import (
     hunyuan_dense,
     llama,
     llama_names,
+    minicpm,
     ministral,
     ministral3,
     mistral,
@@ -72,6 +73,7 @@ _FILES: Final = (
     seed_oss,
     arcee,
     hunyuan_dense,
+    minicpm,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
