@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    apertus,
     arcee,
     ernie4_5,
     exaone,
@@ -74,6 +75,7 @@ _FILES: Final = (
     arcee,
     hunyuan_dense,
     minicpm,
+    apertus,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
