@@ -18,6 +18,7 @@ from model.families import (
     gemma3_multimodal,
     gpt2,
     granite,
+    helium,
     hunyuan_dense,
     llama,
     llama_names,
@@ -76,6 +77,7 @@ _FILES: Final = (
     hunyuan_dense,
     minicpm,
     apertus,
+    helium,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
