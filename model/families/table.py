@@ -27,6 +27,7 @@ from model.families import (
     ministral3,
     mistral,
     mistral3,
+    nemotron,
     olmo2,
     olmo3,
     opt,
@@ -78,6 +79,7 @@ _FILES: Final = (
     minicpm,
     apertus,
     helium,
+    nemotron,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
