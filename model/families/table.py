@@ -20,6 +20,7 @@ from model.families import (
     granite,
     helium,
     hunyuan_dense,
+    internlm3,
     llama,
     llama_names,
     minicpm,
@@ -80,6 +81,7 @@ _FILES: Final = (
     apertus,
     helium,
     nemotron,
+    internlm3,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
