@@ -9,6 +9,7 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
     apertus,
     arcee,
+    cwm,
     ernie4_5,
     exaone,
     exaone4,
@@ -82,6 +83,7 @@ _FILES: Final = (
     helium,
     nemotron,
     internlm3,
+    cwm,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family
