@@ -36,6 +36,7 @@ MOST_CASES: Final = {
     "tests/kernels/step/": 1,
     "tests/model/checkpoint/": 6,
     "tests/model/executors/": 2,
+    "tests/model/families/": 3,
     "tests/model/network/": 6,
     "tests/model/sampling/": 6,
     "tests/model/test_files.py": 10,
