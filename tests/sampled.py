@@ -39,6 +39,7 @@ MOST_CASES: Final = {
     "tests/model/gguf/": 10,
     "tests/model/gguf/test_hostile_files.py": 50,
     "tests/model/gguf/test_parity.py": 1,
+    "tests/model/families/": 3,
     "tests/model/network/": 6,
     "tests/model/sampling/": 6,
     "tests/model/test_files.py": 10,

@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""The activations of MLPs; "gelu_tanh" is the approximation of GELU by a hyperbolic tangent."""
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""The activations of MLPs: "gelu_tanh" is the approximation of GELU by a hyperbolic tangent, "relu2" the square of
+ReLU.
+"""
 
 _ACTIVATIONS: Final[dict[ActivationName, Callable[[Tensor], Tensor]]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 _SMALL_ROWS = 4
+_XIELU_BETA = 0.5
+_XIELU_EPS = -1e-6
+"""Constants of xIELU: the slope at 0, and the limit of the exponent, with which its gradient is defined there."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,6 +113,25 @@ def activate(x: Tensor, function: ActivationName, *, gated: bool) -> Tensor:
         return _ACTIVATIONS[function](x)
     gate, up = x.chunk(2, dim=-1)
     return _ACTIVATIONS[function](gate) * up
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """Apply xIELU, whose curvature on both sides of 0 a model learns, to every element; computes in float32.
+
+    Args:
+        x: [..., F].
+        parameters: [2], those of the positive and of the negative side, before softplus.
+
+    Returns:
+        [..., F] in x's dtype.
+
+    Source: Huang and Schlag, Deriving Activation Functions Using Integration, 2024 (arXiv 2411.13010), eq. 9.
+    """
+    wide = x.float()
+    positive, negative = functional.softplus(parameters.float())
+    line = _XIELU_BETA * wide
+    below = (torch.expm1(wide.clamp(max=_XIELU_EPS)) - wide) * (negative + _XIELU_BETA)
+    return (torch.where(wide > 0, positive * wide * wide, below) + line).to(x.dtype)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

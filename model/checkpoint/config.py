@@ -136,6 +136,15 @@ class ModelConfig:
         family = FAMILIES[self.architecture]
         return family.rewrites(family.keys(self.content))
 
+    def within(self, max_model_len: int | None) -> ModelConfig:
+        """Return the configuration for a service, with what sequences of its length need.
+
+        Args:
+            max_model_len: most tokens of a sequence; None for the model's own limit.
+        """
+        tokens = self.max_context if max_model_len is None else max_model_len
+        return dataclasses.replace(self, network=self.network.within(tokens))
+
     def parallel_unsupported(self, size: int) -> tuple[str, ...]:
         """List why `size` ranks cannot share the model; empty if they can."""
         if size == 1:

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from model.network.spec import Attention
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
-_STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+_STACKED: Final = {
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "activation": ("alpha_p", "alpha_n"),
+}
 """The modules whose rows a parameter stacks; without a gate it has those of the last one."""
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 _ROTATED: Final = ("q", "k", *_HEAD_NORMS)
@@ -208,14 +212,28 @@ def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
 
 
 def _without_alias(tensors: Tensors, name: str) -> str:
+    if name.startswith(tensors.ignored):
+        return name
     for alias, prefix in tensors.aliases.items():
         if name.startswith(alias):
-            return prefix + name.removeprefix(alias)
+            return _without_layer_alias(tensors, prefix + name.removeprefix(alias))
+    return _without_layer_alias(tensors, name)
+
+
+def _without_layer_alias(tensors: Tensors, name: str) -> str:
+    start, layers, rest = name.partition(tensors.layers)
+    index, _, module = rest.partition(".")
+    if index.isdigit():
+        for alias, meant in tensors.layer_aliases.items():
+            if module.startswith(f"{alias}."):
+                return f"{start}{layers}{index}.{meant}{module.removeprefix(alias)}"
     return name
 
 
 def _module(parameter: str) -> tuple[str, str]:
     """Return the module of a parameter, and what follows the module's name in a checkpoint."""
+    if parameter == "activation":
+        return parameter, ""
     module = parameter.removesuffix("_bias")
     return module, ".weight" if module == parameter else ".bias"
 

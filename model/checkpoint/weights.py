@@ -28,7 +28,7 @@ from model.decoder import DecoderLM
 from model.device.memory import free_bytes
 from model.errors import WeightsError
 from model.families.table import FAMILIES
-from model.families.tensors import HEAD
+from model.families.tensors import HEAD, Tensors
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
@@ -226,20 +226,21 @@ def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[s
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    if path.is_file():
-        in_files = gguf_parts(path)
-    else:
-        in_files = _parts_of_folder(path, config, pickle=pickle)
+    in_files = gguf_parts(path) if path.is_file() else _parts_of_folder(path, config, pickle=pickle)
     tensors = FAMILIES[config.architecture].tensors
     names = full_names(tensors, in_files)
     stored = {names[name]: part for name, part in in_files.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     extra = stored.keys() - needed.keys()
     tied_head = {f"{tensors.modules[HEAD]}.weight"} if config.network.tied else set()
+    constants = _checked_constants(tensors, {name: stored[name] for name in extra})
     ignored = {
         name
         for name in extra
-        if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
+        if name in tied_head
+        or name in constants
+        or _IMPLIED.search(name)
+        or name.startswith(tensors.ignored)
     }
     ignored |= _zero_biases(stored, extra)
     if ignored:
@@ -269,6 +270,28 @@ def _parts_of_folder(path: Path, config: ModelConfig, *, pickle: bool) -> dict[s
     for name, tensor in read_tensors(ahead):
         headers[name] = headers[name]._replace(values=tensor.clone())
     return combine(headers, formats)
+
+
+def _checked_constants(tensors: Tensors, extra: Mapping[str, StoredPart]) -> set[str]:
+    """Return the names of the tensors whose numbers the network has without them.
+
+    Raises:
+        WeightsError: a number is another one.
+    """
+    found = {}
+    for name, part in extra.items():
+        in_layer = _IN_LAYER.search(name)
+        constant = None if in_layer is None else tensors.constants.get(name[in_layer.end() :])
+        if constant is not None:
+            found[part.name] = (name, part, constant)
+    for stored_name, value in read_tensors({it: part.entry for it, (_, part, _) in found.items()}):
+        name, part, constant = found[stored_name]
+        # Files in bfloat16 have rounded numbers.
+        if value.numel() != 1 or not math.isclose(value.item(), constant, rel_tol=2**-7):
+            raise WeightsError(
+                f"{part.entry.file}: {stored_name} must be {constant:g}, found {value.flatten()[:1].tolist()}"
+            )
+    return {name for name, _, _ in found.values()}
 
 
 def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:

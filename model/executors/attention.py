@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from model.executors.binder import Binder
     from model.network.layers import DecoderLayer
     from model.network.rope import RotaryEmbedding
-    from model.network.spec import Attention
+    from model.network.spec import Attention, QueryScale
     from model.network.spec import Norm as NormSpec
 
 _LITTLE_BYTES: Final = 16 << 20
@@ -43,7 +44,8 @@ class BoundAttention(NamedTuple):
     Attributes:
         spec: what it computes, of this rank's heads.
         qkv: includes the layer's first norm; reads the residual stream.
-        head_norms: per-head norms of queries and of keys; None if the family has none.
+        head_norms: per-head norms of queries and of keys before the rotation; None if the family has none.
+        late_weights: weights of the norms of queries and of keys after the rotation; None if the family has none.
         joint_norms: norms of all query heads and of all key heads of a token, or with weights of each head; None if
             the family has none.
         output: adds to the residual stream, after a norm if the family has one there.
@@ -55,6 +57,7 @@ class BoundAttention(NamedTuple):
     spec: Attention
     qkv: Projection
     head_norms: tuple[Norm, Norm] | None
+    late_weights: tuple[Tensor, Tensor] | None
     joint_norms: tuple[BoundNorm, BoundNorm] | None
     output: ResidualWriter
     next_weights: tuple[Tensor, Tensor]
@@ -65,7 +68,7 @@ class BoundAttention(NamedTuple):
     def bind(cls, spec: Attention, binder: Binder) -> BoundAttention:
         """Bind a layer's attention."""
         layer, network = binder.layer, binder.model.network
-        head_norms = joint_norms = None
+        head_norms = joint_norms = late_weights = None
         if spec.qk_norm is not None:
             assert layer.q_norm is not None
             assert layer.k_norm is not None
@@ -75,6 +78,9 @@ class BoundAttention(NamedTuple):
                     _norm_by_head(layer.q_norm, spec.qk_norm, spec.head_dim),
                     _norm_by_head(layer.k_norm, spec.qk_norm, spec.head_dim),
                 )
+            elif spec.late_qk_norm:
+                late_weights = layer.q_norm, layer.k_norm
+                _ones(spec.head_dim, *_place(layer.q_norm))  # not while a step is recorded
             elif spec.joint_qk_norm:
                 joint_norms = binder.norm(norms[0]), binder.norm(norms[1])
             else:
@@ -83,12 +89,37 @@ class BoundAttention(NamedTuple):
             spec,
             binder.reading("qkv"),
             head_norms,
+            late_weights,
             joint_norms,
             binder.adding("output"),
             _after(layer, "qkv"),
             attention_problems(network).index(same_problem(spec)),
             network.rotaries.index((spec.rotary, spec.head_dim)),
         )
+
+    @property
+    def norms(self) -> tuple[Norm, Norm] | None:
+        """The norms of heads that the rotation includes.
+
+        A rotation does not change the length of a head, so the division by its root mean square may come first; the
+        weights follow it in `scaled_queries`.
+        """
+        if self.late_weights is None:
+            return self.head_norms
+        assert self.spec.qk_norm is not None
+        norm = Norm(_ones(self.spec.head_dim, *_place(self.late_weights[0])), self.spec.qk_norm.eps)
+        return norm, norm
+
+    def scaled_queries(self, q: Tensor, scales: QueryScales) -> Tensor:
+        """Multiply rotated queries, [..., H, D], by what scores have beside the products of queries and keys."""
+        factor = None
+        if self.late_weights is not None:
+            # A score has the weights of queries and keys as one product, so keys need none in the cache.
+            factor = self.late_weights[0].float() * self.late_weights[1].float()
+        if self.spec.query_scale is not None:
+            by_position = scales.of(self.spec.query_scale)
+            factor = by_position if factor is None else factor * by_position
+        return q if factor is None else (q.float() * factor).to(q.dtype)
 
     def read(self, index: int, residual: Residual, attend: Attend) -> tuple[Tensor, Residual]:
         """See `BoundMixer.read`."""
@@ -114,6 +145,36 @@ def _norm_by_head(weight: Tensor, norm: NormSpec, head_dim: int) -> BoundNorm:
         return (normalized * weight.float()).to(x.dtype)
 
     return normalize
+
+
+def _place(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+# Without a limit, since recorded steps read the tensors; there is one for each model.
+@functools.cache
+def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):  # for training too
+        return torch.ones(size, dtype=dtype, device=device)
+
+
+class QueryScales:
+    """The factors on the queries of a step by their positions, computed once for all layers.
+
+    Args:
+        positions: [...] int64.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+        self._found: dict[QueryScale, Tensor] = {}
+
+    def of(self, scale: QueryScale) -> Tensor:
+        """Return the factors, [..., 1, 1] float32."""
+        if scale not in self._found:
+            grown = torch.floor(self._positions.float() / scale.original)
+            self._found[scale] = (1 + scale.beta * torch.log(1 + grown))[..., None, None]
+        return self._found[scale]
 
 
 def _after(layer: DecoderLayer, name: str) -> tuple[Tensor, Tensor]:
@@ -144,10 +205,12 @@ class DenseAttention:
 
     Args:
         ropes: cos and sin, as for `kernels.apply_rope`, of each of `rotaries`.
+        positions: [L] int64.
     """
 
-    def __init__(self, ropes: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, ropes: Sequence[tuple[Tensor, Tensor]], positions: Tensor) -> None:
         self._ropes = ropes
+        self._scales = QueryScales(positions)
 
     def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
         """Compute attention: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
@@ -155,7 +218,8 @@ class DenseAttention:
         mixer = attention.spec
         assert mixer.softcap is None, "dense attention caps no scores"
         rope = self._ropes[attention.rotary]
-        q, k, v = split_heads(qkv, mixer.head_dim, mixer.num_kv_heads, attention.head_norms, rope)
+        q, k, v = split_heads(qkv, mixer.head_dim, mixer.num_kv_heads, attention.norms, rope)
+        q = attention.scaled_queries(q, self._scales)
         return flash_attention(q, k, v, mixer.scale, mixer.window).flatten(-2)
 
 
@@ -189,6 +253,7 @@ class PagedAttention:
         self._rotations: list[Rotation] = [
             rotate(it.tables, positions, batch_invariant=batch_invariant, pdl=pdl) for it in ropes
         ]
+        self._query_scales = QueryScales(positions)
         self._prefetches = pdl and not batch_invariant and len(positions) <= _FEW_ROWS
 
     def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
@@ -211,8 +276,8 @@ class PagedAttention:
         ):
             ahead = attention.next_weights
         cache = CacheSlots(kv, slots, scale)
-        q = self._rotations[attention.rotary](qkv, cache, attention.head_norms, ahead)
-        return self._attend(index, attention, q)
+        q = self._rotations[attention.rotary](qkv, cache, attention.norms, ahead)
+        return self._attend(index, attention, attention.scaled_queries(q, self._query_scales))
 
     def _attend(self, index: int, attention: BoundAttention, q: Tensor) -> Tensor:
         """Compute attention over a cache that already holds the step's tokens: [T, H, D] to [T, H * D] contiguous."""

@@ -107,7 +107,8 @@ class Product(NamedTuple):
 
 
 def _of_dense(mlp: Dense) -> tuple[Product, ...]:
-    activation = Activation(mlp.activation, gated=mlp.gated)
+    # What has parameters of its own is computed after the product.
+    activation = None if mlp.activation == "xielu" else Activation(mlp.activation, gated=mlp.gated)
     return Product("gate_up", "mlp_norm", activation), Product("down")
 
 

@@ -22,6 +22,7 @@ from kernels.linear.projection import (
     bind_norm,
     bind_projection,
 )
+from kernels.norms.pytorch import xielu
 from kernels.rope import registry as rope
 from kernels.sampling.tokens import embed_tokens
 from kernels.selection import VectorProblem, reasons, select_vector
@@ -132,21 +133,26 @@ class BoundDense(NamedTuple):
     """A multi-layer perceptron.
 
     Attributes:
-        gate_up: includes the MLP's norm and activation; reads the residual stream.
+        gate_up: includes the MLP's norm and, unless it has parameters, its activation; reads the residual stream.
         down: adds to the residual stream, after a norm if the family has one there.
+        activation: parameters of xIELU; None for an activation without parameters.
     """
 
     gate_up: Projection
     down: ResidualWriter
+    activation: Tensor | None = None
 
     @classmethod
     def bind(cls, _spec: Dense, binder: Binder) -> BoundDense:
         """Bind a layer's MLP."""
-        return cls(binder.reading("gate_up"), binder.adding("down"))
+        return cls(binder.reading("gate_up"), binder.adding("down"), binder.layer.activation)
 
     def read(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `BoundMLP.read`."""
-        return self.gate_up.from_residual(residual)
+        gated, residual = self.gate_up.from_residual(residual)
+        if self.activation is not None:
+            gated = xielu(gated, self.activation)
+        return gated, residual
 
 
 class PagedStep(NamedTuple):
@@ -187,7 +193,7 @@ def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
 
 
 def _begin_dense_attention(model: DecoderParameters, positions: Tensor, hidden: Tensor) -> Attend:
-    return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes])
+    return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes], positions)
 
 
 class MixerSpec(NamedTuple):
@@ -214,7 +220,8 @@ class MLPSpec(NamedTuple):
 
 
 _FIELDS = (
-    "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "bias", "output_bias",
+    "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "late_qk_norm", "query_scale", "bias",
+    "output_bias",
 )  # fmt: skip
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(
@@ -235,6 +242,7 @@ READS: Final[spec.Reads] = {
     spec.Layer: dict.fromkeys(("post_norms", "pre_norms", "parallel", "shared_norm"), spec.ALL),
     spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL, "bias": spec.ALL},
     spec.Rotary: spec.ALL,
+    spec.QueryScale: spec.ALL,
 }
 """What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
 
@@ -424,6 +432,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *(("no deterministic steps on a CPU",) if on_cpu else ()),
         *spec.unread(network, {**READS, **tables}),
         *_layer_norms(network),
+        *_late_norms(problem),
         *(f"no {name} of sequences" for name in bucket.extra_columns),
         *(f"no deterministic {name}" for name in others if bucket.deterministic),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1),
@@ -437,6 +446,23 @@ def _layer_norms(network: spec.Network) -> tuple[str, ...]:
     return reasons(
         (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),
         (any(it.kind == "layer" for it in after), "no layer norms after attention and MLP"),
+    )
+
+
+def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
+    """List why the norms after the rotation cannot be computed: their weights are applied to rotated queries alone."""
+    late = [it for it in problem.network.attentions if it.qk_norm is not None and it.late_qk_norm]
+    scaled = any(it.rotary is not None and it.rotary.attention_factor != 1 for it in late)
+    return reasons(
+        (
+            bool(late) and problem.kv_dtype is not None,
+            "no norms of queries and keys after the rotation over a KV cache in FP8: set --kv-cache-dtype auto",
+        ),
+        (scaled, "no norms of queries and keys after a rotation that scales them"),
+        (
+            any(it.joint_qk_norm for it in late),
+            "no norms of all queries and of all keys after the rotation",
+        ),
     )
 
 

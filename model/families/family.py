@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from model.families.keys import Keys
 from model.families.tensors import LLAMA, Rewrite, Tensors
+from model.families.wrapped import tied_by_the_model
 from model.json_input import check
 from model.network.spec import Network
 
@@ -32,8 +33,11 @@ class Family:
         rewrites: returns what loading changes, by the names of modules in `model.families.tensors`.
         renamed: as for `Keys`.
         part: the key of the object that states the language model, of a config.json of several models; "" if it is
-            config.json itself.
+            config.json itself. Files without the object state the language model beside the other models.
         defaults: values of absent keys that have no default in `network`, or another one. A key of null is not absent.
+        also: other entries of `architectures` that files with this `model_type` have.
+        synonyms: other names of keys in some files, and those that `network` reads.
+        tied: whether the head is tied, from what config.json and `part` state; of a family with a part.
     """
 
     architecture: str
@@ -44,13 +48,25 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     part: str = ""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tied: Callable[[bool | None, bool | None], bool | None] = tied_by_the_model
 
     def keys(self, config: Mapping[str, Any]) -> Keys:
         """Return the keys of the language model that a config.json states."""
         if not self.part:
+            return Keys({**self.defaults, **self._translated(config)}, self.renamed)
+        stated = config.get(self.part)
+        if stated is None:
             return Keys({**self.defaults, **config}, self.renamed)
-        part = {**self.defaults, **check(config.get(self.part, {}), dict, self.part)}
+        part = {**self.defaults, **check(stated, dict, self.part)}
         # transformers 5 states it beside the part, earlier releases in it.
-        if config.get(_TIED) is False:
-            part[_TIED] = False
+        part[_TIED] = self.tied(
+            *(check(it.get(_TIED), bool | None, _TIED) for it in (config, part))
+        )
         return Keys(part, self.renamed, f"{self.part}.")
+
+    def _translated(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys by the names that `network` reads, which prevail where a file has both."""
+        others = {self.synonyms[key]: it for key, it in config.items() if key in self.synonyms}
+        return {**others, **{key: it for key, it in config.items() if key not in self.synonyms}}

@@ -6,25 +6,13 @@ import dataclasses
 from typing import Final
 
 from model.families import gemma3
-
-_PREFIX: Final = "language_model.model."
+from model.families.wrapped import tied_by_both, wrapped_tensors
 
 FAMILY: Final = dataclasses.replace(
     gemma3.FAMILY,
     architecture="Gemma3ForConditionalGeneration",
     model_type="gemma3",
-    tensors=dataclasses.replace(
-        gemma3.FAMILY.tensors,
-        modules={**gemma3.FAMILY.tensors.modules, "lm_head": "language_model.lm_head"},
-        prefix=_PREFIX,
-        aliases={
-            "model.language_model.": _PREFIX,
-            "lm_head.": "language_model.lm_head.",
-            "model.vision_tower.": "vision_tower.",
-            "model.multi_modal_projector.": "multi_modal_projector.",
-        },
-        ignored=("vision_tower.", "multi_modal_projector."),
-    ),
+    tensors=wrapped_tensors(gemma3.FAMILY.tensors),
     part="text_config",
     defaults={
         "vocab_size": 262_208,
@@ -34,4 +22,5 @@ FAMILY: Final = dataclasses.replace(
         "num_attention_heads": 8,
         "max_position_embeddings": 131_072,
     },
+    tied=tied_by_both,
 )

@@ -76,6 +76,11 @@ class Keys:
         """Return true or false."""
         return bool(self._required(key, bool, default))
 
+    def text_or_integer(self, key: str, limits: Meta, default: int) -> str | int:
+        """Return a string or a whole number."""
+        value: str | int = self._required(key, str | Annotated[int, limits], default)
+        return value
+
     def text(self, key: str) -> str | None:
         """Return a string, or None."""
         value: str | None = self._optional(key, str, None)
@@ -112,6 +117,11 @@ class Keys:
             UnsupportedModelError: it has another one.
         """
         refuse({self.name(key): self._find(key)}, ((values, (self.name(key),)),))
+
+    def accept(self, *keys: str) -> None:
+        """Let keys have any value, because they do not change what the network computes."""
+        for key in keys:
+            self._find(key)
 
     def refuse_unread(self) -> None:
         """Check that no key that was not read enables a feature.

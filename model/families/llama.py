@@ -28,4 +28,4 @@ def network(keys: Keys) -> Network:
     return parts.decoder(keys, parts.with_windows(Layer(mixer, mlp, norm), windows), norm)
 
 
-FAMILY: Final = Family("LlamaForCausalLM", "llama", network)
+FAMILY: Final = Family("LlamaForCausalLM", "llama", network, also=("LLaMAForCausalLM",))

@@ -10,7 +10,7 @@ from model.families.family import Family
 from model.families.keys import Keys
 from model.families.rotary import read_rotary
 from model.families.tensors import LLAMA
-from model.network.spec import Attention, Dense, Layer, Network
+from model.network.spec import Attention, Dense, Layer, Network, Rotary
 
 _TENSORS: Final = dataclasses.replace(
     LLAMA,
@@ -22,8 +22,13 @@ _TENSORS: Final = dataclasses.replace(
 )
 
 
-def network(keys: Keys) -> Network:
-    """Return the network of a config.json."""
+def layer(keys: Keys, rotary: Rotary | None = None) -> Layer:
+    """Return the layer that a config.json states.
+
+    Args:
+        keys: of config.json.
+        rotary: another rotary embedding than the one that they state for all layers.
+    """
     heads, kv_heads, dim = parts.heads(keys)
     bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys)
     mixer = Attention(
@@ -31,15 +36,20 @@ def network(keys: Keys) -> Network:
         kv_heads,
         dim,
         dim**-0.5,
-        rotary=read_rotary(keys, dim),
+        rotary=rotary or read_rotary(keys, dim),
         qk_norm=norm,
         joint_qk_norm=True,
         bias=bias,
         output_bias=bias,
     )
     mlp = Dense(parts.inner_size(keys), parts.activation(keys))
-    layer = Layer(mixer, mlp, norm, pre_norms=False, post_norms=True)
-    return parts.decoder(keys, parts.with_windows(layer, parts.same_windows(keys)), norm)
+    return Layer(mixer, mlp, norm, pre_norms=False, post_norms=True)
+
+
+def network(keys: Keys) -> Network:
+    """Return the network of a config.json."""
+    layers = parts.with_windows(stated := layer(keys), parts.same_windows(keys))
+    return parts.decoder(keys, layers, stated.norm)
 
 
 FAMILY: Final = Family(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
+from model.families.tensors import Rewrite
 from model.json_input import shorten
 from model.network.spec import ActivationName, Layer, Network, Norm, Positions, Rotary
 
@@ -25,6 +26,7 @@ _LAYERS: Final = Meta(ge=1, le=1_024)
 _HEADS: Final = Meta(ge=1, le=1_024)
 _HEAD_DIM: Final = Meta(ge=1)
 _EPS: Final = Meta(ge=0, le=1)
+MULTIPLIER: Final = Meta(ge=1e-6, le=1e6)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 GELUS: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu")
@@ -36,6 +38,8 @@ _ACTIVATIONS: Final[dict[str, ActivationName]] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 """The activations by their names in config.json."""
 
@@ -111,14 +115,56 @@ def activation(keys: Keys, names: tuple[str, ...] = ("silu", "swish")) -> Activa
     return _ACTIVATIONS[keys.text("hidden_act") or names[0]]
 
 
-def rms_norm(keys: Keys, *, float32: bool = False) -> Norm:
+def rms_norm(keys: Keys, default_eps: float = Norm.eps, *, float32: bool = False) -> Norm:
     """Read the RMS norms; `float32` as in `Norm`."""
-    return Norm(keys.number("rms_norm_eps", _EPS, Norm.eps), float32=float32)
+    return Norm(keys.number("rms_norm_eps", _EPS, default_eps), float32=float32)
 
 
 def layer_norm(keys: Keys, default_eps: float = 1e-5, *, bias: bool = True) -> Norm:
     """Read the layer norms, which have biases or none."""
     return Norm(keys.number("layer_norm_eps", _EPS, default_eps), "layer", bias=bias)
+
+
+class Multipliers(NamedTuple):
+    """Factors in a Llama, which loading folds into its weights.
+
+    Embeddings are multiplied by e, and what a layer adds to the stream by r. A norm does not depend on the scale of the
+    stream, so the stream divided by e has the embeddings unchanged, r / e in the weights that add to it, and eps / e^2
+    in the norms. The weight of the last norm multiplies the logits.
+
+    Attributes:
+        embedding: e.
+        residual: r.
+        logits: of the logits.
+    """
+
+    embedding: float
+    residual: float
+    logits: float
+
+    def norm(self, norm: Norm) -> Norm:
+        """Return the norm of the stream divided by e."""
+        return dataclasses.replace(norm, eps=norm.eps / self.embedding**2)
+
+    def rewrites(self) -> dict[str, Rewrite]:
+        """Return what loading changes."""
+        added = Rewrite(self.residual / self.embedding)
+        return {"output": added, "down": added, "norm": Rewrite(self.logits)}
+
+
+def check_code(keys: Keys, *classes: str) -> None:
+    """Check that code that is stored beside the weights, if there is any, is that of a family.
+
+    Raises:
+        UnsupportedModelError: its class for the language model is not one of `classes`.
+    """
+    if code := keys.inner("auto_map"):
+        model = code.text("AutoModelForCausalLM")
+        if model is None or model.rpartition(".")[2] not in classes:
+            raise UnsupportedModelError(
+                f"{code.name('AutoModelForCausalLM')} = {shorten(model)} is not supported; supported is"
+                f" {' or '.join(classes)}"
+            )
 
 
 def same_windows(keys: Keys, window: int | None = None) -> Windows:

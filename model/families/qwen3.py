@@ -11,8 +11,8 @@ from model.families.rotary import read_rotary
 from model.network.spec import Attention, Dense, Layer, Network
 
 
-def network(keys: Keys) -> Network:
-    """Return the network of a config.json."""
+def network(keys: Keys, *, sections: bool = False) -> Network:
+    """Return the network of a config.json; `sections` as for `read_rotary`."""
     heads, kv_heads, dim = parts.heads(keys, head_dim=128)
     bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys)
     mixer = Attention(
@@ -20,7 +20,7 @@ def network(keys: Keys) -> Network:
         kv_heads,
         dim,
         scale=dim**-0.5,
-        rotary=read_rotary(keys, dim),
+        rotary=read_rotary(keys, dim, sections=sections),
         qk_norm=norm,
         bias=bias,
         output_bias=bias,

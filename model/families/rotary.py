@@ -33,6 +33,8 @@ def read_rotary(
     theta: float = Rotary.theta,
     partial: float | None = None,
     types: Mapping[str, RopeType] = _TYPES,
+    absent: Mapping[str, Any] | None = None,
+    sections: bool = False,
 ) -> Rotary:
     """Read the parameters from either form of config.json.
 
@@ -43,6 +45,9 @@ def read_rotary(
         partial: the default of `partial_rotary_factor`, the share of a head's dimensions that rotate; None for a family
             without the key.
         types: the variants of the family by their names.
+        absent: the parameters if config.json states none; None for the default variant.
+        sections: whether they may divide the pairs of a head into sections for time, height and width; text has the
+            same angle in all.
 
     Raises:
         ModelFolderError: a value is missing, of the wrong type or outside its limits.
@@ -50,12 +55,20 @@ def read_rotary(
 
     Source: transformers 5, `modeling_rope_utils.py`: precedence of the keys and the defaults.
     """
-    rope = keys.inner("rope_scaling") or keys.inner("rope_parameters") or Keys({})
+    rope = rope_parameters(keys, absent)
+    if sections:
+        rope.accept("mrope_section", "mrope_interleaved")
+        types = {**types, "mrope": "default"}
     return _checked(keys, rope, head_dim, theta, partial, types)
 
 
+def rope_parameters(keys: Keys, absent: Mapping[str, Any] | None = None) -> Keys:
+    """Return the object of the parameters, or `absent` if config.json has none."""
+    return keys.inner("rope_scaling") or keys.inner("rope_parameters") or Keys(absent or {})
+
+
 def read_rotary_by_layer_type(
-    keys: Keys, head_dim: int, thetas: tuple[float, float]
+    keys: Keys, head_dim: int, thetas: tuple[float, float | None]
 ) -> tuple[Rotary, Rotary]:
     """Read the parameters of layers that attend to all tokens, and of layers with a sliding window.
 
@@ -65,7 +78,7 @@ def read_rotary_by_layer_type(
     Args:
         keys: of config.json.
         head_dim: D.
-        thetas: the default bases of both.
+        thetas: the default bases of both; None for the base of layers that attend to all tokens.
 
     Raises:
         ModelFolderError: a value is missing, of the wrong type or outside its limits.
@@ -73,7 +86,8 @@ def read_rotary_by_layer_type(
 
     Source: transformers 5, Gemma3TextConfig.convert_rope_params_to_dict.
     """
-    local_theta = keys.number("rope_local_base_freq", _THETA, thetas[1])
+    local_theta = thetas[1] or keys.number("rope_theta", _THETA, thetas[0])
+    local_theta = keys.number("rope_local_base_freq", _THETA, local_theta)
     outer = keys.inner("rope_parameters") or Keys({})
     local = outer.inner("sliding_attention") or Keys({})
     rope_type = local.text("rope_type") or local.text("type") or "default"

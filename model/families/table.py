@@ -7,8 +7,14 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    apertus,
+    arcee,
     cohere,
     cohere2,
+    cwm,
+    ernie4_5,
+    exaone,
+    exaone4,
     falcon,
     gemma,
     gemma2,
@@ -19,14 +25,28 @@ from model.families import (
     gpt_neox,
     gptj,
     granite,
+    helium,
+    hunyuan_dense,
+    internlm3,
     llama,
+    llama_names,
+    minicpm,
+    ministral,
+    ministral3,
     mistral,
+    mistral3,
+    nemotron,
     olmo2,
+    olmo3,
     opt,
     phi,
     phi3,
     qwen2,
+    qwen2_5_vl,
+    qwen2_vl,
     qwen3,
+    qwen3_vl,
+    seed_oss,
     smollm3,
     stablelm,
     starcoder2,
@@ -59,8 +79,30 @@ _FILES: Final = (
     gpt_neox,
     gptj,
     phi,
+    qwen3_vl,
+    qwen2_5_vl,
+    qwen2_vl,
+    mistral3,
+    ministral3,
+    ministral,
+    olmo3,
+    exaone4,
+    exaone,
+    ernie4_5,
+    seed_oss,
+    arcee,
+    hunyuan_dense,
+    minicpm,
+    apertus,
+    helium,
+    nemotron,
+    internlm3,
+    cwm,
 )
-FAMILIES: Final[Mapping[str, Family]] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.architecture: family
+    for family in (*(file.FAMILY for file in _FILES), *llama_names.FAMILIES)
+}
 """Supported families by architecture."""
 
 
@@ -75,9 +117,17 @@ def find_architecture(config: Mapping[str, Any]) -> str:
     names, model_type = keys.texts("architectures"), keys.text("model_type")
     if not names and model_type is None:
         raise ModelFolderError("architectures and model_type are both missing")
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    name = names[0] if names else by_type.get(str(model_type), str(model_type))
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    named = by_type.get(str(model_type))
+    if named is not None and (not names or names[0] in named.also):
+        return named.architecture
+    name = names[0] if names else str(model_type)
     if name not in FAMILIES:
+        others = (
+            it.architecture for it in FAMILIES.values() if model_type is None and name in it.also
+        )
+        if (other := next(others, None)) is not None:
+            return other
         raise UnsupportedModelError(
             f"architecture {shorten(name)} is not supported; supported are {', '.join(FAMILIES)}"
         )

@@ -6,6 +6,7 @@ A module of a layer, such as a projection, has one name here for its weight and 
     output_norm, down_norm      norms of their results
     q, k, v, output             projections of attention;  q_norm, k_norm: norms of queries and keys
     gate, up, down              matrices of the MLP; without a gate only up and down
+    alpha_p, alpha_n            the parameters of xIELU, whose tensors have no `.weight` after the name
 
 Outside the layers there are embed_tokens, embed_positions, norm and lm_head.
 """
@@ -48,6 +49,8 @@ class Tensors:
         grouped_qkv: whether a tensor of q, k and v has the rows of each key-value head together: those of its queries,
             then its own of k and of v.
         aliases: other prefixes that names in files have, and those that they stand for.
+        layer_aliases: other names that modules of a layer have in some files, and those that they stand for.
+        constants: names of tensors of a layer with one number, and that number, which the network has without them.
         ignored: prefixes of tensors that the network does not have, such as those of an image encoder.
     """
 
@@ -59,6 +62,8 @@ class Tensors:
     interleaved_rotary: bool = False
     grouped_qkv: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layer_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
 

@@ -65,10 +65,7 @@ def resolve(
     if name.folder is not None:
         return name.folder
     assert name.repository is not None
-    if config_only:
-        folder = _fetch(name, _CONFIG, None)
-    else:
-        folder = _fetch(name, _NEEDED, pickle)
+    folder = _fetch(name, _CONFIG, None) if config_only else _fetch(name, _NEEDED, pickle)
     if name.tag or (not (folder / "config.json").exists() and gguf_in(folder)):
         return folder / _selected(name, gguf_in(folder))[0]
     return folder

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 def same_problem(mixer: Attention) -> Attention:
-    """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
+    """Return a mixer without what is no part of its attention problem: how its inputs are made, and projections."""
     return dataclasses.replace(
         mixer,
         rotary=Rotary(),
         qk_norm=None,
         joint_qk_norm=False,
         qk_norm_by_head=False,
+        late_qk_norm=False,
+        query_scale=None,
         bias=False,
         output_bias=False,
     )

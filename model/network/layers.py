@@ -33,6 +33,8 @@ def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
         return list(mixer.matrices(0)["qkv"][0])
     if isinstance(mlp, Dense) and parameter.startswith("gate_up") and mlp.gated:
         return list(mlp.matrices(0)["gate_up"][0])
+    if parameter == "activation":
+        return [1] * mlp.num_activation
     return None
 
 
@@ -89,7 +91,8 @@ class DecoderLayer(nn.Module):
     """The parameters of one layer; executors compute with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. Biases and norms that a family lacks are None. `PARAMETERS` has what each kind of part adds.
+    those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks are None.
+    `PARAMETERS` has what each kind of part adds.
 
     Args:
         layer: what the layer computes.
@@ -142,6 +145,7 @@ class DecoderLayer(nn.Module):
         widened = 2 * mlp.inner if mlp.gated else mlp.inner
         self.gate_up = new.matrix("gate_up", widened, new.hidden)
         self.gate_up_bias = new.vector(widened) if mlp.bias else None
+        self.activation = new.vector(mlp.num_activation) if mlp.num_activation else None
         self.down = new.matrix("down", new.hidden, mlp.inner)
         self.down_bias = new.vector(new.hidden) if mlp.bias else None
 

@@ -18,8 +18,10 @@ from typing import Any, Final, Literal, TypeAlias
 from model.network.state import Paged, StateSpec
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""As in `kernels.norms.pytorch`, which this module does not import, because that imports PyTorch."""
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+"""As in `kernels.norms.pytorch`, which this module does not import, because that imports PyTorch, and "xielu", which
+has two parameters in each layer.
+"""
 
 
 _TEXT: Final = "text"
@@ -91,6 +93,21 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """A factor on the queries of a token at position p: 1 + beta * ln(1 + floor(p / original)).
+
+    It is 1 within the original context.
+
+    Attributes:
+        beta: how much.
+        original: tokens of the original context.
+    """
+
+    beta: float
+    original: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention with a KV cache.
 
@@ -107,6 +124,8 @@ class Attention:
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
         bias: whether the q, k and v projections have one.
         output_bias: whether the output projection has one.
+        late_qk_norm: whether `qk_norm` is after the rotation instead.
+        query_scale: multiplies the queries by position; None for no factor.
     """
 
     num_heads: int
@@ -125,6 +144,12 @@ class Attention:
     softcap: float | None = field(default=None, metadata={_TEXT: "softcap of attention scores"})
     bias: bool = field(default=False, metadata={_TEXT: "bias of the q, k and v projections"})
     output_bias: bool = field(default=False, metadata={_TEXT: "bias of the output projection"})
+    late_qk_norm: bool = field(
+        default=False, metadata={_TEXT: "norms of queries and keys after the rotation"}
+    )
+    query_scale: QueryScale | None = field(
+        default=None, metadata={_TEXT: "scale of queries by position beyond the original context"}
+    )
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
@@ -164,6 +189,9 @@ class Dense:
         activation: f.
         gated: whether f(gate projection) * up projection is between them; else f(projection).
         bias: whether the projections have biases.
+
+    Source: So et al., Primer, 2021, for "relu2", the square of ReLU; Huang and Schlag, Deriving Activation Functions
+    Using Integration, 2024 (arXiv 2411.13010), for "xielu".
     """
 
     inner: int
@@ -179,7 +207,13 @@ class Dense:
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
         widened = (1 + self.gated) * self.inner
-        return hidden * (widened + self.inner) + self.bias * (widened + hidden)
+        biases = self.bias * (widened + hidden)
+        return hidden * (widened + self.inner) + biases + self.num_activation
+
+    @property
+    def num_activation(self) -> int:
+        """Number of parameters of the activation."""
+        return 2 if self.activation == "xielu" else 0
 
 
 Mixer: TypeAlias = Attention
@@ -283,6 +317,19 @@ class Network:
         """
         name = str(dtype).removeprefix("torch.")
         return StateSpec(name, tuple(layer.mixer.state(name) for layer in self.layers))
+
+    def within(self, tokens: int) -> Network:
+        """Return a network that computes the same for sequences of up to `tokens` tokens, with the fewest parts."""
+
+        def without_scale(layer: Layer) -> Layer:
+            mixer = layer.mixer
+            if not isinstance(mixer, Attention) or mixer.query_scale is None:
+                return layer
+            if mixer.query_scale.original < tokens:
+                return layer
+            return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, query_scale=None))
+
+        return dataclasses.replace(self, layers=tuple(map(without_scale, self.layers)))
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

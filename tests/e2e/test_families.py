@@ -1,73 +1,109 @@
-"""Families over HTTP: the tokens and log-probabilities of several requests at once are those of transformers."""
+"""Checkpoints of several families over HTTP: the tokens of transformers, and images refused by name."""
 
-from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+import shutil
 
-import httpx
 import pytest
-import tokenizers
 import torch
 
-from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
-from tests.waiting import GIVE_UP
+from model.hub.names import BUNDLED_FOLDER
+from tests.e2e.conftest import CLIENT
+from tests.model.checkpoint.hf_checkpoints import CASES
 
-NEW_TOKENS = 120
-PROMPTS = [[(7 * i + 3 * j) % 125 + 3 for j in range(n)] for i, n in enumerate((5, 40, 23, 61))]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+VOCABULARY = 4096
+PROMPT = [*range(7, 4000, 97)]
+TOKENS = 120
+IMAGE = "data:image/png;base64,AAAA"
+REQUESTS = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}
+        ]
+    },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE}]}]
+    },
+    "/v1/messages": {
+        "max_tokens": 5,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image",
+                        "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+                    }
+                ],
+            }
+        ],
+    },
+}
 
 
-def write(folder, name, *, pickle):
-    """Write a checkpoint whose tokenizer has the token `t7` for the id 7; return the model in transformers."""
-    oracle = CASES[name].save(folder)
-    if pickle:
-        torch.save(oracle.state_dict(), folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-    words = tokenizers.models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return oracle
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral3 ministral tied",
+        "qwen3 vl",
+        "hunyuan alpha tied biases",
+        "exaone4 hybrid",
+        "apertus",
+        "minicpm",
+    ],
+)
+def test_a_service_has_the_tokens_of_transformers_and_refuses_images(tmp_path, start_service, name):
+    case = CASES[name]
+    oracle = dataclasses.replace(case, changes=case.changes | {"vocab_size": VOCABULARY}).save(
+        tmp_path
+    )
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUNDLED_FOLDER / file, tmp_path)
+    ids, logprobs = expected(oracle)
+
+    service = start_service(
+        f"--model={tmp_path}",
+        "--served-model-name=it",
+        "--device=cpu",
+        "--dtype=float32",
+        "--quantization=none",
+        "--max-num-batched-tokens=32",
+    )
+    service.wait_until_healthy(120)
+    body = {
+        "model": "it",
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+    }
+    reply = CLIENT.post(f"{service.url}/v1/completions", json=body, timeout=180).json()
+
+    found = reply["choices"][0]["logprobs"]
+    assert [int(token.removeprefix("token_id:")) for token in found["tokens"]] == ids
+    pairs = zip(found["token_logprobs"], logprobs, strict=True)
+    assert max(abs(ours - theirs) for ours, theirs in pairs) < 1e-4
+    for path, fields in REQUESTS.items():
+        refused = CLIENT.post(f"{service.url}{path}", json={"model": "it", **fields})
+        assert refused.status_code == 400
+        assert "the model reads text only" in refused.text
 
 
-def expected(oracle, prompt):
-    ids = torch.tensor([prompt])
+def expected(oracle):
+    """Return the tokens that transformers generates, and their log-probabilities."""
+    prompt = torch.tensor([PROMPT])
     with torch.inference_mode():
         out = oracle.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            prompt,
+            attention_mask=torch.ones_like(prompt),
             do_sample=False,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=TOKENS,
             return_dict_in_generate=True,
             output_logits=True,
         )
-    tokens = out.sequences[0, len(prompt) :].tolist()
-    logprobs = torch.log_softmax(torch.cat(out.logits), -1)
-    return tokens, [row[token].item() for row, token in zip(logprobs, tokens, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "pickle"),
-    [("gptj", False), ("cohere2", False), ("gpt_neox", True), ("opt", True)],
-)
-def test_requests_at_once_have_the_tokens_of_transformers(start_service, tmp_path, name, pickle):
-    oracle = write(tmp_path, name, pickle=pickle)
-    load_format = ("--load-format", "pickle") if pickle else ()
-    service = start_service(
-        "--model", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "4096",
-        "--max-num-batched-tokens", "16", "--max-num-seqs", "4", *load_format,
-    )  # fmt: skip
-    service.wait_until_healthy(GIVE_UP)
-
-    def ask(prompt):
-        body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "logprobs": 1}
-        reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=GIVE_UP)
-        (choice,) = reply.raise_for_status().json()["choices"]
-        found = choice["logprobs"]
-        return [int(it.strip()[1:]) for it in found["tokens"]], found["token_logprobs"]
-
-    with ThreadPoolExecutor(len(PROMPTS)) as threads:
-        answers = list(threads.map(ask, PROMPTS))
-
-    for prompt, (tokens, logprobs) in zip(PROMPTS, answers, strict=True):
-        their_tokens, their_logprobs = expected(oracle, prompt)
-        assert tokens == their_tokens
-        assert logprobs == pytest.approx(their_logprobs, abs=1e-4)
+    ids = out.sequences[0, len(PROMPT) :]
+    logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    return ids.tolist(), logprobs.tolist()

@@ -61,6 +61,42 @@ MODELS = {
     "gemma2": GEMMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 2.0},
     "gemma3_text": GEMMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3},
     "olmo2": SIZES | {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 256, "head_dim": 64},
+    "ministral3": SIZES
+    | {
+        "architectures": ["Ministral3ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "default",
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "hunyuan_v1_dense": SIZES
+    | {"architectures": ["HunYuanDenseV1ForCausalLM"], "hidden_size": 256, "head_dim": 64},
+    "apertus": SIZES
+    | {
+        "architectures": ["ApertusForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "hidden_act": "xielu",
+    },
+    "nemotron": SIZES
+    | {
+        "architectures": ["NemotronForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "hidden_act": "relu2",
+        "mlp_bias": True,
+    },
+    "exaone4": SIZES
+    | {
+        "architectures": ["Exaone4ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+    },
     "gpt2": SIZES
     | {
         "architectures": ["GPT2LMHeadModel"],

@@ -40,6 +40,8 @@ def model_config(
     qk_norm=False,
     joint_qk_norm=False,
     qk_norm_by_head=False,
+    late_qk_norm=False,
+    query_scale=None,
     tie_word_embeddings=False,
     head_bias=False,
     sliding_window=None,
@@ -65,12 +67,14 @@ def model_config(
         (query_pre_attn_scalar or dim) ** -0.5,
         None,
         rope,
-        norm if qk_norm or joint_qk_norm or qk_norm_by_head else None,
+        norm if qk_norm or joint_qk_norm or qk_norm_by_head or late_qk_norm else None,
         joint_qk_norm,
         qk_norm_by_head,
         attention_softcap,
         attention_bias,
         attention_output_bias,
+        late_qk_norm,
+        query_scale,
     )
     mlp = Dense(intermediate_size, activation, gated_mlp, mlp_bias)
     layers = []

@@ -87,9 +87,11 @@ def gate(
         angle = _TWO_ROOTS * (first + 0.044715 * first * first * first)
         result = first / (1.0 + tl.exp(-angle))
     else:
-        tl.static_assert(FUNCTION == "relu")
+        tl.static_assert(FUNCTION == "relu" or FUNCTION == "relu2")
         # Not `maximum`, which drops a NaN.
         result = tl.where(first < 0.0, 0.0, first)
+        if FUNCTION == "relu2":
+            result = result * result
     if GATED:
         second = tl.load(x + row * x_stride + F + column, mask=exists, other=0.0).to(tl.float32)
         result = result.to(x.dtype.element_ty).to(tl.float32) * second

@@ -49,7 +49,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     Raises:
         ModelError: the model is not supported, or the processor does not support the quantization.
     """
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder).within(settings.max_model_len)
     num_ranks = settings.tensor_parallel
     if reasons := config.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")

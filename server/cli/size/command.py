@@ -49,7 +49,8 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
     """
     try:
         arch = find_arch(options.gpu, settings.device, "--gpu")
-        config, model = engine_config(settings, folder), ModelConfig.from_folder(folder)
+        config = engine_config(settings, folder)
+        model = ModelConfig.from_folder(folder).within(config.max_model_len)
         _check(options, settings, arch, model.max_context)
         sizes = resolve_sizes(config, model, arch)
         limits = step_limits(config, model, arch)

@@ -16,9 +16,10 @@ from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE, longrope
 
 NOT_OF_THE_LIBRARY = [
     "gpt2", "opt", "gemma1", "gemma2", "gemma3 ropes", "smollm3 windows untied biases", "stablelm biases tied",
-    "olmo2", "gpt_neox", "gptj", "cohere2", "falcon", "gpt_bigcode",
+    "olmo2", "gpt_neox", "gptj", "cohere2", "falcon", "gpt_bigcode", "mistral3 ministral tied",
+    "olmo3 yarn tied biases", "exaone4 hybrid", "arcee", "hunyuan", "apertus", "nemotron biases tied",
 ]  # fmt: skip
-FAMILIES = [*NOT_OF_THE_LIBRARY, "phi3"]
+FAMILIES = [*NOT_OF_THE_LIBRARY, "phi3", "qwen2 vl tied windows", "ernie4.5", "internlm3"]
 NEW_TOKENS = 24
 
 
@@ -81,6 +82,13 @@ def test_a_longrope_service_limited_to_the_original_context_has_the_short_factor
     engine = LocalEngine(config_of(tmp_path, dtype="float32", max_model_len=limit))
 
     assert (generate(engine, prompts(), 0) == expected_tokens(oracle)) == (limit == 128)
+
+
+def test_a_service_limited_to_the_original_context_of_ministral3_scales_no_queries(tmp_path):
+    expected = expected_tokens(CASES["ministral3"].save(tmp_path))
+    engine = LocalEngine(config_of(tmp_path, dtype="float32", max_model_len=48))
+
+    assert generate(engine, prompts()[3:], 0) == expected[3:]
 
 
 @pytest.mark.parametrize("name", NOT_OF_THE_LIBRARY)

@@ -322,7 +322,7 @@ class FusedCompiler(Compiler):
     def _gate(self, job: FusedJob, pdl: bool) -> None:
         x = torch.empty((job.tokens, 28672), dtype=torch.bfloat16)
         function = next(
-            (name for name in ("gelu", "gelu_tanh", "relu") if name in job.around), "silu"
+            (name for name in ("gelu", "gelu_tanh", "relu", "relu2") if name in job.around), "silu"
         )
         activate(x, function, gated="plain" not in job.around, pdl=pdl)
 

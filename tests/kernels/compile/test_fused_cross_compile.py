@@ -114,7 +114,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "add_norm", around=("parts",), tokens=64),
         FusedJob(sm, "add_norm", around=("bias", "parts"), tokens=64),
         FusedJob(sm, "add_norm", around=("float32",), tokens=64),
-        FusedJob(sm, "gate", around=("plain", "relu"), tokens=64),
+        *(FusedJob(sm, "gate", around=("plain", name), tokens=64) for name in ("relu", "relu2")),
         *(FusedJob(sm, "gate", around=(name,), tokens=64) for name in ("gelu", "gelu_tanh")),
         *(
             FusedJob(sm, "matrix", around=(*around, *fp8), tokens=rows)

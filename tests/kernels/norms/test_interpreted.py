@@ -182,7 +182,7 @@ def test_a_norm_can_have_weights_and_results_in_float32():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_an_activation_agrees_with_its_formula(dtype, function, gated):
     x = (torch.randn(3, 1040) * 4).to(dtype)
@@ -195,7 +195,7 @@ def test_an_activation_agrees_with_its_formula(dtype, function, gated):
     assert_no_worse_than(out, truth, pytorch.activate(x, function, gated=gated))
 
 
-@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu", "relu2"])
 def test_an_activation_of_special_values_is_that_of_pytorch(function):
     x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 1e30, float("nan"), -1e30]])
 

@@ -61,7 +61,7 @@ def test_layer_norm_agrees_with_its_formula():
     torch.testing.assert_close(out, reference.layer_norm(x, weight, bias, 1e-5))
 
 
-@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_activations_agree_with_their_formulas(function):
     x = torch.randn(5, 64) * 4
     first, second = x.chunk(2, -1)
@@ -70,6 +70,23 @@ def test_activations_agree_with_their_formulas(function):
 
     torch.testing.assert_close(plain, reference.activation(x, function))
     torch.testing.assert_close(gated, reference.activation(first, function) * second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_xielu_agrees_with_its_formula_and_is_smooth_at_0(dtype):
+    x = torch.cat((torch.randn(3, 32) * 4, torch.tensor([0.0, -1e-30, 1e-30, -1e-7] * 8)[None]))
+    parameters = torch.tensor([0.3, -1.2])
+    positive = parameters[0].exp().log1p().double()
+    negative = 0.5 + parameters[1].exp().log1p().double()
+    truth = x.to(dtype).double()
+    above = positive * truth**2 + 0.5 * truth
+    below = (torch.expm1(truth) - truth) * negative + 0.5 * truth
+
+    out = pytorch.xielu(x.to(dtype), parameters)
+
+    assert out.dtype is dtype
+    expected = torch.where(truth > 0, above, below)
+    torch.testing.assert_close(out.double(), expected.to(dtype).double(), atol=1e-5, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -176,7 +176,7 @@ def layer_norm(
 
 
 def activation(x: Tensor, function: str) -> Tensor:
-    """Apply "silu", "gelu", "gelu_tanh" or "relu" to every element.
+    """Apply "silu", "gelu", "gelu_tanh", "relu" or "relu2" to every element.
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, section 2, for both forms of GELU.
     """
@@ -184,6 +184,8 @@ def activation(x: Tensor, function: str) -> Tensor:
         return x * torch.sigmoid(x)
     if function == "relu":
         return torch.where(x > 0, x, 0.0)
+    if function == "relu2":
+        return torch.where(x > 0, x * x, 0.0)
     if function == "gelu":
         return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     assert function == "gelu_tanh"

@@ -1,9 +1,12 @@
 """Tiny random checkpoints of every supported family and variant, written by transformers."""
 
 import dataclasses
+import json
 
 import torch
 import transformers
+
+from model.families.table import find_architecture
 
 VOCAB_SIZE = 128
 _SHAPE = {
@@ -35,10 +38,29 @@ class Case:
     others: dict = dataclasses.field(
         default_factory=dict
     )  # configurations of other models beside the language model
+    named: str = ""  # the class of the model, where it is not named after the family
+    restated: dict = dataclasses.field(
+        default_factory=dict
+    )  # changes of config.json, of a family that transformers computes under another name
 
     @property
     def architecture(self):
-        return self.family.removesuffix("Text") + self.model
+        return self.named or self.family.removesuffix("Text") + self.model
+
+    @property
+    def content(self):
+        """What config.json states."""
+        return self.config().to_dict() | {"architectures": [self.architecture]} | self.restated
+
+    @property
+    def served(self):
+        """The family's name."""
+        return find_architecture(self.content)
+
+    @property
+    def exact(self):
+        """The checkpoint as transformers computes it."""
+        return dataclasses.replace(self, restated={})
 
     def config(self):
         stated = _SHAPE | self.changes
@@ -54,8 +76,8 @@ class Case:
         model = getattr(transformers, self.architecture)(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name and name.endswith("weight"):
-                    low = -0.5 if self.family.startswith("Gemma") else 0.5
+                if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
+                    low = -0.5 if self.family.startswith(("Gemma", "Nemotron")) else 0.5
                     parameter.uniform_(low, low + 1)
                 else:
                     parameter.normal_(0, 0.2)
@@ -66,6 +88,9 @@ class Case:
     def save(self, folder):
         model = self.build()
         model.save_pretrained(folder, max_shard_size=self.shard_size)
+        if self.restated:
+            file = folder / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | self.restated))
         return model
 
 
@@ -99,6 +124,24 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -121,6 +164,47 @@ def _layers(count, **changes):
     return {"num_hidden_layers": count, **changes}
 
 
+def _mrope(section, **changes):
+    return _rope("default", mrope_section=section, **changes)
+
+
+def _ministral(original):
+    """YaRN and a scale of queries, which grows several times within the prompts of the tests."""
+    return _rope(
+        "yarn",
+        factor=4.0,
+        original_max_position_embeddings=original,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.5,
+    )
+
+
+def _named(architecture, model_type, **keys):
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "auto_map": {"AutoModelForCausalLM": f"modeling.{architecture}"},
+        **keys,
+    }
+
+
+def _minicpm(layers):
+    """The multipliers of `_MINICPM` under the names of Granite."""
+    return _layers(
+        layers,
+        embedding_multiplier=12.0,
+        residual_multiplier=1.4 / layers**0.5,
+        attention_multiplier=16**-0.5,
+        logits_scaling=64 / 16,
+    )
+
+
+_MINICPM = _named(
+    "MiniCPMForCausalLM", "minicpm", scale_emb=12, scale_depth=1.4, dim_model_base=16
+) | dict.fromkeys(_minicpm(4).keys() - {"num_hidden_layers"})
+# The class has a list of end tokens for null.
+_CWM = _layers(5, head_dim=16, sliding_window=16, max_position_embeddings=16384, eos_token_id=2)
 CASES = {
     "llama": Case("Llama"),
     "llama sharded": Case("Llama", shard_size="40KB"),
@@ -302,6 +386,144 @@ CASES = {
     "olmo2 head_dim tied biases": Case(
         "Olmo2", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}
     ),
+    "qwen3 vl": Case(
+        "Qwen3VL",
+        {"head_dim": 24, **_mrope([4, 4, 4], mrope_interleaved=True)},
+        model="ForConditionalGeneration",
+        others={"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "qwen3 vl tied biases": Case(
+        "Qwen3VL",
+        {"head_dim": 16, "attention_bias": True, **_mrope([4, 2, 2], mrope_interleaved=True)},
+        model="ForConditionalGeneration",
+        others={
+            "vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2.5 vl": Case(
+        "Qwen2_5_VL",
+        _mrope([2, 3, 3]),
+        model="ForConditionalGeneration",
+        others={"vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0]}},
+    ),
+    "qwen2 vl tied windows": Case(
+        "Qwen2VL",
+        _layers(3, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+        | _mrope([2, 3, 3]),
+        model="ForConditionalGeneration",
+        others={"vision_config": _QWEN_VISION | {"embed_dim": 32}, "tie_word_embeddings": True},
+    ),
+    "mistral3": Case(
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        model="ForConditionalGeneration",
+        others={"vision_config": _PIXTRAL, "tie_word_embeddings": False},
+    ),
+    "mistral3 ministral tied": Case(
+        "Mistral3",
+        {"model_type": "ministral3", "head_dim": 16, **_ministral(32)},
+        model="ForConditionalGeneration",
+        others={"vision_config": _PIXTRAL, "tie_word_embeddings": True},
+        in_half=True,
+    ),
+    "ministral3": Case("Ministral3", {"head_dim": 16, **_ministral(48)}, in_half=True),
+    "ministral3 windows": Case(
+        "Ministral3",
+        {"head_dim": 16, "sliding_window": 24, "tie_word_embeddings": True, **_ministral(16)},
+    ),
+    "ministral": Case("Ministral", _layers(3, layer_types=_KINDS, sliding_window=16, head_dim=24)),
+    "olmo3": Case("Olmo3", _layers(4, sliding_window=16), in_half=True),
+    "olmo3 yarn tied biases": Case(
+        "Olmo3",
+        _layers(
+            3,
+            layer_types=_KINDS,
+            sliding_window=24,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        ),
+    ),
+    "exaone4": Case("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4 hybrid": Case("Exaone4", _layers(4, sliding_window=16), in_half=True),
+    "exaone4 hybrid tied head_dim": Case(
+        "Exaone4",
+        _layers(3, sliding_window=16, layer_types=_KINDS, head_dim=24, tie_word_embeddings=True),
+    ),
+    "exaone": Case("Exaone", named="LlamaForCausalLM"),
+    "exaone tied rope llama3": Case(
+        "Exaone",
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
+        | {"tie_word_embeddings": True},
+        named="LlamaForCausalLM",
+    ),
+    "ernie4.5": Case("Ernie4_5", {"head_dim": 24}, in_half=True),
+    "ernie4.5 untied biases": Case(
+        "Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}
+    ),
+    "seed oss": Case("SeedOss", {"head_dim": 24}, in_half=True),
+    "seed oss biases tied": Case(
+        "SeedOss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
+        | {"tie_word_embeddings": True, "head_dim": 16},
+    ),
+    "arcee": Case("Arcee", in_half=True),
+    "arcee biases tied": Case(
+        "Arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    ),
+    "hunyuan": Case("HunYuanDenseV1", {"head_dim": 16}, in_half=True),
+    "hunyuan alpha tied biases": Case(
+        "HunYuanDenseV1",
+        {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}
+        | _rope("dynamic", alpha=100.0, factor=1.0),
+    ),
+    "apertus": Case("Apertus", {"max_position_embeddings": 16384}, in_half=True),
+    "apertus rope biases tied": Case(
+        "Apertus",
+        {"attention_bias": True, "tie_word_embeddings": True} | _rope("linear", factor=2.0),
+    ),
+    "helium": Case("Helium", {"head_dim": 16}, in_half=True),
+    "helium biases tied": Case(
+        "Helium",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "nemotron": Case("Nemotron", in_half=True),
+    "nemotron biases tied": Case(
+        "Nemotron",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24}
+        | _rope("default", partial_rotary_factor=0.25),
+    ),
+    "internlm3": Case(
+        "InternLM3",
+        {"head_dim": 16, "qkv_bias": True, "bias": True} | _rope("dynamic", factor=6.0),
+        named="LlamaForCausalLM",
+    ),
+    "cwm": Case("Cwm", _CWM),
+    "minicpm": Case("Granite", _minicpm(4), restated=_MINICPM),
+    "minicpm longrope tied": Case(
+        "Granite",
+        _minicpm(4) | longrope(8, 16) | {"tie_word_embeddings": True},
+        restated=_MINICPM | {"tie_word_embeddings": None},
+    ),
+    "aquila": Case("Llama", restated=_named("AquilaForCausalLM", "aquila")),
+    "xverse": Case("Llama", restated=_named("XverseForCausalLM", "xverse")),
+    "yi": Case("Llama", restated=_named("YiForCausalLM", "Yi")),
     "stablelm": Case("StableLm", in_half=True),
     "stablelm biases tied": Case(
         "StableLm",

@@ -24,6 +24,11 @@ CHANGES = {
     "llama": SIZES,
     "mistral sliding": SIZES,
     "phi3": SIZES,
+    "qwen3 vl": SIZES | {"head_dim": 32},
+    "mistral3": SIZES | {"head_dim": 32},
+    "exaone": SIZES,
+    "ernie4.5": SIZES | {"head_dim": 32},
+    "seed oss": SIZES | {"head_dim": 32},
     "phi3 longrope": SIZES | longrope(16, 16),
     "phi3 partial longrope tied": SIZES | longrope(12, 16),
 }
@@ -89,6 +94,10 @@ def test_full_numbers_are_released_one_layer_after_the_other(monkeypatch):
         ("smollm3", "no rotary embedding of its own for some layers"),
         ("stablelm", "no layer norms"),
         ("gemma1", "no factor on embeddings"),
+        ("ministral3", "no scale of queries by position beyond the original context"),
+        ("hunyuan", "no norms of queries and keys after the rotation"),
+        ("apertus", "no xielu activation"),
+        ("arcee", "no relu2 activation"),
     ],
 )
 def test_a_part_that_it_does_not_compute_is_refused_by_name(name, reason):

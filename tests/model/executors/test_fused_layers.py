@@ -22,7 +22,7 @@ from kernels.rope.registry import PYTORCH, TRITON
 from kernels.selection import VectorProblem, triton_unsupported
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from model.decoder import DecoderLM
-from model.network.spec import Rotary
+from model.network.spec import QueryScale, Rotary
 from tests.kernels import float8_library, triton_interpreter
 from tests.model.configs import model_config
 from tests.model.executors.paged import PagedDriver
@@ -148,6 +148,19 @@ FAMILIES = {
         "rope": None,
         "local_rope": Rotary(),
         "layer_types": ("sliding_attention", "full_attention"),
+    },
+    "arcee": {"architecture": "ArceeForCausalLM", "activation": "relu2", "gated_mlp": False},
+    "apertus": {
+        "architecture": "ApertusForCausalLM",
+        "activation": "xielu",
+        "gated_mlp": False,
+        "qk_norm": True,
+    },
+    "hunyuan": {"architecture": "HunYuanDenseV1ForCausalLM", "late_qk_norm": True},
+    "ministral3": {
+        "architecture": "Ministral3ForCausalLM",
+        "query_scale": QueryScale(0.5, 2),
+        "num_layers": 2,
     },
     "gemma2": GEMMA | {"architecture": "Gemma2ForCausalLM", "attention_softcap": 1.0},
     "gemma3": GEMMA

@@ -63,6 +63,22 @@ FAMILIES = {
         "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_key_value_heads": 4,
         "sliding_window": 5, "sliding_window_pattern": 2,
     },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 3},
+    },
+    "hunyuan": {
+        "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "num_key_value_heads": 4,
+    },
+    "apertus": {
+        "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "num_key_value_heads": 4,
+        "hidden_act": "xielu",
+    },
+    "nemotron": {
+        "architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "num_key_value_heads": 4,
+        "hidden_act": "relu2", "mlp_bias": True,
+    },
+    "helium": {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "num_key_value_heads": 4},
 }  # fmt: skip
 PROMPTS = [{"a": [1, 2, 3, 4, 5, 6, 7, 8, 9], "b": [5]}, {"a": [3], "b": [7]}, {"c": [9, 8, 7]}]
 

@@ -48,6 +48,7 @@ PARTS = {
         "shared_norm": True,
         "head_bias": True,
     },
+    "parameters of the activation": {"activation": "xielu", "gated_mlp": False},
 }
 
 

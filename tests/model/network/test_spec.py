@@ -11,7 +11,16 @@ from model.executors import cpu_library, layers, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
 from model.network import spec
-from model.network.spec import Attention, Dense, Layer, Network, Norm, Positions, Rotary
+from model.network.spec import (
+    Attention,
+    Dense,
+    Layer,
+    Network,
+    Norm,
+    Positions,
+    QueryScale,
+    Rotary,
+)
 
 OTHERS = {
     Network: {
@@ -32,12 +41,14 @@ OTHERS = {
         "softcap": 2.0,
         "bias": True,
         "output_bias": True,
+        "late_qk_norm": True,
+        "query_scale": QueryScale(0.1, 8),
     },
     Dense: {"activation": "relu", "gated": False, "bias": True},
 }
 """A value of each field that has a default, other than that; a norm that is always there is read by its own fields."""
 FIELDS = [(part, name) for part, fields in OTHERS.items() for name in fields]
-EVERY_PART = {part: {} for part in (*OTHERS, Rotary, Positions)}
+EVERY_PART = {part: {} for part in (*OTHERS, Rotary, Positions, QueryScale)}
 EXECUTORS = {
     "a launch": (single_launch.READS, single_launch.VARYING),
     "a launch of several": (single_launch.READS_OF_ROWS, single_launch.VARYING_OF_ROWS),

@@ -42,7 +42,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
         StartupError: the model does not run on this GPU, or the compilers are missing.
     """
     try:
-        model_config = ModelConfig.from_folder(Path(config.model_path))
+        model_config = ModelConfig.from_folder(Path(config.model_path)).within(config.max_model_len)
         with absent_gpu(arch) as device:
             quantization = resolved_quantization(config, model_config, arch)
             dtype = resolve_dtype(config.dtype, model_config, device)

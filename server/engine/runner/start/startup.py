@@ -181,7 +181,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         endpoint: of this process; None without other ranks.
     """
     with phases("reading the configuration"):
-        model_config = ModelConfig.from_folder(Path(config.model_path))
+        model_config = ModelConfig.from_folder(Path(config.model_path)).within(config.max_model_len)
         check_start(config, model_config, has_gpu=torch.cuda.is_available())
         device = _device(config.device, endpoint.rank if endpoint else 0, config.tensor_parallel)
         if config.compiled_kernels is not None:

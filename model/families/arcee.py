@@ -1,0 +1,30 @@
+"""Arcee's AFM: Llama with the square of ReLU without a gate."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from model.families import parts
+from model.families.family import Family
+from model.families.keys import Keys
+from model.families.rotary import read_rotary
+from model.network.spec import Attention, Dense, Layer, Network
+
+
+def network(keys: Keys) -> Network:
+    """Return the network of a config.json."""
+    heads, kv_heads, dim = parts.heads(keys)
+    bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys, 1e-5)
+    rotary = read_rotary(keys, dim)
+    mixer = Attention(heads, kv_heads, dim, dim**-0.5, rotary=rotary, bias=bias, output_bias=bias)
+    mlp = Dense(
+        parts.inner_size(keys),
+        parts.activation(keys, ("relu2",)),
+        gated=False,
+        bias=keys.flag("mlp_bias"),
+    )
+    windows = parts.same_windows(keys)
+    return parts.decoder(keys, parts.with_windows(Layer(mixer, mlp, norm), windows), norm)
+
+
+FAMILY: Final = Family("ArceeForCausalLM", "arcee", network)
