@@ -124,6 +124,14 @@ class ModelConfig:
             it.refuse_unread()
         return found
 
+    def untied(self) -> ModelConfig:
+        """Return the configuration of the same model with a head of its own."""
+        return dataclasses.replace(
+            self,
+            network=dataclasses.replace(self.network, tied=False),
+            content={**self.content, "tie_word_embeddings": False},
+        )
+
     def rewrites(self) -> Mapping[str, Rewrite]:
         """Return what loading changes, as `Family.rewrites`."""
         family = FAMILIES[self.architecture]

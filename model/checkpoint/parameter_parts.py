@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -184,22 +184,6 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             parts[prefix + name] = part
     add("norm", "norm_bias", HEAD)
     return parts
-
-
-def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
-    """Map the names in a checkpoint's files to those of `named_parts`, whose first component files may omit."""
-    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}.weight"
-    names = {name: _without_alias(tensors, name) for name in stored}
-    if any(name.startswith(base) for name in names.values()):
-        return names
-    return {stored: name if name == head else base + name for stored, name in names.items()}
-
-
-def _without_alias(tensors: Tensors, name: str) -> str:
-    for alias, prefix in tensors.aliases.items():
-        if name.startswith(alias):
-            return prefix + name.removeprefix(alias)
-    return name
 
 
 def _module(parameter: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,16 +78,14 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
         return file
 
 
-def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
-    """Read the headers of all files and list the tensors of the checkpoint.
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Read the headers of all files and list the tensors of the checkpoint, of any dtype.
 
     Args:
         folder: the checkpoint folder.
-        dtypes: supported ones besides floats of 16 and 32 bits.
 
     Raises:
-        WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not
-            supported, or a tensor is not in the file that the index names.
+        WeightsError: a file is damaged, a tensor is stored twice, or a tensor is not in the file that the index names.
     """
     files, weight_map = find_shards(folder)
     stored: dict[str, StoredTensor] = {}
@@ -98,13 +96,6 @@ def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
                     raise WeightsError(f"{name} is in both {stored[name].file} and {file}")
                 entry = shard.get_slice(name)
                 dtype = str(entry.get_dtype())
-                if dtype not in (supported := (*FLOATS, *dtypes)):
-                    text = (
-                        f"{file}: {name} is stored as {dtype}; supported are {', '.join(supported)}"
-                    )
-                    if dtype in _FP8:
-                        text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
-                    raise WeightsError(text)
                 stored[name] = StoredTensor(file, tuple(entry.get_shape()), dtype)
     for name, shard_name in weight_map.items():
         if name not in stored or stored[name].file.name != shard_name:
@@ -112,6 +103,28 @@ def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
                 f"{folder / shard_name} lacks {name}, which {INDEX_NAME} places there"
             )
     return stored
+
+
+def check_dtypes(stored: Mapping[str, StoredTensor], *dtypes: str) -> None:
+    """Check that tensors are stored in dtypes that can be read.
+
+    Args:
+        stored: the tensors by name.
+        dtypes: supported ones besides floats of 16 and 32 bits.
+
+    Raises:
+        WeightsError: a tensor is stored in another one.
+    """
+    supported = (*FLOATS, *dtypes)
+    for name, entry in stored.items():
+        if entry.dtype not in supported:
+            text = (
+                f"{entry.file}: {name} is stored as {entry.dtype}; supported are"
+                f" {', '.join(supported)}"
+            )
+            if entry.dtype in _FP8:
+                text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
+            raise WeightsError(text)
 
 
 @contextlib.contextmanager

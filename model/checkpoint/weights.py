@@ -19,8 +19,16 @@ from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import find, kept
-from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
-from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
+from model.checkpoint.implied import are_equal, different_buffers
+from model.checkpoint.parameter_parts import ParameterPart, named_parts
+from model.checkpoint.shards import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    check_dtypes,
+    read_headers,
+    read_tensors,
+)
+from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hint
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
@@ -31,6 +39,7 @@ from model.families.tensors import HEAD
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
     from kernels.weight_format import WeightFormat
+    from model.checkpoint.formats.format import StoredTensor
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 LoadProgress = Callable[[int, int, int, int], None]
@@ -41,8 +50,6 @@ _logger = logging.getLogger(__name__)
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
 _IN_LAYER: Final = re.compile(r"\.\d+\.")
-# Old checkpoints store the rotary frequencies or GPT-2's causal mask, which the configuration determines.
-_IMPLIED: Final = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 
 
 def load_model(
@@ -105,13 +112,16 @@ def load_part(
         communicator: of the ranks that share the model, of which each loads its part; None for a model that is whole.
 
     Returns:
-        The model, in evaluation mode, its parameters frozen.
+        The model, in evaluation mode, its parameters frozen. Its configuration differs from `config` if the files have
+        a head of their own although that ties it to the embedding.
 
     Raises:
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    stored: dict[str, StoredPart] = {}
+    if load_format != "dummy":
+        stored, config = _checked_headers(path, config)
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
     if stored and weight_format is not None and weight_format == kept(config.weight_format):
         formats = _matrix_formats(config, stored, communicator)
@@ -159,30 +169,79 @@ def _matrix_formats(
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
-def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
-    """Return what to load, by the names in the model.
+def _checked_headers(
+    path: Path, config: ModelConfig
+) -> tuple[dict[str, StoredPart], ModelConfig]:
+    """Return what to load, by the names in the model, and the configuration that the files have.
 
     Raises:
-        WeightsError: names or shapes differ from those of the model.
+        WeightsError: names, shapes or dtypes differ from those of the model.
     """
-    row = find(config.weight_format)
-    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
-    in_files = combine(headers, config.weight_format)
-    tensors = FAMILIES[config.architecture].tensors
-    names = full_names(tensors, in_files)
-    stored = {names[name]: part for name, part in in_files.items()}
+    row, headers = find(config.weight_format), read_headers(path)
+    check_merged(headers)
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
-    extra = stored.keys() - needed.keys()
-    tied_head = {f"{tensors.modules[HEAD]}.weight"} if config.network.tied else set()
-    ignored = {
-        name
-        for name in extra
-        if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
+    family, network = FAMILIES[config.architecture], config.network
+    names = StoredNames(family.tensors, needed, len(network.layers))
+    head = f"{family.tensors.modules[HEAD]}.weight"
+    if network.tied:
+        names.add(head)
+    # What is ignored is not looked at any further, whatever its dtype is.
+    ignored = [name for name in headers if names.is_ignored(name)]
+    beyond = [name for name in headers if names.is_beyond_layers(name)]
+    buffers = {
+        name: (kind, entry)
+        for name, entry in headers.items()
+        if (kind := names.buffer(name, entry.shape)) is not None
     }
-    if ignored:
-        _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
-    missing = needed.keys() - stored.keys()
-    unexpected = extra - ignored
+    unused = {*ignored, *beyond, *buffers}
+    used = {name: entry for name, entry in headers.items() if name not in unused}
+    check_dtypes(used, *(() if row is None else (row.dtype, *row.dtypes)))
+    stored = names.mapped(combine(used, config.weight_format))
+    if network.tied and head in stored:
+        config = _with_stored_head(stored, config, head)
+        needed = named_parts(DecoderLM(config, device="meta"))
+    _check_fit(path, stored, needed)
+    _report_unused(path, config, ignored, beyond, buffers)
+    return {name: stored[name] for name in needed}, config
+
+
+def _with_stored_head(
+    stored: dict[str, StoredPart], config: ModelConfig, head: str
+) -> ModelConfig:
+    """Return the configuration of a checkpoint whose config.json ties the head to the embedding, which stores a head.
+
+    As in transformers 5, the head is tied only if it equals the embedding, and takes the place of one that is not stored.
+
+    Args:
+        stored: the tensors; changed.
+        config: of the checkpoint.
+        head: the name of the head.
+    """
+    tensors = FAMILIES[config.architecture].tensors
+    embedding = f"{tensors.prefix}{tensors.modules['embed_tokens']}.weight"
+    if embedding not in stored:
+        stored[embedding] = stored.pop(head)
+        return config
+    if are_equal(stored[head], stored[embedding]):
+        del stored[head]
+        return config
+    _logger.warning(
+        "config.json ties %s to %s, but the files have both with different values: the head that is stored is used",
+        stored[head].name,
+        stored[embedding].name,
+    )
+    return config.untied()
+
+
+def _check_fit(
+    path: Path, stored: Mapping[str, StoredPart], needed: Mapping[str, ParameterPart]
+) -> None:
+    """Check that the names and shapes of tensors are those of the model.
+
+    Raises:
+        WeightsError: they are not.
+    """
+    missing, unexpected = needed.keys() - stored.keys(), stored.keys() - needed.keys()
     misshaped = [
         f"{name} is {list(stored[name].shape)}, must be {list(part.stored_shape)}"
         for name, part in needed.items()
@@ -193,8 +252,40 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
         raise WeightsError(
             f"the tensors in {path} do not fit its config.json: "
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
+            + hint(unexpected)
         )
-    return {name: stored[name] for name in needed}
+
+
+def _report_unused(
+    path: Path,
+    config: ModelConfig,
+    ignored: Iterable[str],
+    beyond: Iterable[str],
+    buffers: Mapping[str, tuple[Buffer, StoredTensor]],
+) -> None:
+    """Log what the files have and the model does not use, as a warning if that may be a mistake."""
+    scales = [name for name, (kind, _) in buffers.items() if kind is Buffer.CACHE_SCALE]
+    implied = buffers.keys() - scales
+    if names := [*ignored, *implied]:
+        _logger.info("tensors that the network does not need are ignored: %s", _listed(names))
+    if beyond:
+        _logger.warning(
+            "%s has tensors of layers beyond the %d of config.json, which are ignored: %s",
+            path,
+            len(config.network.layers),
+            _listed(beyond),
+        )
+    if scales:
+        _logger.warning(
+            "scales of a KV cache in FP8 are not used, since --kv-cache-dtype fp8 has scales of its own: %s",
+            _listed(scales),
+        )
+    if different := list(different_buffers(buffers, config.network)):
+        _logger.warning(
+            "stored tensors differ from what config.json implies, which is used, as by transformers: %s; check its rope"
+            " parameters and its attention if the model's text is wrong",
+            _listed(different),
+        )
 
 
 def _listed(names: Iterable[str]) -> str:
