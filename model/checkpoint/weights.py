@@ -169,9 +169,7 @@ def _matrix_formats(
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
-def _checked_headers(
-    path: Path, config: ModelConfig
-) -> tuple[dict[str, StoredPart], ModelConfig]:
+def _checked_headers(path: Path, config: ModelConfig) -> tuple[dict[str, StoredPart], ModelConfig]:
     """Return what to load, by the names in the model, and the configuration that the files have.
 
     Raises:
@@ -205,12 +203,10 @@ def _checked_headers(
     return {name: stored[name] for name in needed}, config
 
 
-def _with_stored_head(
-    stored: dict[str, StoredPart], config: ModelConfig, head: str
-) -> ModelConfig:
-    """Return the configuration of a checkpoint whose config.json ties the head to the embedding, which stores a head.
+def _with_stored_head(stored: dict[str, StoredPart], config: ModelConfig, head: str) -> ModelConfig:
+    """Return the configuration of a checkpoint that stores a head, although its config.json ties it to the embedding.
 
-    As in transformers 5, the head is tied only if it equals the embedding, and takes the place of one that is not stored.
+    As in transformers 5, the head is tied only if it equals the embedding. It takes the place of one that is not stored.
 
     Args:
         stored: the tensors; changed.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from model.errors import UnsupportedModelError
 from model.families import parts
 from model.families.family import Family
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS, read_rotary
 from model.families.tensors import LLAMA
-from model.json_input import shorten
 from model.network.spec import Attention, Dense, Layer, Network
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ _TENSORS: Final = dataclasses.replace(
         **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
     },
 )
-_ARCHITECTURE: Final = "Phi3ForCausalLM"
 # The first files say "su" and "yarn" for what later ones call "longrope".
 _ROPE_TYPES: Final[Mapping[str, RopeType]] = {
     "default": "default",
@@ -37,7 +34,6 @@ _ROPE_TYPES: Final[Mapping[str, RopeType]] = {
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    _check_code(keys)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         keys.require(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):
@@ -53,19 +49,8 @@ def network(keys: Keys) -> Network:
     return parts.decoder(keys, parts.with_windows(layer, parts.same_windows(keys, window)), norm)
 
 
-def _check_code(keys: Keys) -> None:
-    """Check that code that is stored beside the weights, as Microsoft does, is that of this family."""
-    if code := keys.inner("auto_map"):
-        model = code.text("AutoModelForCausalLM")
-        if model is None or model.rpartition(".")[2] != _ARCHITECTURE:
-            raise UnsupportedModelError(
-                f"{code.name('AutoModelForCausalLM')} = {shorten(model)} is not supported; supported is"
-                f" {_ARCHITECTURE}"
-            )
-
-
 FAMILY: Final = Family(
-    _ARCHITECTURE,
+    "Phi3ForCausalLM",
     "phi3",
     network,
     _TENSORS,
