@@ -19,6 +19,7 @@ from model.checkpoint.formats.table import CONFIG_KEYS, detect
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.checkpoint.header import stored_dtype
+from model.checkpoint.other_folders import describe, describe_architecture, embeds
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
@@ -87,7 +88,12 @@ class ModelConfig:
             read_json_object(folder, name, MAX_FILE_BYTES) for name in (CONFIG, GENERATION_CONFIG)
         )
         if config is None:
-            raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
+            what = describe(folder) or "a model folder needs one"
+            raise ModelFolderError(f"{folder} has no {CONFIG}: {what}")
+        if embeds(folder):
+            raise UnsupportedModelError(
+                f"{folder} is a model of sentence-transformers, which embeds texts and generates none"
+            )
         try:
             return cls.from_dict(config, generation_config, stored_dtype(folder))
         except ModelError as error:
@@ -112,7 +118,11 @@ class ModelConfig:
             ModelFolderError: a value is missing, of the wrong type or outside its limits.
             UnsupportedModelError: the architecture or a feature is not supported.
         """
-        architecture = find_architecture(config)
+        try:
+            architecture = find_architecture(config)
+        except UnsupportedModelError as error:
+            what = describe_architecture(config)
+            raise UnsupportedModelError(f"{error}{f'; {what}' if what else ''}") from None
         family = FAMILIES[architecture]
         weight_format = detect(config)
         keys = family.keys(config)

@@ -12,8 +12,9 @@ import safetensors
 from torch import Tensor
 
 from model.checkpoint.formats.format import FLOATS, StoredTensor
+from model.checkpoint.other_folders import describe
 from model.errors import WeightsError
-from model.files import open_file, path_of_descriptor
+from model.files import STAND_IN_BYTES, open_file, path_of_descriptor, stand_in
 from model.json_input import read_json_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -52,6 +53,8 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _nothing_to_load(folder: Path) -> str:
+    if (found := describe(folder)) is not None:
+        return f"{folder} has no {SINGLE_NAME}: {found}"
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if pickles:
         return (
@@ -143,7 +146,15 @@ def open_shard(file: Path) -> Iterator[Any]:
         ):
             yield shard
     except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if problem := stand_in(_beginning(file)):
+            raise WeightsError(f"{file} {problem}") from None
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def _beginning(file: Path) -> bytes:
+    with contextlib.suppress(OSError), open_file(file.parent, file.name, WeightsError) as opened:
+        return os.pread(opened, STAND_IN_BYTES, 0)
+    return b""
 
 
 def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:

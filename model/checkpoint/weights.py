@@ -204,9 +204,9 @@ def _checked_headers(path: Path, config: ModelConfig) -> tuple[dict[str, StoredP
 
 
 def _with_stored_head(stored: dict[str, StoredPart], config: ModelConfig, head: str) -> ModelConfig:
-    """Return the configuration of a checkpoint that stores a head, although its config.json ties it to the embedding.
+    """Return the configuration of a checkpoint that stores a head which its config.json ties to the embedding.
 
-    As in transformers 5, the head is tied only if it equals the embedding. It takes the place of one that is not stored.
+    As in transformers 5, the head is tied only if it equals the embedding, whose place it takes if that is not stored.
 
     Args:
         stored: the tensors; changed.

@@ -17,7 +17,9 @@ _NEEDED: Final = (
     "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
 )  # fmt: skip
 _UNAUTHORIZED: Final = 401
-_CONFIG: Final = ("config.json", "generation_config.json")
+_CONFIG: Final = (
+    "config.json", "generation_config.json", "adapter_config.json", "model_index.json", "modules.json", "params.json",
+)  # fmt: skip
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.
 _UNNEEDED: Final = (
@@ -36,7 +38,8 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
     Args:
         model: a name as `names.read_name` understands it. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
         revision: branch, tag or commit of a repository; None for that in the name, or the main branch.
-        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads.
+        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads
+            or tells other folders by.
 
     Returns:
         An existing folder.

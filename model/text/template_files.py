@@ -57,8 +57,8 @@ def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         named = {}
     if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise ChatTemplateError(
-            f"{config_file}: chat_template is neither a text, nor an object of texts by name, nor a list of objects with"
-            " name and template"
+            f"{config_file}: chat_template is neither a text, nor an object of texts, nor a list of objects with name"
+            " and template"
         )
     return named
 

@@ -1,6 +1,7 @@
 """Reads what files beside tokenizer.json say of tokens.
 
-They are tokenizer_config.json, special_tokens_map.json and added_tokens.json. Checkpoints state the same facts in different files, by the version of the library that wrote them.
+They are tokenizer_config.json, special_tokens_map.json and added_tokens.json. Checkpoints state the same facts in
+different ones, by the version of the library that wrote them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.other_folders import describe
 from model.errors import ModelError
 from model.hub.resolve import BUNDLED, resolve
 from model.json_input import read_json_object
@@ -18,12 +19,6 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
-_INSTEAD = {
-    "*.gguf": "GGUF is not read",
-    "adapter_config.json": "it is an adapter, not a whole model",
-    "model_index.json": "it is not a model of text",
-}
-"""Why a checkpoint without config.json is none, by a file that it has."""
 
 
 class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,8 +118,7 @@ def why_not(folder: Path, name: str) -> str | None:
         name: of the model, for the command that completes it.
     """
     if not (folder / "config.json").is_file():
-        found = (why for pattern, why in _INSTEAD.items() if next(folder.glob(pattern), None))
-        return next(found, "it has no config.json")
+        return describe(folder) or "it has no config.json"
     try:
         ModelConfig.from_folder(folder)
         missing = _missing(folder)

@@ -86,7 +86,8 @@ def test_a_cached_model_is_listed_with_its_size_revisions_and_use(tessera, add):
         (["config.json", "pytorch_model.bin"], CONFIG, "pickle files"),
         (["x.gguf"], CONFIG, "GGUF is not read"),
         (["adapter_config.json"], CONFIG, "it is an adapter"),
-        (["README.md"], CONFIG, "it has no config.json"),
+        (["README.md"], CONFIG, "it has no model, only README.md"),
+        (["some.file"], CONFIG, "it has no config.json"),
         (
             COMPLETE,
             b'{"architectures": ["BertModel"]}',
