@@ -20,6 +20,7 @@ from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
 
 _CANDIDATES: Final = 8
+_LARGEST_HALF: Final = torch.finfo(torch.float16).max
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -260,10 +261,23 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
     Args:
         values: [N, C], any float dtype; for integers C is a multiple of the format's group.
         form: the format.
+
+    Raises:
+        ValueError: a scale would not be finite; the text is the end of a sentence.
     """
     outputs, inputs = values.shape
     quantizer = _QUANTIZERS.get(form, functools.partial(_float8_groups, form=form))
-    return Weight(form, (outputs, inputs), *quantizer(values))
+    numbers, scale = quantizer(values)
+    if not bool(scale.isfinite().all()):
+        raise ValueError(_overflow(values, form))
+    return Weight(form, (outputs, inputs), numbers, scale)
+
+
+def _overflow(values: Tensor, form: WeightFormat) -> str:
+    if not bool(values.isfinite().all()):
+        return f"has weights that are not finite, which {form.name} cannot hold"
+    largest, limit = values.abs().max().item(), _LARGEST_HALF * (2 ** (form.bits - 1) - 0.5)
+    return f"has weights up to {largest:.3g}; {form.name}, whose scales are float16, holds about {limit:.2g} at most"
 
 
 def _float8_groups(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:

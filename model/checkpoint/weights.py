@@ -49,6 +49,7 @@ _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
+_HALF: Final = "F16"
 _IN_LAYER: Final = re.compile(r"\.\d+\.")
 
 
@@ -150,9 +151,26 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
             parts[names[name]].load(values, rank)
         except ValueError as error:
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
+        if it.entry.dtype != _HALF and (problem := _overflow(parts[names[name]].values, values)):
+            raise WeightsError(f"{name} {problem}")
         done += it.entry.num_bytes
         if progress is not None:
             progress(done, total, files[it.entry.file], len(files))
+
+
+def _overflow(held: Weight | Tensor, stored: Weight | Tensor) -> str | None:
+    """Return what the matter is if float16 cannot hold the values of a checkpoint; the end of a sentence."""
+    numbers = held if isinstance(held, Tensor) else held.numbers
+    if numbers.dtype is not torch.float16 or bool(numbers.isfinite().all()):
+        return None
+    values = stored if isinstance(stored, Tensor) else stored.dequantize()
+    if not bool(values.isfinite().all()):
+        return "has weights that are not finite"
+    largest, most = values.abs().max().item(), torch.finfo(torch.float16).max
+    return (
+        f"has weights up to {largest:.3g}; float16 holds {most:.0f} at most: set --dtype to bfloat16 or"
+        " float32"
+    )
 
 
 def _matrix_formats(

@@ -14,6 +14,8 @@ from kernels import detect, select
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
 from model.device.cpus import usable_cpus
 from model.executors.single_launch import launched_rows
+from model.sampling.parameters import NOT_FINITE
+from server.engine.core.start_checks import StartupError
 from server.engine.runner.start import dummy_steps
 from server.engine.runner.start.startup_progress import clocked
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from server.engine.core.limits import SchedulerConfig
-    from server.engine.core.step import SchedulerOutput
+    from server.engine.core.step import SchedulerOutput, StepResult
     from server.engine.runner.step.model_runner import ModelRunner
     from server.engine.runner.step.shared_prefix import SharingRule
 
@@ -44,6 +46,7 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
     """
     if runner.device.type != "cuda":
         _compute_first_steps(runner, limits, say)
+        _check_scores(runner)
         return
     try:
         with compile_nothing(), clocked("computing first steps"):
@@ -55,8 +58,30 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
             _compile(runner, limits, say)
         with clocked("computing first steps"):
             _compute_first_steps(runner, limits, say)
+    _check_scores(runner)
     with clocked("computing the largest step"):
         compute_largest_step(runner, limits)
+
+
+def _check_scores(runner: ModelRunner) -> None:
+    """Check that the model computes numbers, since each request would fail otherwise.
+
+    Not with several ranks, which warm up by themselves: the sums of one rank say nothing about the model.
+
+    Raises:
+        StartupError: the scores of the tokens are not finite.
+    """
+    model = runner.model
+    if model.num_ranks > 1:
+        return
+    sampled = _compute(runner, dummy_steps.short_prompt(runner.kv_cache.block_size)).sampled
+    if any(result.error == NOT_FINITE for results in sampled.prefill for result in results):
+        quantized = f" with weights in {model.weight_format.name}" if model.is_quantized else ""
+        raise StartupError(
+            f"the model's scores are not finite numbers in {model.dtype_name}{quantized}, so every request would fail:"
+            " its weights are damaged, or values of its layers are beyond what that can hold; set --dtype to bfloat16"
+            " or float32 and --quantization to none"
+        )
 
 
 def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
@@ -140,13 +165,13 @@ def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
 
 def _compute(
     runner: ModelRunner, output: SchedulerOutput, sharing_rule: SharingRule | None = None
-) -> None:
+) -> StepResult:
     if runner.deterministic:
         output = dummy_steps.deterministic(output)
     kept = runner.sharing_rule
     runner.sharing_rule = sharing_rule or kept
     try:
-        runner.execute(output)
+        return runner.execute(output)
     finally:
         runner.sharing_rule = kept
         for scheduled in (*output.decode, *output.prefill):
