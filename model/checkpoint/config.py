@@ -135,7 +135,7 @@ class ModelConfig:
         )
         generation = Keys(generation_config or {}, prefix=f"{GENERATION_CONFIG}: ")
         eos_by_file = {
-            CONFIG: eos,
+            CONFIG: tuple(dict.fromkeys(eos)),
             GENERATION_CONFIG: generation.token_ids("eos_token_id", network.vocab),
         }
         if code := config.get("auto_map"):

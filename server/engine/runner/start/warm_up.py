@@ -46,7 +46,6 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
     """
     if runner.device.type != "cuda":
         _compute_first_steps(runner, limits, say)
-        _check_scores(runner)
         return
     try:
         with compile_nothing(), clocked("computing first steps"):
@@ -58,12 +57,23 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
             _compile(runner, limits, say)
         with clocked("computing first steps"):
             _compute_first_steps(runner, limits, say)
-    _check_scores(runner)
     with clocked("computing the largest step"):
         compute_largest_step(runner, limits)
 
 
-def _check_scores(runner: ModelRunner) -> None:
+def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Compute the steps that need the most memory; PyTorch keeps that memory for later steps."""
+    arch = detect(runner.device)
+    length = min(limits.max_model_len, limits.prefill_budget)
+    specs = [select(it, arch).spec for it in runner.attention_problems()]
+    if any(spec.copies_keys for spec in specs):
+        length = limits.max_model_len
+    vocab_size, block_size = runner.model.network.vocab, runner.kv_cache.block_size
+    for output in dummy_steps.largest_steps(max(2, length), limits, vocab_size, block_size):
+        _compute(runner, output)
+
+
+def check_scores(runner: ModelRunner) -> None:
     """Check that the model computes numbers, since each request would fail otherwise.
 
     Not with several ranks, which warm up by themselves: the sums of one rank say nothing about the model.
@@ -82,18 +92,6 @@ def _check_scores(runner: ModelRunner) -> None:
             " its weights are damaged, or values of its layers are beyond what that can hold; set --dtype to bfloat16"
             " or float32 and --quantization to none"
         )
-
-
-def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Compute the steps that need the most memory; PyTorch keeps that memory for later steps."""
-    arch = detect(runner.device)
-    length = min(limits.max_model_len, limits.prefill_budget)
-    specs = [select(it, arch).spec for it in runner.attention_problems()]
-    if any(spec.copies_keys for spec in specs):
-        length = limits.max_model_len
-    vocab_size, block_size = runner.model.network.vocab, runner.kv_cache.block_size
-    for output in dummy_steps.largest_steps(max(2, length), limits, vocab_size, block_size):
-        _compute(runner, output)
 
 
 def _compile(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
@@ -131,6 +129,7 @@ def _compute_first_steps(
                 _compute(runner, output, lambda *_: True)
     if on_gpu:
         _compute(runner, dummy_steps.longest_chunk(limits, block_size))
+        _compute(runner, dummy_steps.short_prompt(block_size))
         counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
         few = dummy_steps.few_rows(counts, limits, block_size)
         launched = launched_rows(runner.model.executors.problem(detect(runner.device)))
