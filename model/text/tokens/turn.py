@@ -49,12 +49,14 @@ def find_turn(
     pattern = alternatives([it for it in tokens if len(it.strip()) > 1])
     last = render([_USER, _ASSISTANT], False)
     middle = render([_USER, _ASSISTANT, _USER], True)
-    end = _first(pattern, last) or _first(pattern, middle)
+    end = _first(pattern, last, _ANSWER) or _first(pattern, middle, _ANSWER)
     prompt, closed = (render([_USER], is_prompt) for is_prompt in (True, False))
     inside: set[str] = set()
     if _QUESTION in prompt and _QUESTION in closed:
         begun, ended = (pattern.findall(it.rpartition(_QUESTION)[2]) for it in (prompt, closed))
-        inside.update(begun[_shared(begun, ended) :])
+        # The token right behind the question ends the user's turn, even if it is written only before an answer.
+        ends_user = bool(begun) and _first(pattern, prompt, _QUESTION) == begun[0]
+        inside.update(begun[max(_shared(begun, ended), ends_user) :])
     thinking = render([_USER, {**_ASSISTANT, **dict.fromkeys(_REASONING, _THOUGHT)}], False)
     _, found, after = thinking.rpartition(_THOUGHT)
     if found and _ANSWER in after:
@@ -62,9 +64,9 @@ def find_turn(
     return Turn(None if end in inside else end, frozenset(inside))
 
 
-def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the token behind the answer, with nothing but white space between."""
-    _, found, after = text.rpartition(_ANSWER)
+def _first(pattern: re.Pattern[str], text: str, word: str) -> str | None:
+    """Return the token behind the last place of a word, with nothing but white space between."""
+    _, found, after = text.rpartition(word)
     token = pattern.match(after.lstrip()) if found else None
     return token[0] if token else None
 

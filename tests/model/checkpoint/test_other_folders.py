@@ -200,7 +200,7 @@ def test_a_tokenizer_that_was_not_downloaded_is_one_error(tmp_path):
     (tmp_path / "tokenizer_config.json").write_bytes(POINTER)
     (tmp_path / "tokenizer.json").write_bytes(POINTER)
 
-    with pytest.raises(TokenizerError, match="tokenizer.json is a pointer of Git LFS"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is a pointer of Git LFS"):
         Tokenizer.from_folder(tmp_path)
 
 

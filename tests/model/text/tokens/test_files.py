@@ -54,7 +54,7 @@ def test_a_role_of_null_in_one_file_is_that_of_the_other(folder):
     write(folder, "tokenizer_config", eos_token=None, added_tokens_decoder={})
     write(folder, "special_tokens_map", eos_token="</s>")
 
-    assert Tokenizer.from_folder(folder).eos_token == "</s>"
+    assert Tokenizer.from_folder(folder).eos_token_id == 2
 
 
 @pytest.mark.parametrize(("with_decoder", "first"), [(True, "</s>"), (False, "<s>")])
@@ -218,7 +218,7 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(folder, conten
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
 def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory, name):
-    secret = tmp_path_factory.mktemp("elsewhere") / "secret.json"
+    secret = tmp_path_factory.mktemp("secrets") / "secret.json"
     secret.write_text("{}")
     (folder / name).symlink_to(secret)
 
