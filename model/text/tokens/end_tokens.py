@@ -5,26 +5,24 @@ docs/models.md has the rules, and decision 70 the reasons.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Final
 
 from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
 from model.text.tokens.end_token import EndToken
+from model.text.tokens.turn import Turn
 
 TEMPLATE: Final = "chat template"
-
-_logger = logging.getLogger(__name__)
 
 
 def find_end_tokens(
     stated: Iterable[EndToken], tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int
-) -> tuple[EndToken, ...]:
-    """Return all end tokens, those of the model's configuration first.
+) -> tuple[tuple[EndToken, ...], list[str]]:
+    """Return all end tokens, those of the model's configuration first, and sentences about tokens that end nothing.
 
     Tokens that the configuration does not name are no ends if the chat template writes them inside of the assistant's
-    turns, or if the model has no such id, which is logged.
+    turns, or if the model has no such id.
 
     Args:
         stated: those of the model's configuration.
@@ -33,38 +31,26 @@ def find_end_tokens(
         vocab_size: number of the model's logits.
     """
     sources = {token.id: token.sources for token in stated}
+    turn = Turn() if template is None else template.turn
     found = dict(tokenizer.ends)
-    inside = frozenset() if template is None else template.turn.inside
-    if template is not None and template.turn.end is not None:
-        end = tokenizer.token_id(template.turn.end)
-        if end is not None:
-            found[end] = (*found.get(end, ()), TEMPLATE)
+    end = None if turn.end is None else tokenizer.token_id(turn.end)
+    if end is not None:
+        found[end] = (*found.get(end, ()), TEMPLATE)
+    problems = []
     for token_id, files in found.items():
-        if token_id not in sources:
-            text, places = tokenizer.token_name(token_id), " and ".join(files)
-            if token_id >= vocab_size:
-                _logger.warning(
-                    "%s is the end-of-sequence token of %s, but the model has no token %d: it cannot occur",
-                    text,
-                    places,
-                    token_id,
-                )
-                continue
-            if text in inside:
-                _logger.warning(
-                    "%s is the end-of-sequence token of %s, but ends no generation: the chat template writes it inside"
-                    " of the assistant's turns",
-                    text,
-                    places,
-                )
-                continue
-        sources[token_id] = (*sources.get(token_id, ()), *files)
+        name = tokenizer.token_name(token_id)
+        says = f"{name} is the end-of-sequence token of {' and '.join(files)}, but"
+        if token_id in sources or (token_id < vocab_size and name not in turn.inside):
+            sources[token_id] = (*sources.get(token_id, ()), *files)
+        elif token_id >= vocab_size:
+            problems.append(f"{says} the model has no token {token_id}: it cannot occur")
+        else:
+            problems.append(
+                f"{says} the chat template writes it inside of the assistant's turns: it ends no generation"
+            )
     if tokenizer.eos_token is not None and tokenizer.eos_token_id is None:
-        _logger.warning(
-            "the end-of-sequence token %r that the files name is no token of tokenizer.json",
-            tokenizer.eos_token,
+        problems.append(
+            f"the end-of-sequence token {tokenizer.eos_token!r} that the files name is no token of the tokenizer"
         )
-    return tuple(
-        EndToken(token_id, tokenizer.token_name(token_id), files)
-        for token_id, files in sources.items()
-    )
+    ends = (EndToken(i, tokenizer.token_name(i), files) for i, files in sources.items())
+    return tuple(ends), problems

@@ -59,7 +59,7 @@ def main() -> None:
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
         chat_template = load_chat_template(Path(config.tokenizer_path), tokenizer, config.http)
-        limits = with_end_tokens(config.http, tokenizer, chat_template)
+        limits = with_end_tokens(config.http, tokenizer, chat_template, logs=config.row == 0)
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
