@@ -2,6 +2,9 @@
 
     w[n, c] = (number[n, c] - offset) * scale[n, c] + shift[n, c]
 
+Where inputs have an order, this holds for the column `order[c]` of the matrix in place of c: groups are of columns that
+are beside each other as they are stored.
+
     scales      scale and shift of an element                      their shape
     "none"      1 and 0
     "row"       one for each output                                [N]
@@ -19,6 +22,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
+ORDER_BYTES: Final = 4
+"""Bytes of the index of a column."""
 _FULL_BITS: Final = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -35,6 +40,7 @@ class WeightFormat:
         float: whether numbers are floating-point numbers; else integers.
         offset: subtracted from every number.
         scale_dtype: name of the dtype of scales and shifts.
+        ordered: whether the columns are stored in another order than that of the inputs.
     """
 
     name: str
@@ -45,6 +51,7 @@ class WeightFormat:
     float: bool = True
     offset: int = 0
     scale_dtype: str = "float32"
+    ordered: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -60,6 +67,12 @@ class WeightFormat:
             return "float8_e4m3fn"
         return "int8" if self.bits == 8 and not self.offset else "uint8"
 
+    def has_numbers_of(self, other: WeightFormat) -> bool:
+        """Whether a matrix in either format is one in the other with the same values, but for the scales' dtype."""
+        names = ("name", "offset", "scale_dtype")
+        same = dataclasses.replace(self, **{name: getattr(other, name) for name in names})
+        return self.is_quantized and same == other
+
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix of a shape [N, C]; without scales ()."""
         outputs, inputs = shape
@@ -71,11 +84,12 @@ class WeightFormat:
         return (rows, -(-inputs // self.group))
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a matrix of a shape [N, C], with its scales and shifts."""
+        """Return the bytes of a matrix of a shape [N, C], with its scales, shifts and order."""
         outputs, inputs = shape
         numbers = outputs * (inputs * self.bits // 8)
         scales = math.prod(self.scale_shape(shape)) if self.is_quantized else 0
-        return numbers + (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
+        scale_bytes = (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
+        return numbers + scale_bytes + ORDER_BYTES * self.ordered * inputs
 
     def divided(self, dim: int, *ends: int) -> WeightFormat:
         """Return the format in which no scale is on both sides of an end: this one, or one with more scales.
@@ -100,7 +114,7 @@ def unquantized(dtype: object) -> WeightFormat:
 FP8_ROWS: Final = WeightFormat("float8_e4m3fn", 8, scales="row")
 """With a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
 INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
-"""Numbers 1 to 255, with a float32 scale for each output."""
+"""Numbers 1 to 255, of some checkpoints also 0, with a float32 scale for each output."""
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
 """Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
 SCALE_BYTES: Final = 4

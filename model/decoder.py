@@ -85,7 +85,7 @@ class DecoderLM(DecoderParameters):
             assert quantization is not None
             del executors.layers  # it holds the matrices, which are dropped one by one
             executors.cpu_library = CPULibrary(self, quantization, threads)
-            self.weight_format, self.lm_head = quantization, None
+            self.weight_format, self.other_formats, self.lm_head = quantization, (), None
             # Without rows: it still says that activations are float32 on a CPU.
             rows = torch.empty(0, self.network.hidden)
             self.embed_tokens = nn.Parameter(rows, requires_grad=False)

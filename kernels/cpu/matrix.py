@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from kernels.weights import Weight, quantize
+from kernels.weights import Weight, converted
 
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
@@ -39,7 +39,7 @@ class PackedMatrix:
     Args:
         library: from `kernels.cpu.library.load`.
         weight: [N, C] in any format; C is a multiple of 64.
-        form: `INT8_ROWS` or `INT4_GROUPS`, to which weights in other formats are rounded.
+        form: `INT8_ROWS` or `INT4_GROUPS`, to which weights are rounded whose numbers are others.
         bias: [N] or None.
         gated: whether `weight` is the gate's rows above those of up, which are then interleaved in tiles of 16.
 
@@ -75,8 +75,7 @@ class PackedMatrix:
         for first in range(0, outputs, _ROWS):
             stop = min(first + _ROWS, outputs)
             rows = weight.rows(first, stop) if order is None else weight.permuted(order[first:stop])
-            if rows.format != form:
-                rows = quantize(rows.dequantize(), form)
+            rows = converted(rows, form)
             assert rows.scale is not None
             numbers, row_scales = rows.unpacked().contiguous(), rows.scale.contiguous()
             library.tessera_pack(

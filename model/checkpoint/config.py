@@ -16,10 +16,12 @@ from msgspec import Meta
 
 from kernels.weight_format import WeightFormat
 from model.checkpoint.formats.table import CONFIG_KEYS, detect
+from model.checkpoint.formats.unsupported import UnsupportedFormatError, unquantized_hint
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
 from model.checkpoint.header import stored_dtype
 from model.checkpoint.other_folders import describe, describe_architecture, embeds
+from model.checkpoint.side_files import with_side_files
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
@@ -48,7 +50,8 @@ class ModelConfig:
         max_context: maximum number of tokens in a sequence.
         initializer_range: standard deviation of freshly initialized weights.
         dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
-        weight_format: in which it stores the matrices of the layers; None for full numbers.
+        weight_format: in which a model holds the matrices of the layers, of several formats the first; None for full
+            numbers.
         eos_token_ids: all ids that end a generation by config.json and generation_config.json.
         eos_by_file: the same by file.
         content: of config.json, from which the other attributes follow.
@@ -94,8 +97,12 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"{folder} is a model of sentence-transformers, which embeds texts and generates none"
             )
+        config = with_side_files(folder, config, MAX_FILE_BYTES)
         try:
             return cls.from_dict(config, generation_config, stored_dtype(folder))
+        except UnsupportedFormatError as error:
+            text = f"{file}: {error}{unquantized_hint(folder, config)}"
+            raise UnsupportedModelError(text) from None
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from None
 

@@ -22,6 +22,8 @@ SINGLE_NAME: Final = "model.safetensors"
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
+_GPTQ_NAMES: Final = "gptq_model-*bit-*g.safetensors"
+"""What AutoGPTQ calls the only file of a checkpoint, after its bits and groups."""
 _MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
@@ -39,6 +41,8 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if os.path.lexists(folder / SINGLE_NAME):
         return [_inside(folder, SINGLE_NAME, "the model folder")], {}
     content = read_json_object(folder, INDEX_NAME, _MAX_INDEX_BYTES, WeightsError)
+    if content is None and len(named := sorted(folder.glob(_GPTQ_NAMES))) == 1:
+        return [_inside(folder, named[0].name, "the model folder")], {}
     if content is None:
         raise WeightsError(_nothing_to_load(folder))
     index, weight_map = folder / INDEX_NAME, content.get("weight_map")

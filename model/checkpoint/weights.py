@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
-from model.checkpoint.formats.table import find, kept
+from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.implied import are_equal, different_buffers
 from model.checkpoint.parameter_parts import ParameterPart, named_parts
 from model.checkpoint.shards import (
@@ -39,7 +40,6 @@ from model.families.tensors import HEAD
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
     from kernels.weight_format import WeightFormat
-    from model.checkpoint.formats.format import StoredTensor
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 LoadProgress = Callable[[int, int, int, int], None]
@@ -124,7 +124,7 @@ def load_part(
     if load_format != "dummy":
         stored, config = _checked_headers(path, config)
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == kept(config.weight_format):
+    if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
@@ -136,17 +136,21 @@ def load_part(
 
 def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgress | None) -> None:
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
-    scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
-    all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
     names = {it.name: name for name, it in stored.items()}
+    scales = _scales_elsewhere(stored.values())
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(it.entry.num_bytes for it in stored.values())
     ordered = dict.fromkeys(it.entry.file for it in stored.values())
     files = {file: number for number, file in enumerate(ordered, start=1)}
-    for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}):
+    for name, tensor in read_tensors(_in_order(stored.values())):
+        if name not in names:
+            scales.setdefault(name, tensor)
+            continue
         it = stored[names[name]]
-        values: Any = it.read(tensor, all_scales)
+        values: Any = it.read(tensor, scales)
+        for scale, _ in it.scales.values():
+            del scales[scale]
         try:
             parts[names[name]].load(values, rank)
         except ValueError as error:
@@ -173,17 +177,46 @@ def _overflow(held: Weight | Tensor, stored: Weight | Tensor) -> str | None:
     )
 
 
+def _scales_elsewhere(stored: Iterable[StoredPart]) -> dict[str, Tensor]:
+    """Return copies of the scales that are not in the files of their numbers, by their names."""
+    elsewhere = {
+        name: entry
+        for it in stored
+        for name, entry in it.scales.values()
+        if entry.file != it.entry.file
+    }
+    return {name: scale.clone() for name, scale in read_tensors(elsewhere)}
+
+
+def _in_order(stored: Iterable[StoredPart]) -> dict[str, StoredTensor]:
+    """Return the tensors of parts, of each its scales first, unless these are in another file than the numbers."""
+    found: dict[str, StoredTensor] = {}
+    for it in stored:
+        found |= {name: entry for name, entry in it.scales.values() if entry.file == it.entry.file}
+        found[it.name] = it.entry
+    return found
+
+
 def _matrix_formats(
     config: ModelConfig, stored: dict[str, StoredPart], communicator: Communicator | None
 ) -> dict[str, WeightFormat]:
     """Return the formats in which a rank's matrices hold those of a checkpoint without loss; see `DecoderLM`."""
     rank = communicator.rank if communicator else 0
     weights: dict[str, list[Weight]] = {}
+    ordered: set[str] = set()
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
             weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+            if stored[name].order is not None and _IN_LAYER.search(name):
+                ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    if full := {it for it in ordered if found[it] is None}:
+        _logger.warning(
+            "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
+            "what they stack or would be divided among ranks",
+            _listed(full),
+        )
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
@@ -193,7 +226,10 @@ def _checked_headers(path: Path, config: ModelConfig) -> tuple[dict[str, StoredP
     Raises:
         WeightsError: names, shapes or dtypes differ from those of the model.
     """
-    row, headers = find(config.weight_format), read_headers(path)
+    formats = stored_formats(config.content)
+    for note in formats.notes:
+        _logger.warning("%s", note)
+    headers = read_headers(path)
     check_merged(headers)
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     family, network = FAMILIES[config.architecture], config.network
@@ -211,12 +247,17 @@ def _checked_headers(path: Path, config: ModelConfig) -> tuple[dict[str, StoredP
     }
     unused = {*ignored, *beyond, *buffers}
     used = {name: entry for name, entry in headers.items() if name not in unused}
-    check_dtypes(used, *(() if row is None else (row.dtype, *row.dtypes)))
-    stored = names.mapped(combine(used, config.weight_format))
+    check_dtypes(used, *formats.dtypes)
+    ahead = {name: entry for name, entry in used.items() if name.endswith(formats.ahead)}
+    for name, tensor in read_tensors(ahead):
+        used[name] = used[name]._replace(values=tensor.clone())
+    stored = names.mapped(combine(used, formats))
     if network.tied and head in stored:
         config = _with_stored_head(stored, config, head)
         needed = named_parts(DecoderLM(config, device="meta"))
-    _check_fit(path, stored, needed)
+    zeros = _zero_biases(stored, stored.keys() - needed.keys())
+    _check_fit(path, {name: it for name, it in stored.items() if name not in zeros}, needed)
+    ignored += zeros
     _report_unused(path, config, ignored, beyond, buffers)
     return {name: stored[name] for name in needed}, config
 
@@ -300,6 +341,17 @@ def _report_unused(
             " parameters and its attention if the model's text is wrong",
             _listed(different),
         )
+
+
+def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:
+    """Return which of some tensors are biases of 0 of quantized matrices: AutoGPTQ stores them for every family."""
+    found = {}
+    for name in extra:
+        matrix = stored.get(f"{name.removesuffix('.bias')}.weight")
+        if name.endswith(".bias") and matrix is not None and matrix.form is not None:
+            found[stored[name].name] = name
+    entries = {stored[name].name: stored[name].entry for name in found.values()}
+    return {found[name] for name, bias in read_tensors(entries) if not bool(bias.any())}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -387,8 +439,9 @@ class _StoredTensors:
         stored = self._parts[name].to_stored(self._dtype)
         if not self._is_compressed(name):
             return {name: stored}
-        names = (name.removesuffix("weight") + end for end in INT_QUANTIZED.tensors.values())
-        return dict(zip(names, compress(stored), strict=True))
+        ends = (INT_QUANTIZED.tensors[key] for key in ("numbers", "scale"))
+        module = name.removesuffix("weight")
+        return dict(zip((module + end for end in ends), compress(stored), strict=True))
 
     def num_bytes(self, name: str) -> int:
         """Size in a file."""

@@ -94,6 +94,7 @@ class BoundExecutors:
             model.num_ranks,
             model.unmeasured_kernels,
             self._refusals if self.for_serving or model.is_meta else ("bound for training",),
+            model.other_formats,
         )
 
     def replaces_single_launch(self, error: RuntimeError) -> bool:

@@ -42,6 +42,7 @@ class ModelProblem:
         num_ranks: that share the model.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
         refusals: why the driver has refused launches so far.
+        other_formats: names of the formats of layers' matrices that are not in `weight_format`.
     """
 
     network: Network
@@ -52,6 +53,7 @@ class ModelProblem:
     num_ranks: int = 1
     unmeasured: bool = False
     refusals: tuple[str, ...] = ()
+    other_formats: tuple[str, ...] = ()
 
 
 class StatelessExecutor(Protocol):

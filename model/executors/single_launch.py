@@ -162,7 +162,12 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     missing = spec.unsupported(network, READS, VARYING)
     if problem.num_ranks > 1:
         missing = (*missing, "no tensor parallelism")
+    if problem.weight_format.ordered:
+        missing = (*missing, "the inputs of some weights have another order (act-order)")
     missing += problem.refusals
+    if problem.other_formats:
+        names = ", ".join((problem.weight_format.name, *problem.other_formats))
+        missing += (f"matrices in several formats: {names}",)
     if not spec.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(

@@ -14,11 +14,13 @@ from model.hub.names import BUNDLED, BUNDLED_FOLDER, read_name, well_known
 __all__ = ["BUNDLED", "is_bundled", "resolve"]
 
 _NEEDED: Final = (
-    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
+    "*.json", "README.md", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
 )  # fmt: skip
 _UNAUTHORIZED: Final = 401
 _CONFIG: Final = (
     "config.json", "generation_config.json", "adapter_config.json", "model_index.json", "modules.json", "params.json",
+    "config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "README.md",
 )  # fmt: skip
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.

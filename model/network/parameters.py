@@ -47,6 +47,7 @@ class DecoderParameters(nn.Module):
         max_context: see above.
         weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
             packed them, its format of all matrices.
+        other_formats: names of the formats of layers' matrices that are in another one.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -77,8 +78,10 @@ class DecoderParameters(nn.Module):
             DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
             for index, layer in enumerate(network.layers)
         )
-        forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
+        forms = [it.format for layer in self.decoder_layers for it in layer.matrices.values()]
         self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
+        others = (it.name for it in forms if it != self.weight_format)
+        self.other_formats = tuple(dict.fromkeys(others))
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
         self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)

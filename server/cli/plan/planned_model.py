@@ -11,7 +11,6 @@ from kernels.collective.communicator import AbsentRanks
 from kernels.weight_format import LIBRARY_FORMATS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
-from model.checkpoint.formats.table import kept
 from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
@@ -59,7 +58,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         config,
         _dtype(settings.dtype, config, arch),
         "meta",
-        loaded_format(quantization, kept(config.weight_format)),
+        loaded_format(quantization, config.weight_format),
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels

@@ -712,7 +712,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
         ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "GPTNeoXForCausalLM"),
         ({"architectures": None, "model_type": "gemma3n"}, "gemma3n"),
         ({"model_type": "mistral"}, "mistral"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -156,6 +156,7 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
     )
     assert (repository, revision) == ("org/name", "v1")
     assert kept == {
+        "README.md",
         "config.json",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
@@ -169,7 +170,7 @@ def test_config_only_fetches_no_weights(hub):
 
     ((_, _, wanted, _),) = hub.calls
     assert wanted[:2] == ("config.json", "generation_config.json")
-    assert all(name.endswith(".json") and "*" not in name for name in wanted)
+    assert all(name.endswith((".json", ".md")) and "*" not in name for name in wanted)
 
 
 def offline():

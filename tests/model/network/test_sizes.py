@@ -15,7 +15,7 @@ from server.cli.bench.engine.options import SHAPES, shapes
 from tests.model.configs import model_config
 
 BLOCKS = WeightFormat("blocks", 8, group=128, scales="block")
-GROUPS = WeightFormat("groups", 4, group=32, scales="group", zeros=True, float=False)
+GROUPS = WeightFormat("groups", 4, group=32, scales="group", shifts=True, float=False)
 SIZES = {
     "vocab_size": 51,
     "hidden_size": 64,

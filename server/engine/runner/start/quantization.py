@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kernels.cpu.library import load
 from model.checkpoint.dtypes import resolve_quantization
-from model.checkpoint.formats.table import kept
+from model.device.quantizations import quantization_name
 from model.executors import cpu_library
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def resolved_quantization(
             log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
         return reasons
 
-    stored = kept(model.weight_format)
+    stored = model.weight_format
     found = resolve_quantization(config.quantization, arch, config.dtype, unsupported, stored)
     if arch.is_cpu and found is not None and found == stored:
         log.warning(
             "every step converts the weights from %s, which is slow: --quantization int8 or int4 is faster, where a "
             "CPU supports it",
-            found.name,
+            quantization_name(found),
         )
     return found

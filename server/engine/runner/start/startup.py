@@ -18,7 +18,6 @@ from kernels.collective.connect import connect
 from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
-from model.checkpoint.formats.table import kept
 from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
@@ -203,7 +202,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
             device,
             config.load_format,
             progress,
-            weight_format=loaded_format(quantization, kept(model_config.weight_format)),
+            weight_format=loaded_format(quantization, model_config.weight_format),
             communicator=communicator,
         )
         phases.tell("packing the weights")
