@@ -91,6 +91,21 @@ class WeightFormat:
         scale_bytes = (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
         return numbers + scale_bytes + ORDER_BYTES * self.ordered * inputs
 
+    @property
+    def fits_int8(self) -> bool:
+        """Whether `as_int8` holds the numbers: they are integers with scales for groups, in the range of int8."""
+        in_range = self.bits < 8 or self.offset == (0 if self.dtype == "int8" else 128)
+        return self.scales == "group" and not self.float and in_range
+
+    def as_int8(self, name: str, *, shifts: bool) -> WeightFormat:
+        """Return the format that has these numbers, less their offset, as int8; `fits_int8` must hold.
+
+        Args:
+            name: of the format.
+            shifts: whether it has shifts, which those of a matrix without are 0.
+        """
+        return dataclasses.replace(self, name=name, bits=8, offset=0, shifts=shifts)
+
     def divided(self, dim: int, *ends: int) -> WeightFormat:
         """Return the format in which no scale is on both sides of an end: this one, or one with more scales.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -134,12 +135,18 @@ class Weight:
     def refined(self, form: WeightFormat) -> Weight:
         """Return the same values with more scales; `form` is a result of `WeightFormat.divided`, maybe of several.
 
-        Scales and shifts get its `scale_dtype`.
+        Scales and shifts get its `scale_dtype`. Numbers get 8 bits if only it has them, and a matrix without shifts
+        gets those of 0 if it has shifts.
         """
         if form == self.format:
             return self
         parts = {"numbers": self.numbers}
-        for name, scale in self.scales.items():
+        if form.bits > self.format.bits or form.offset != self.format.offset:
+            parts["numbers"] = (self.unpacked().short() - self.format.offset).to(torch.int8)
+        scales = self.scales
+        if form.shifts and self.scale is not None:
+            scales.setdefault("shift", torch.zeros_like(self.scale))
+        for name, scale in scales.items():
             wide = scale
             if self.format.scales == "block":
                 wide = wide.repeat_interleave(self.format.group, 0)[: self.shape[0]]
@@ -224,7 +231,7 @@ class Weight:
         if not self.format.is_quantized:
             self.numbers.copy_(source.dequantize())
             return
-        if source.format.name == self.format.name:
+        if source.format.name in self.format.name.split("+"):
             source = source.refined(self.format)
         else:
             values = source.to(self.numbers.device).dequantize()
@@ -236,7 +243,8 @@ class Weight:
             tensor.copy_(source.tensors[name])
 
     def unpacked(self) -> Tensor:
-        """Return the numbers, [N, C], in the order in which they are stored; those of 4 bits one in a byte."""
+        """Return the numbers, [N, C], those of 4 bits one in a byte; not with an order, which a reader could miss."""
+        assert self.order is None, "read them of `in_stored_order`, and gather the inputs"
         return _unpacked(self.numbers, self.format.bits, dim=-1).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -248,6 +256,9 @@ class Weight:
         form = self.format
         if not form.is_quantized:
             return self.numbers if dtype is None else self.numbers.to(dtype)
+        if self.order is not None:
+            own = self.order.to(self.numbers.device).argsort()
+            return self.in_stored_order().dequantize(dtype).index_select(1, own)
         assert self.scale is not None
         values = _float32(self.unpacked())
         is_even = form.group > 0 and self.shape[1] % form.group == 0
@@ -258,10 +269,7 @@ class Weight:
         values *= self._spread(self.scale, is_even=is_even)
         if self.shift is not None:
             values += self._spread(self.shift, is_even=is_even)
-        values = values.view(self.shape).to(dtype or torch.float32)
-        if self.order is None:
-            return values
-        return values.index_select(1, self.order.to(values.device).argsort())
+        return values.view(self.shape).to(dtype or torch.float32)
 
     def _spread(self, scale: Tensor, *, is_even: bool) -> Tensor:
         """Return scales that are broadcast to [N, C], or to [N, groups, group] if all groups are whole."""
@@ -296,12 +304,23 @@ def _fp8_values() -> Tensor:
 
 
 def stacked_format(weights: Sequence[Weight]) -> WeightFormat | None:
-    """Return the format that holds matrices above each other without loss; None if only full numbers do."""
+    """Return the format that holds matrices above each other without loss; None if only full numbers do.
+
+    Integers of several formats with scales for groups are held as int8. The name of that format has theirs, with "+"
+    between.
+    """
     first = weights[0].format
     ends = [sum(it.shape[0] for it in weights[:count]) for count in range(1, len(weights))]
     found = {it.format.divided(0, *ends) for it in weights}
+    names = sorted({it.name for it in found})
     kinds = {(it.name, it.bits, it.float, it.offset, it.shifts, it.scales == "row") for it in found}
-    if not first.is_quantized or len(kinds) > 1 or not _have_one_order(weights):
+    has_order = any(it.order is not None for it in weights)
+    if len(names) > 1 and not has_order and all(it.fits_int8 for it in found):
+        shifts = any(it.shifts for it in found)
+        found = {it.as_int8("+".join(names), shifts=shifts) for it in found}
+        groups = [it.group for it in found]
+        found = {dataclasses.replace(it, group=math.gcd(*groups)) for it in found}
+    elif not first.is_quantized or len(kinds) > 1 or not _have_one_order(weights):
         return None
     if len({it.scale_dtype for it in found}) > 1:
         found = {dataclasses.replace(it, scale_dtype="float32") for it in found}
@@ -354,12 +373,16 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
 
     Args:
         values: [N, C], any float dtype; for `LIBRARY_FORMATS` C is a multiple of the format's group.
-        form: the format, without an order.
+        form: the format; one with an order gets that of the inputs.
 
     Raises:
         ValueError: a scale would not be finite; the text is the end of a sentence.
     """
     outputs, inputs = values.shape
+    if form.ordered:
+        own = torch.arange(inputs, dtype=torch.int32, device=values.device)
+        plain = quantize(values, dataclasses.replace(form, ordered=False))
+        return dataclasses.replace(plain, format=form, order=own)
     general = _float8_groups if form.float else _integers
     quantizer = _QUANTIZERS.get(form, functools.partial(general, form=form))
     numbers, *scales = quantizer(values)

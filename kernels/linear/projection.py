@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
-    "Projection", "Purpose", "Residual", "ResidualWriter", "bind_norm", "bind_projection", "linear_problem",
+    "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_projection", "linear_problem",
 ]  # fmt: skip
 
 
@@ -138,6 +138,28 @@ class Projection(ResidualWriter, Protocol):
         Returns:
             [T] int64, a new tensor: `tokens` with valid indices instead of -1.
         """
+
+
+def add_both(
+    first: tuple[ResidualWriter, Tensor], second: tuple[ResidualWriter, Tensor], residual: Residual
+) -> Residual:
+    """Add the results of two linear layers that do not read each other's.
+
+    Args:
+        first: a linear layer and its input.
+        second: the same.
+        residual: the stream, without partial sums.
+    """
+    one = first[0].to_residual(first[1], residual)
+    two = second[0].to_residual(second[1], Residual(one.hidden))
+    if one.partials is None:
+        return two
+    if two.partials is None:
+        return Residual(two.hidden, one.partials, one.ranks)
+    if one.ranks is two.ranks and one.partials.dtype is two.partials.dtype:
+        return Residual(two.hidden, torch.cat((one.partials, two.partials)), one.ranks)
+    hidden = add_and_normalize(None, two.hidden, one.partials, one.ranks, pdl=False)
+    return Residual(hidden, two.partials, two.ranks)
 
 
 def bind_projection(

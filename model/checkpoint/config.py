@@ -74,7 +74,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` and, if it exists, `generation_config.json`.
+        """Read `config.json` and, if it exists, `generation_config.json`; or the metadata of a GGUF file.
 
         Raises:
             ModelFolderError: a file is missing or broken, or a value is missing, of the wrong type
@@ -82,11 +82,11 @@ class ModelConfig:
             UnsupportedModelError: the architecture or a feature is not supported.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not folder.is_dir() and not folder.is_file():
             raise ModelFolderError(
-                f"{folder} is not a folder; a model is a folder with a config.json"
+                f"{folder} is not a folder; a model is a folder with a config.json, or a GGUF file"
             )
-        file = folder / CONFIG
+        file = folder if folder.is_file() else folder / CONFIG
         config, generation_config = (
             read_json_object(folder, name, MAX_FILE_BYTES) for name in (CONFIG, GENERATION_CONFIG)
         )

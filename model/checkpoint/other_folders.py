@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from model.checkpoint_files import read_text
 from model.errors import ModelError, ModelFolderError
-from model.files import read_text
 from model.json_input import read_json_object, shorten
 
 _MAX_BYTES: Final = 1 << 20
@@ -29,7 +29,6 @@ _ROWS: Final = (
         ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
         "it is a model of sentence-transformers, which embeds texts and generates none",
     ),
-    (("*.gguf",), "GGUF is not read"),
     (("openvino_model*.xml",), f"it is a model for OpenVINO; {_SAFE}"),
     (("*.onnx", "onnx/*.onnx"), f"it is a model in ONNX; {_SAFE}"),
     (("tf_model*.h5", "saved_model.pb", "*.ckpt.index", "*.keras"), f"it is a model for TensorFlow; {_SAFE}"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from model.checkpoint.formats.format import FLOATS, UNUSED, Format, StoredTensor
 from model.checkpoint.formats.table import StoredFormat, StoredFormats
 from model.checkpoint.input_order import order_of_groups
 from model.errors import WeightsError
+
+PartValues: TypeAlias = Weight | Tensor
 
 
 class StoredPart(NamedTuple):
@@ -28,6 +30,7 @@ class StoredPart(NamedTuple):
         scales: name and entry of its other tensors, by the keys of `Format.tensors`.
         row: reads a quantized matrix; else None.
         order: as `Weight.order`.
+        finish: changes the values that were read, but neither shape nor format; None for no change.
     """
 
     name: str
@@ -37,6 +40,7 @@ class StoredPart(NamedTuple):
     scales: Mapping[str, tuple[str, StoredTensor]] = MappingProxyType({})
     row: Format | None = None
     order: Tensor | None = None
+    finish: Callable[[PartValues], PartValues] | None = None
 
     def empty(self) -> Weight:
         """Return the matrix without memory for its values."""
@@ -44,12 +48,16 @@ class StoredPart(NamedTuple):
         made = Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
         return dataclasses.replace(made, order=self.order)
 
-    def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> Weight | Tensor:
+    def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:
         """Return it from its tensor and those of all scales, by their names.
 
         Raises:
             WeightsError: their values do not fit each other.
         """
+        values = self._read(tensor, scales)
+        return values if self.finish is None else self.finish(values)
+
+    def _read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:
         if self.form is None or self.row is None:
             return tensor if tensor.ndim == 1 else Weight.full(tensor)
         outputs, inputs = self.shape

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,12 +20,14 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import stored_formats
+from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.implied import are_equal, different_buffers
 from model.checkpoint.parameter_parts import ParameterPart, named_parts
 from model.checkpoint.shards import (
     INDEX_NAME,
     SINGLE_NAME,
     check_dtypes,
+    drop_pages,
     read_headers,
     read_tensors,
 )
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
     from kernels.weight_format import WeightFormat
 
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pickle", "dummy"]
 LoadProgress = Callable[[int, int, int, int], None]
 """Called with (bytes loaded, total bytes, number of the file that is read, number of files)."""
 
@@ -106,7 +108,8 @@ def load_part(
         config: its configuration.
         dtype: dtype of the weights in the model, regardless of the files'.
         device: device of the model.
-        load_format: "auto" and "safetensors" read the folder; "dummy" initializes random weights.
+        load_format: "auto" and "safetensors" read safetensors files, "pickle" pickle files too where there are none;
+            "dummy" initializes random weights.
         progress: called after every tensor.
         weight_format: in which the layers' matrices are held: None for full numbers, the checkpoint's own, or one of
             `QUANTIZATIONS`, to which they are rounded.
@@ -122,7 +125,7 @@ def load_part(
     device = torch.device(device)
     stored: dict[str, StoredPart] = {}
     if load_format != "dummy":
-        stored, config = _checked_headers(path, config)
+        stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
     if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
@@ -157,6 +160,7 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
         if it.entry.dtype != _HALF and (problem := _overflow(parts[names[name]].values, values)):
             raise WeightsError(f"{name} {problem}")
+        drop_pages(tensor)
         done += it.entry.num_bytes
         if progress is not None:
             progress(done, total, files[it.entry.file], len(files))
@@ -207,10 +211,16 @@ def _matrix_formats(
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
-            weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+            try:
+                planned_parts = part.loaded(stored[name].empty(), rank)
+            except ValueError as error:
+                text = f"{name}: {error}; set --tensor-parallel to another number"
+                raise WeightsError(text) from None
+            weights.setdefault(part.parameter, []).extend(planned_parts)
             if stored[name].order is not None and _IN_LAYER.search(name):
                 ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    _log_mixed(weights, found)
     if full := {it for it in ordered if found[it] is None}:
         _logger.warning(
             "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
@@ -220,17 +230,37 @@ def _matrix_formats(
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
-def _checked_headers(path: Path, config: ModelConfig) -> tuple[dict[str, StoredPart], ModelConfig]:
+def _log_mixed(
+    weights: Mapping[str, Sequence[Weight]], found: Mapping[str, WeightFormat | None]
+) -> None:
+    """Log how matrices are held whose parts are stored in several formats."""
+    held: dict[tuple[str, str], list[str]] = {}
+    for parameter, its in weights.items():
+        forms = {it.format for it in its}
+        names = sorted({it.name if it.is_quantized else "full numbers" for it in forms})
+        if len(names) > 1 and any(it.is_quantized for it in forms):
+            form = found[parameter]
+            how = "full numbers" if form is None else f"{form.bits} bits in groups of {form.group}"
+            held.setdefault((" and ".join(names), how), []).append(parameter)
+    for (names_text, how), parameters in held.items():
+        _logger.info("stored as %s, held as %s: %s", names_text, how, _listed(parameters))
+
+
+def _checked_headers(
+    path: Path, config: ModelConfig, *, pickle: bool
+) -> tuple[dict[str, StoredPart], ModelConfig]:
     """Return what to load, by the names in the model, and the configuration that the files have.
 
     Raises:
         WeightsError: names, shapes or dtypes differ from those of the model.
     """
-    formats = stored_formats(config.content)
-    for note in formats.notes:
-        _logger.warning("%s", note)
-    headers = read_headers(path)
-    check_merged(headers)
+    # A GGUF file says itself what belongs together.
+    parts = gguf_parts(path) if path.is_file() else None
+    if parts is None:
+        headers = read_headers(path, pickle=pickle)
+        check_merged(headers)
+    else:
+        headers = {name: it.entry for name, it in parts.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     family, network = FAMILIES[config.architecture], config.network
     names = StoredNames(family.tensors, needed, len(network.layers))
@@ -247,11 +277,8 @@ def _checked_headers(path: Path, config: ModelConfig) -> tuple[dict[str, StoredP
     }
     unused = {*ignored, *beyond, *buffers}
     used = {name: entry for name, entry in headers.items() if name not in unused}
-    check_dtypes(used, *formats.dtypes)
-    ahead = {name: entry for name, entry in used.items() if name.endswith(formats.ahead)}
-    for name, tensor in read_tensors(ahead):
-        used[name] = used[name]._replace(values=tensor.clone())
-    stored = names.mapped(combine(used, formats))
+    found = _combined(used, config) if parts is None else {name: parts[name] for name in used}
+    stored = names.mapped(found)
     if network.tied and head in stored:
         config = _with_stored_head(stored, config, head)
         needed = named_parts(DecoderLM(config, device="meta"))
@@ -307,7 +334,7 @@ def _check_fit(
         raise WeightsError(
             f"the tensors in {path} do not fit its config.json: "
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
-            + hint(unexpected)
+            + ("" if path.is_file() else hint(unexpected))
         )
 
 
@@ -341,6 +368,22 @@ def _report_unused(
             " parameters and its attention if the model's text is wrong",
             _listed(different),
         )
+
+
+def _combined(headers: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredPart]:
+    """Return the parts of a checkpoint in a folder, by the names in its files.
+
+    Raises:
+        WeightsError: tensors have dtypes that are not read, or do not fit each other.
+    """
+    formats = stored_formats(config.content)
+    for note in formats.notes:
+        _logger.warning("%s", note)
+    check_dtypes(headers, *formats.dtypes)
+    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
+    values = {name: tensor.clone() for name, tensor in read_tensors(ahead)}
+    read = {name: entry._replace(values=values.get(name)) for name, entry in headers.items()}
+    return combine(read, formats)
 
 
 def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:

@@ -42,7 +42,7 @@ class ModelProblem:
         num_ranks: that share the model.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
         refusals: why the driver has refused launches so far.
-        other_formats: names of the formats of layers' matrices that are not in `weight_format`.
+        other_formats: of the layers' matrices that are not in `weight_format`, each once.
     """
 
     network: Network
@@ -53,7 +53,7 @@ class ModelProblem:
     num_ranks: int = 1
     unmeasured: bool = False
     refusals: tuple[str, ...] = ()
-    other_formats: tuple[str, ...] = ()
+    other_formats: tuple[WeightFormat, ...] = ()
 
 
 class StatelessExecutor(Protocol):

@@ -47,7 +47,7 @@ class DecoderParameters(nn.Module):
         max_context: see above.
         weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
             packed them, its format of all matrices.
-        other_formats: names of the formats of layers' matrices that are in another one.
+        other_formats: of the layers' matrices that are in another one, each once.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -80,12 +80,13 @@ class DecoderParameters(nn.Module):
         )
         forms = [it.format for layer in self.decoder_layers for it in layer.matrices.values()]
         self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
-        others = (it.name for it in forms if it != self.weight_format)
+        others = (it for it in forms if it != self.weight_format)
         self.other_formats = tuple(dict.fromkeys(others))
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
-        self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
+        self.norm_bias = empty(hidden) if network.norm.has_bias else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)
         self.lm_head = None if network.tied else empty(self._head_rows, hidden)
+        self.lm_head_bias = empty(self._head_rows) if network.head_bias else None
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self.unmeasured_kernels = False
 

@@ -15,8 +15,8 @@ from typing import Any, overload
 
 import tokenizers
 
+from model.checkpoint_files import read_text
 from model.errors import TokenizerError
-from model.files import read_text
 from model.text.bounded.limits import Bounds, check_file, check_library
 from model.text.bounded.processes import EncoderProcesses, PlainEncoding
 from model.text.library_errors import library_error

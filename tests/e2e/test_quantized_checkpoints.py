@@ -11,6 +11,7 @@ from model.hub.names import BUNDLED_FOLDER
 from tests.e2e.conftest import CLIENT
 from tests.model.checkpoint import format_samples
 from tests.model.checkpoint.compressed import FILE, arguments, compress, group, write_config
+from tests.model.checkpoint.packed_checkpoints import awq_checkpoint, gptq_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,6 +22,10 @@ BLOCKS = format_samples.HF_FP8 | {"weight_block_size": [128, 128]}
 
 def in_blocks(folder):
     return format_samples.store(folder, format_samples.blocks(128), "weight_scale_inv", BLOCKS)
+
+
+def act_order(folder):
+    return gptq_checkpoint(folder, 64, sym=False, act_order=True)
 
 
 def compressed(form, **weights):
@@ -35,8 +40,15 @@ def compressed(form, **weights):
         (compressed("float-quantized", type="float", strategy="tensor"), "fp8", ("--tensor-parallel=2",)),
         (compressed("int-quantized", strategy="group", group_size=64), "int8-groups", ("--quantization=none",)),
         (compressed("int-quantized"), "int8-rows", ("--quantization=none",)),
+        (compressed("pack-quantized", num_bits=4, strategy="group", group_size=32), "w4a16", ()),
+        (awq_checkpoint, "awq", ("--tensor-parallel=2",)),
+        (act_order, "gptq", ()),
+        (act_order, "gptq", ("--tensor-parallel=2",)),
     ],
-    ids=["blocks", "fp8", "fp8 of two ranks", "int8 groups", "int8"],
+    ids=[
+        "blocks", "fp8", "fp8 of two ranks", "int8 groups", "int8", "w4a16", "awq of two ranks", "act-order",
+        "act-order of two ranks",
+    ],
 )  # fmt: skip
 def test_a_service_continues_a_prompt_as_transformers_does(
     tmp_path, start_service, store, said, options

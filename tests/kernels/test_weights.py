@@ -307,6 +307,9 @@ def test_rows_of_one_number_have_the_scales_of_float8_rows():
 
 
 BFLOAT16 = unquantized("bfloat16")
+FOUR_BITS = WeightFormat("four", 4, 4, "group", shifts=True, float=False, scale_dtype="float16")
+SIX_BITS = WeightFormat("six", 8, 2, "group", float=False)
+UNSIGNED = WeightFormat("unsigned", 8, 4, "group", float=False, offset=128, scale_dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -323,6 +326,20 @@ BFLOAT16 = unquantized("bfloat16")
         ([(BLOCKS, 8), (BFLOAT16, 8)], None),
         ([(BFLOAT16, 8), (BLOCKS, 8)], None),
         ([(BFLOAT16, 8), (BFLOAT16, 8)], None),
+        (
+            [(FOUR_BITS, 3), (SIX_BITS, 5)],
+            WeightFormat("four+six", 8, 2, "group", shifts=True, float=False, scale_dtype="float32"),
+        ),
+        (
+            [(FOUR_BITS, 3), (dataclasses.replace(FOUR_BITS, name="other", offset=8), 2), (UNSIGNED, 1)],
+            WeightFormat("four+other+unsigned", 8, 4, "group", shifts=True, float=False, scale_dtype="float16"),
+        ),
+        ([(FOUR_BITS, 3), (dataclasses.replace(UNSIGNED, offset=0, name="wide"), 5)],
+         WeightFormat("four+wide", 8, 4, "group", shifts=True, float=False, scale_dtype="float16")),
+        ([(FOUR_BITS, 3), (dataclasses.replace(UNSIGNED, offset=7), 5)], None),
+        ([(FOUR_BITS, 3), (INT8_ROWS, 5)], None),
+        ([(FOUR_BITS, 3), (GROUPS, 5)], None),
+        ([(FOUR_BITS, 3), (BFLOAT16, 5)], None),
     ],
 )  # fmt: skip
 def test_stacked_matrices_have_the_format_that_holds_all_of_them(parts, expected):
@@ -380,7 +397,9 @@ def ordered(request):
 def test_a_matrix_has_its_columns_in_their_own_order_again(ordered):
     plain, weight = ordered
     stored = plain.unpacked()[:, weight.order]
-    assert torch.equal(weight.unpacked(), stored)
+    assert torch.equal(weight.in_stored_order().unpacked(), stored)
+    with pytest.raises(AssertionError, match="gather the inputs"):
+        weight.unpacked()
     assert weight.tensors.keys() == {*plain.tensors, "order"}
 
     values = weight.dequantize()

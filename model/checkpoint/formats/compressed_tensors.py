@@ -10,12 +10,14 @@ Source: the `compressed-tensors` package of the vLLM project.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
 from model.checkpoint.formats.format import require
+from model.checkpoint.formats.unsupported import refuse_known
 from model.errors import UnsupportedModelError
 from model.json_input import check, refuse, shorten
 from model.patterns import compiled
@@ -25,6 +27,7 @@ MOST_INPUTS: Final = 65_536
 """Inputs or outputs that share a scale, at most."""
 
 _PATTERN: Final = "re:"
+_DIGITS: Final = re.compile("[0-9]{1,9}")
 _MIXED: Final = "mixed-precision"
 _NAIVE: Final = "naive-quantized"
 _STRATEGIES: Final = ("tensor", "channel", "group", "block")
@@ -120,6 +123,7 @@ def split(found: Mapping[str, Any], key: str) -> tuple[Part, ...]:
     sparsity = found.get("sparsity_config") or {}
     require(sparsity, {}, f"{key}.sparsity_config")
     if sparsity.get("format") not in (None, "dense"):
+        refuse_known(f"{key}.sparsity_config.format", sparsity["format"])
         raise unsupported(f"{key}.sparsity_config.format", sparsity["format"], ("dense",))
     parts = []
     for name, group in groups.items():
@@ -183,24 +187,6 @@ def read_weights(found: Mapping[str, Any], key: str) -> WeightScheme:
 
 def _block(found: object, where: str) -> tuple[int, int]:
     if isinstance(found, str):  # the older form, "128x128"
-        found = [int(it) if it.isdecimal() else it for it in found.split("x")]
+        found = [int(it) if _DIGITS.fullmatch(it) else it for it in found.split("x")]
     outputs, inputs = check(found, tuple[_COUNT, _COUNT], where)  # type: ignore[valid-type]
     return outputs, inputs
-
-
-def notes(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """List what a configuration asks for and a service does otherwise, for the log."""
-    groups = found.get("config_groups")
-    its = groups.values() if isinstance(groups, dict) else ()
-    texts = [
-        f"{key} of the checkpoint are not rounded as it states, nor are its scales for them used: they are in the "
-        "model's dtype, or in FP8 where a GPU multiplies in FP8"
-        for key in ("input_activations", "output_activations")
-        if any(isinstance(it, dict) and it.get(key) is not None for it in its)
-    ]
-    if found.get("kv_cache_scheme") is not None:
-        texts.append(
-            "the checkpoint's kv_cache_scheme has no effect: the KV cache has the model's dtype, or with "
-            "--kv-cache-dtype fp8 scales of its own"
-        )
-    return tuple(texts)

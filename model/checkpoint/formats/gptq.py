@@ -65,9 +65,17 @@ def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
         if version not in _SUBTRACTED:
             raise unsupported(f"{key}.{name}", version, tuple(_SUBTRACTED))
     bits = read_bits(found, key, "bits", tuple(PER_WORD))
-    is_symmetric = check(found.get("sym") or False, bool, f"{key}.sym")
-    group = read_group(found, key, "group_size")
-    return integer_format(version, bits, group, shifts=not is_symmetric)
+    is_symmetric, is_ordered, is_static = (
+        check(found.get(name) or False, bool, f"{key}.{name}")
+        for name in ("sym", "desc_act", "static_groups")
+    )
+    return integer_format(
+        version,
+        bits,
+        read_group(found, key, "group_size"),
+        shifts=not is_symmetric,
+        ordered=is_ordered and not is_static,
+    )
 
 
 def _shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int, int]:

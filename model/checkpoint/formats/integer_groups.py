@@ -34,7 +34,9 @@ _EVEN: Final = 2
 _GROUP_SIZE: Final = Annotated[int, Meta(ge=-1, le=_MOST_INPUTS)]
 
 
-def integer_format(name: str, bits: int, group: int, *, shifts: bool) -> WeightFormat:
+def integer_format(
+    name: str, bits: int, group: int, *, shifts: bool, ordered: bool = False
+) -> WeightFormat:
     """Return the format of a configuration.
 
     Args:
@@ -42,6 +44,7 @@ def integer_format(name: str, bits: int, group: int, *, shifts: bool) -> WeightF
         bits: of a number.
         group: inputs that share a scale; -1 for all of them.
         shifts: whether there are zero points.
+        ordered: whether the inputs of a group need not be beside each other; the file tells of each matrix.
     """
     rows = group == -1
     return WeightFormat(
@@ -53,6 +56,7 @@ def integer_format(name: str, bits: int, group: int, *, shifts: bool) -> WeightF
         float=False,
         offset=1 << bits - 1,
         scale_dtype="float32" if shifts else "float16",
+        ordered=ordered and not rows,
     )
 
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from kernels.weights import Weight
 
 _IDENTITY: Final = {"quant_method": METHOD, "format": "pack-quantized"}
-_ACT_ORDERS: Final = (None, False, True, "group", "weight", "static", "dynamic")
-"""In all of them the file says the group of each input, where it is not that of those beside each other."""
+_ACT_ORDERS: Final = ("group", "dynamic", True)
+_NO_ACT_ORDERS: Final = (None, False, "weight", "static")
+"""With "weight" and its other name, groups are of inputs beside each other again."""
 _INTEGERS: Final = ("I32", "I64")
 _ONE: Final = ((), (1,), (1, 1))
 
@@ -46,10 +47,15 @@ def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
     weights.require(num_bits=tuple(PER_WORD))
     if weights.strategy == "block":
         weights.require(strategy=("tensor", "channel", "group"))
-    if weights.actorder not in _ACT_ORDERS:
-        raise unsupported(f"{weights.where}.actorder", weights.actorder, _ACT_ORDERS)
-    name, bits = f"w{weights.bits}a16", weights.bits
-    return integer_format(name, bits, weights.group or -1, shifts=not weights.symmetric)
+    if weights.actorder not in (allowed := (*_ACT_ORDERS, *_NO_ACT_ORDERS)):
+        raise unsupported(f"{weights.where}.actorder", weights.actorder, allowed)
+    return integer_format(
+        f"w{weights.bits}a16",
+        weights.bits,
+        weights.group or -1,
+        shifts=not weights.symmetric,
+        ordered=weights.actorder in _ACT_ORDERS,
+    )
 
 
 def _shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int, int]:

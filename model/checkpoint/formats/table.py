@@ -12,6 +12,7 @@ from model.checkpoint.formats.compressed_tensors import Part
 from model.checkpoint.formats.float_quantized import FLOAT_QUANTIZED
 from model.checkpoint.formats.format import Format, require
 from model.checkpoint.formats.fp8 import FBGEMM, FP8
+from model.checkpoint.formats.gguf import GGUF_FORMATS
 from model.checkpoint.formats.gptq import GPTQ
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED
 from model.checkpoint.formats.modelopt import MODELOPT
@@ -36,9 +37,14 @@ FORMATS: Final[tuple[Format, ...]] = (
     MODELOPT,
     AWQ,
     GPTQ,
+    *GGUF_FORMATS,
 )
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the format; the second is older."""
+_AUTO_ROUND: Final = ("auto-round", "intel/auto-round")
+_PACKINGS: Final = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""The methods in whose layouts AutoRound packs weights, by its names of them."""
+_CACHE_KEYS: Final = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +124,28 @@ def _read(found: Mapping[str, Any], key: str) -> StoredFormats:
     formats = tuple(_choose(found, key))
     is_full = check(found.get("dequantize") or False, bool, f"{key}.dequantize")
     is_kept = not is_full and all(it.row.is_kept for it in formats)
-    return StoredFormats(formats, is_kept, compressed_tensors.notes(found))
+    return StoredFormats(formats, is_kept, _notes(found))
+
+
+def _notes(found: Mapping[str, Any]) -> tuple[str, ...]:
+    groups = found.get("config_groups")
+    its = groups.values() if isinstance(groups, dict) else ()
+    texts = []
+    if found.get("activation_scheme") == "static" or any(
+        isinstance(it, dict) and it.get(key) is not None
+        for it in its
+        for key in ("input_activations", "output_activations")
+    ):
+        texts.append(
+            "activations are not rounded as the checkpoint states, nor are its scales for them used: they are in the "
+            "model's dtype, or in FP8 where a GPU multiplies in FP8"
+        )
+    if key := next((it for it in _CACHE_KEYS if found.get(it) is not None), None):
+        texts.append(
+            f"the checkpoint's {key} has no effect: the KV cache has the model's dtype, or with --kv-cache-dtype fp8 "
+            "scales of its own"
+        )
+    return tuple(texts)
 
 
 def _whole(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -126,6 +153,9 @@ def _whole(found: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = found.get("quantization_config")
     if "config_groups" not in found and isinstance(inner, dict):
         found = {**inner, "sparsity_config": found.get("sparsity_config")}
+    packing = _PACKINGS.get(str(found.get("packing_format")))
+    if found.get("quant_method") in _AUTO_ROUND and packing is not None:
+        found = {"zero_point": not found.get("sym"), **found, "quant_method": packing}
     named = {"quant_method": compressed_tensors.METHOD} if "config_groups" in found else {}
     return named | dict(found)
 

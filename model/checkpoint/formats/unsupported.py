@@ -11,6 +11,9 @@ from model.errors import ModelError, UnsupportedModelError
 from model.files import read_file
 
 _OWN_KERNELS: Final = "which only kernels of its own read"
+_AUTO_ROUND: Final = (
+    "AutoRound has packings of which `auto_round:auto_gptq` and `auto_round:auto_awq` are read"
+)
 METHODS: Final[Mapping[str, str]] = {
     "bitsandbytes": "bitsandbytes has weights in NF4, FP4 or int8, " + _OWN_KERNELS,
     "mxfp4": "MXFP4 has weights in 4-bit floating-point numbers",
@@ -23,8 +26,8 @@ METHODS: Final[Mapping[str, str]] = {
     "torchao": "torchao stores tensors of its own classes",
     "quanto": "Quanto stores tensors of its own classes",
     "eetq": "EETQ has weights in int8 in the layout of its kernels",
-    "auto-round": "AutoRound names its packing in a way of its own; export it as `auto_gptq` or `auto_awq`",
-    "intel/auto-round": "AutoRound names its packing in a way of its own; export it as `auto_gptq` or `auto_awq`",
+    "auto-round": _AUTO_ROUND,
+    "intel/auto-round": _AUTO_ROUND,
     "inc": "Intel Neural Compressor has a packing of its own",
     "spqr": "SpQR has weights of 3 bits with sparse outliers, " + _OWN_KERNELS,
     "vptq": "VPTQ has weights as indices of a codebook, " + _OWN_KERNELS,

@@ -11,6 +11,7 @@ import torch
 
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from kernels.weights import quantize
+from model.gguf.tensor_types import QUANTIZED
 from tests.model.checkpoint.compressed import FILE, arguments, compress, group, write_config
 from tests.model.checkpoint.hf_checkpoints import CASES, Case
 from tests.model.checkpoint.packed_checkpoints import (
@@ -18,6 +19,7 @@ from tests.model.checkpoint.packed_checkpoints import (
     gptq_checkpoint,
     packed_checkpoint,
 )
+from tests.model.gguf.written import ARCHITECTURES, add_bytes, write
 
 MATRICES = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 FP8 = {"type": "float"}
@@ -45,7 +47,9 @@ def in_fp8(tensors, form, scale_name, change=lambda scale: scale, keep=()):
         scale = change(weight.scale)
         stored |= {name: weight.numbers, f"{name.removesuffix('weight')}{scale_name}": scale}
         spread = scale.float()
-        if form.scales == "block":
+        if form.scales == "group":
+            spread = spread.repeat_interleave(form.group, 1)[:, : tensor.shape[1]]
+        elif form.scales == "block":
             spread = spread.repeat_interleave(form.group, 0).repeat_interleave(form.group, 1)
             spread = spread[: tensor.shape[0], : tensor.shape[1]]
         elif spread.ndim == 1 and len(spread) > 1:
@@ -125,6 +129,19 @@ HF_FP8 = {
     "activation_scheme": "dynamic",
     "modules_to_not_convert": ["lm_head"],
 }
+
+
+def in_gguf(arch, kinds):
+    """Return a function that writes a GGUF file, and the values that the `gguf` package computes to a folder."""
+
+    def save(folder):
+        file, exact = folder / "model.gguf", folder / "exact"
+        write(file, arch, kinds, tokenizer=add_bytes, seed=100).save_pretrained(exact)
+        return file, exact
+
+    return save
+
+
 SAMPLES = {
     "int-quantized": {
         "channel": library("int-quantized", arguments()),
@@ -190,6 +207,11 @@ SAMPLES = {
         "orders that differ in q, k and v": of_integers(
             CASES["llama"], gptq_checkpoint, act_order=True, seed=lambda name: sum(map(ord, name))
         ),
+    },
+    **{name: {"llama": in_gguf("llama", name)} for name in QUANTIZED},
+    "Q4_K": {
+        f"{arch} with Q6_K": in_gguf(arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K")
+        for arch in ARCHITECTURES
     },
 }  # fmt: skip
 """By the name of the format and what is particular of the sample."""

@@ -12,11 +12,13 @@ from kernels.weight_format import FP8_ROWS, INT8_ROWS, WeightFormat
 from kernels.weights import Weight, converted
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_quantization
+from model.checkpoint.formats.int_quantized import compress as int8_rows
 from model.checkpoint.formats.table import detect, stored_formats
 from model.checkpoint.weights import load_model, load_part
 from model.errors import ModelError, UnsupportedModelError, WeightsError
 from model.executors import single_launch
 from server.engine.core.messages import EngineConfig
+from tests.model.checkpoint import format_samples
 from tests.model.checkpoint.compressed import (
     FILE,
     arguments,
@@ -192,10 +194,44 @@ def test_a_single_launch_needs_all_matrices_in_one_format(tmp_path):
     held = load(folder, dtype=torch.bfloat16)
 
     problem = held.executors.problem(CATALOGUE["h100"])
-    assert problem.other_formats == ("bfloat16",)
+    assert [it.name for it in problem.other_formats] == ["bfloat16"]
     assert "matrices in several formats: float8_e4m3fn, bfloat16" in single_launch.unsupported(
         problem
     )
+
+
+def test_embeddings_may_be_stored_so_too_and_are_held_as_full_numbers(tmp_path):
+    folder, exact = stored(tmp_path, "int channel", ignore=())
+
+    def round_embeddings(tensors):
+        numbers, scale = int8_rows(tensors["model.embed_tokens.weight"])
+        tensors |= {"model.embed_tokens.weight": numbers, "model.embed_tokens.weight_scale": scale}
+
+    def dequantized(tensors):
+        numbers, scale = int8_rows(tensors["model.embed_tokens.weight"])
+        tensors["model.embed_tokens.weight"] = numbers.float() * scale
+
+    change_tensors(folder, round_embeddings)
+    change_tensors(exact, dequantized)
+
+    held = load(folder)
+
+    assert held.embed_tokens.dtype == torch.float32
+    torch.testing.assert_close(logits(held), logits(load(exact)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("inputs", [48, 40])
+def test_groups_need_not_divide_the_inputs(tmp_path, inputs):
+    shape = {"hidden_size": inputs, "intermediate_size": 72, "head_dim": 8}
+    Case("Llama", shape).save(tmp_path / "it")
+    form = WeightFormat("fp8-groups", 8, 32, "group")
+    keys = {"quant_method": "fp8", "weight_block_size": [1, 32]}
+    exact = format_samples.store(tmp_path / "it", form, "weight_scale_inv", keys)
+
+    held = load(tmp_path / "it")
+
+    assert held.layers[0].qkv.weight.scale.shape[1] == 2
+    torch.testing.assert_close(logits(held), logits(load(exact)), rtol=1e-4, atol=1e-4)
 
 
 def test_groups_of_modules_are_stored_in_ways_of_their_own(tmp_path):
@@ -217,6 +253,8 @@ def test_groups_of_modules_are_stored_in_ways_of_their_own(tmp_path):
         "down": ("int8-rows", "row"),
     }  # fmt: skip
     torch.testing.assert_close(logits(held), logits(load(exact)), rtol=1e-4, atol=1e-4)
+    served = engine(tmp_path / "it", dtype="float32")
+    assert served.engine.info.quantization == "fp8, int8-groups, int8-rows"
 
 
 def test_a_module_that_no_group_names_is_an_error(tmp_path):
@@ -262,7 +300,7 @@ def test_tensors_that_round_activations_and_the_cache_are_not_used_and_the_log_s
 
     held = load(folder)
 
-    assert "input_activations of the checkpoint are not rounded as it states" in caplog.text
+    assert "activations are not rounded as the checkpoint states" in caplog.text
     assert "kv_cache_scheme has no effect" in caplog.text
     torch.testing.assert_close(logits(held), logits(load(exact)), rtol=1e-4, atol=1e-4)
 
@@ -423,6 +461,7 @@ def test_what_is_not_read_is_refused_by_name(config, message):
         (arguments(symmetric=1), "symmetric must be true or false"),
         (arguments(**FP8, strategy="block", block_structure="axb"), "block_structure"),
         (arguments(**FP8, strategy="block"), "block_structure must be"),
+        (arguments(**FP8, strategy="block", block_structure="9" * 5000 + "x1"), "block_structure"),
     ],
 )
 def test_values_of_a_wrong_type_or_size_are_named(weights, message):

@@ -224,6 +224,19 @@ def test_modules_that_are_not_converted_keep_full_numbers(tmp_path, kind, keep):
     torch.testing.assert_close(logits(held), logits(load(exact)), rtol=1e-4, atol=1e-4)
 
 
+def test_scales_may_be_in_another_file_than_their_numbers(tmp_path):
+    folder, exact = saved(tmp_path, "gptq act-order asymmetric 32")
+    tensors = safetensors.torch.load_file(folder / FILE)
+    (folder / FILE).unlink()
+    files = {name: f"{1 + name.endswith(('scales', 'g_idx'))}.safetensors" for name in tensors}
+    for file in sorted(set(files.values())):
+        its = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        safetensors.torch.save_file(its, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    assert_equal_logits(load(folder), load(exact))
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_quantized_head_is_loaded(tmp_path, version):
     CASES["llama"].save(tmp_path / "it")
@@ -338,6 +351,19 @@ def test_the_single_launch_refuses_an_order_in_words(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True},
+        *({"actorder": name} for name in ("group", "dynamic", True)),
+    ],
+)
+def test_a_plan_without_the_files_expects_an_order_where_groups_are_in_one(described):
+    found = described if "bits" in described else packing(**described)
+
+    assert detect({"quantization_config": found}).ordered
+
+
 @pytest.mark.parametrize("kind", ["awq  64", "gptq act-order asymmetric 32", "w4a16 8 bits -1"])
 def test_dummy_weights_are_in_the_format(tmp_path, kind):
     folder, _ = saved(tmp_path, kind)
@@ -395,6 +421,7 @@ def test_what_does_not_change_the_weights_is_accepted(described):
 
     assert form.bits in (4, 8)
     assert not form.float
+    assert not form.ordered
 
 
 @pytest.mark.parametrize(
@@ -547,3 +574,35 @@ def test_a_model_without_a_format_is_not_changed(tmp_path):
     CASES["llama"].save(tmp_path / "it")
 
     assert set(formats(load(tmp_path / "it")).values()) == {unquantized("float32")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing_format", "method"),
+    [
+        ("gptq asymmetric 32", "auto_round:auto_gptq", "auto-round"),
+        ("awq  32", "auto_round:auto_awq", "intel/auto-round"),
+    ],
+)
+def test_the_packings_of_autoround_that_are_those_of_others_are_read(
+    tmp_path, kind, packing_format, method
+):
+    folder, exact = saved(tmp_path, kind)
+    change(folder, quant_method=method, packing_format=packing_format, sym=False, data_type="int")
+
+    assert_equal_logits(load(folder), load(exact))
+    change(folder, packing_format="auto_round")
+    with pytest.raises(UnsupportedModelError, match="`auto_round:auto_gptq` and `auto_round:auto_"):
+        load(folder)
+
+
+def test_ranks_that_would_divide_a_byte_are_refused_in_words(tmp_path):
+    case = Case("Llama", {"intermediate_size": 36, "num_key_value_heads": 4})
+    folder, _ = saved(tmp_path, "w4a16  -1", case)
+    config = ModelConfig.from_folder(folder)
+
+    def compute(communicator):
+        options = {"weight_format": config.weight_format, "communicator": communicator}
+        load_part(folder, config, torch.float32, "cpu", **options)
+
+    with pytest.raises(WeightsError, match=r"divides a byte of w4a16; set --tensor-parallel to an"):
+        ThreadRanks(4).run(compute)

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.formats.table import FORMATS, detect
+from model.checkpoint.formats.table import FORMATS, detect, stored_formats
 from model.checkpoint.formats.unsupported import METHODS
 from model.errors import ModelError, UnsupportedModelError
+from tests.model.checkpoint.compressed import write_config
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 INSTEAD = "serve the unquantized checkpoint, with --quantization fp8 on a GPU or int8 on a CPU, or the model in a"
@@ -86,6 +88,22 @@ def test_other_algorithms_of_modelopt_are_refused_by_name(tmp_path, quantization
 
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_the_older_file_of_modelopt_describes_the_format_unless_config_json_does(tmp_path):
+    CASES["llama"].save(tmp_path)
+    described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": described}))
+
+    config = ModelConfig.from_folder(tmp_path)
+
+    assert config.weight_format == FP8_ROWS
+    (note,) = stored_formats(config.content).notes
+    assert note.startswith("the checkpoint's kv_cache_quant_algo has no effect")
+    write_config(
+        tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}
+    )
+    assert ModelConfig.from_folder(tmp_path).weight_format.name == "fp8-blocks"
 
 
 CARDS = {

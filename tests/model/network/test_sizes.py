@@ -37,7 +37,17 @@ PARTS = {
     },
     "float32 norms": {"norms_add_one": True, "post_norms": True, "qk_norm": True},
     "joint norms": {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True},
+    "norms by head": {"qk_norm_by_head": True},
     "tied": {"tie_word_embeddings": True},
+    "parallel": {"norm": "layer", "parallel": True, "mlp_bias": True},
+    "one norm without a bias": {
+        "norm": "layer",
+        "norm_bias": False,
+        "norms_add_one": True,
+        "parallel": True,
+        "shared_norm": True,
+        "head_bias": True,
+    },
 }
 
 

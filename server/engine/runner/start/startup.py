@@ -99,7 +99,7 @@ def start_engine(
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization_name(quantization),
+        quantization=quantization_name(quantization, model.weight_format, *model.other_formats),
         vocab_size=model_config.network.vocab,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
