@@ -21,6 +21,7 @@ from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
 
 _CANDIDATES: Final = 8
+_LARGEST_HALF: Final = torch.finfo(torch.float16).max
 _ROWS_AT_ONCE: Final = 256
 """Rows whose numbers take several bytes each for a while: 4-bit ones that are sorted, FP8 as indices of a table."""
 
@@ -373,6 +374,9 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
     Args:
         values: [N, C], any float dtype; for `LIBRARY_FORMATS` C is a multiple of the format's group.
         form: the format; one with an order gets that of the inputs.
+
+    Raises:
+        ValueError: a scale would not be finite; the text is the end of a sentence.
     """
     outputs, inputs = values.shape
     if form.ordered:
@@ -381,7 +385,17 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
         return dataclasses.replace(plain, format=form, order=own)
     general = _float8_groups if form.float else _integers
     quantizer = _QUANTIZERS.get(form, functools.partial(general, form=form))
-    return Weight(form, (outputs, inputs), *quantizer(values))
+    numbers, *scales = quantizer(values)
+    if not all(bool(scale.isfinite().all()) for scale in scales):
+        raise ValueError(_overflow(values, form))
+    return Weight(form, (outputs, inputs), numbers, *scales)
+
+
+def _overflow(values: Tensor, form: WeightFormat) -> str:
+    if not bool(values.isfinite().all()):
+        return f"has weights that are not finite, which {form.name} cannot hold"
+    largest, limit = values.abs().max().item(), _LARGEST_HALF * (2 ** (form.bits - 1) - 0.5)
+    return f"has weights up to {largest:.3g}; {form.name}, whose scales are float16, holds about {limit:.2g} at most"
 
 
 def _integers(values: Tensor, form: WeightFormat) -> tuple[Tensor, ...]:

@@ -35,6 +35,10 @@ _KINDS: Final = (
     (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
 )  # fmt: skip
+_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+_PAGES: Final = (b"<!doctype html", b"<html")
+STAND_IN_BYTES: Final = 64
+"""Bytes of a file from which `stand_in` can tell what it is."""
 _GET_PATH: Final = 50
 """`fcntl.F_GETPATH` of macOS, which other systems do not define."""
 
@@ -54,7 +58,29 @@ def read_file(folder: Path, name: str, max_bytes: int, error: type[ModelError]) 
     if not os.path.lexists(folder / name):
         return None
     with open_file(folder, name, error) as descriptor:
-        return _read(descriptor, folder / name, max_bytes, error)
+        content = _read(descriptor, folder / name, max_bytes, error)
+    if problem := stand_in(content):
+        raise error(f"{folder / name} {problem}")
+    return content
+
+
+def stand_in(beginning: bytes) -> str | None:
+    """Return what a file is that stands for the one it is named after, and what to do; the end of a sentence.
+
+    Args:
+        beginning: of the file, `STAND_IN_BYTES` or more if it has so many.
+
+    Returns:
+        None for any other file.
+    """
+    if beginning.startswith(_LFS_POINTER):
+        return (
+            "is a pointer of Git LFS, not the file itself: run `git lfs install` once and `git lfs pull` in the folder,"
+            " or download the model with `tessera pull`"
+        )
+    if beginning[:STAND_IN_BYTES].lstrip().lower().startswith(_PAGES):
+        return "is a web page, not the file itself: download it from the address with /resolve/ in place of /blob/"
+    return None
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from server.cli.settings import Settings
 from server.engine.link.front_end.client import EngineClient
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.http.app import create_app
-from server.http.text.chat import load_chat_template
+from server.http.text.chat import load_chat_template, with_end_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -146,4 +146,5 @@ def _prepare(settings: Settings) -> tuple[EngineConfig, HTTPConfig, Tokenizer, C
         try_folder(folder)
     tokenizer = Tokenizer.from_folder(folder)
     chat_template = load_chat_template(folder, tokenizer, limits)
+    limits = with_end_tokens(limits, tokenizer, chat_template)
     return engine_config(settings, model_path), limits, tokenizer, chat_template

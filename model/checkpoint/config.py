@@ -6,6 +6,7 @@ This module does not import PyTorch, because the front end imports it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from model.checkpoint.formats.table import CONFIG_KEYS, detect
 from model.checkpoint.formats.unsupported import UnsupportedFormatError, unquantized_hint
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
+from model.checkpoint.header import stored_dtype
+from model.checkpoint.other_folders import describe, describe_architecture, embeds
 from model.checkpoint.side_files import with_side_files
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
@@ -27,8 +30,13 @@ from model.families.tensors import Rewrite
 from model.json_input import read_json_object, shorten
 from model.network.spec import Network
 
+CONFIG: Final = "config.json"
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
+_NO_DTYPE: Final = (None, "", "auto", "torch.auto")
+"""Values of the key with which the files decide."""
+_DTYPE_ALIASES: Final = {"half": "float16", "float": "float32"}
+"""PyTorch's other names."""
 _DEVIATION: Final = Meta(ge=0, le=10)
 
 
@@ -44,8 +52,10 @@ class ModelConfig:
         dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
         weight_format: in which a model holds the matrices of the layers, of several formats the first; None for full
             numbers.
-        eos_token_ids: all ids that end a generation, from config.json and generation_config.json.
+        eos_token_ids: all ids that end a generation by config.json and generation_config.json.
+        eos_by_file: the same by file.
         content: of config.json, from which the other attributes follow.
+        notes: sentences about what the files state and what has no effect, for the log.
     """
 
     architecture: str
@@ -56,7 +66,11 @@ class ModelConfig:
     weight_format: WeightFormat | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    eos_by_file: Mapping[str, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
     content: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -72,16 +86,20 @@ class ModelConfig:
             raise ModelFolderError(
                 f"{folder} is not a folder; a model is a folder with a config.json, or a GGUF file"
             )
-        file = folder if folder.is_file() else folder / "config.json"
+        file = folder if folder.is_file() else folder / CONFIG
         config, generation_config = (
-            read_json_object(folder, name, MAX_FILE_BYTES)
-            for name in ("config.json", GENERATION_CONFIG)
+            read_json_object(folder, name, MAX_FILE_BYTES) for name in (CONFIG, GENERATION_CONFIG)
         )
         if config is None:
-            raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
+            what = describe(folder) or "a model folder needs one"
+            raise ModelFolderError(f"{folder} has no {CONFIG}: {what}")
+        if embeds(folder):
+            raise UnsupportedModelError(
+                f"{folder} is a model of sentence-transformers, which embeds texts and generates none"
+            )
         config = with_side_files(folder, config, MAX_FILE_BYTES)
         try:
-            return cls.from_dict(config, generation_config)
+            return cls.from_dict(config, generation_config, stored_dtype(folder))
         except UnsupportedFormatError as error:
             text = f"{file}: {error}{unquantized_hint(folder, config)}"
             raise UnsupportedModelError(text) from None
@@ -90,7 +108,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(
-        cls, config: dict[str, Any], generation_config: dict[str, Any] | None = None
+        cls,
+        config: dict[str, Any],
+        generation_config: dict[str, Any] | None = None,
+        stored_dtype: str | None = None,
     ) -> ModelConfig:
         """Build the configuration from the parsed content of `config.json`.
 
@@ -98,12 +119,17 @@ class ModelConfig:
             config: in the classic form (`rope_scaling`, `torch_dtype`) or in that of transformers 5
                 (`rope_parameters`, `dtype`).
             generation_config: its end-of-sequence ids are added to those of `config`.
+            stored_dtype: of the weights in the files, for a `config` that states none; None if it is not known.
 
         Raises:
             ModelFolderError: a value is missing, of the wrong type or outside its limits.
             UnsupportedModelError: the architecture or a feature is not supported.
         """
-        architecture = find_architecture(config)
+        try:
+            architecture = find_architecture(config)
+        except UnsupportedModelError as error:
+            what = describe_architecture(config)
+            raise UnsupportedModelError(f"{error}{f'; {what}' if what else ''}") from None
         family = FAMILIES[architecture]
         weight_format = detect(config)
         keys = family.keys(config)
@@ -115,21 +141,39 @@ class ModelConfig:
             for key in ("bos_token_id", "eos_token_id")
         )
         generation = Keys(generation_config or {}, prefix=f"{GENERATION_CONFIG}: ")
-        eos += generation.token_ids("eos_token_id", network.vocab)
+        eos_by_file = {
+            CONFIG: tuple(dict.fromkeys(eos)),
+            GENERATION_CONFIG: generation.token_ids("eos_token_id", network.vocab),
+        }
+        if code := config.get("auto_map"):
+            outer.note(
+                f"auto_map = {shorten(code)} has no effect: no code of a checkpoint is run, and {architecture} is"
+                " computed as transformers computes it"
+            )
         found = cls(
             architecture=architecture,
             network=network,
             max_context=max_context(network, keys.integer("max_position_embeddings", POSITIONS)),
             initializer_range=keys.number("initializer_range", _DEVIATION, cls.initializer_range),
-            dtype=_dtype(outer, keys),
+            dtype=_dtype(outer, keys) or stored_dtype or cls.dtype,
             weight_format=weight_format,
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=tuple(dict.fromkeys(eos)),
+            eos_token_ids=tuple(dict.fromkeys(itertools.chain(*eos_by_file.values()))),
+            eos_by_file=eos_by_file,
             content=config,
+            notes=tuple(dict.fromkeys(it for at in (outer, keys, generation) for it in at.notes)),
         )
         for it in (outer, keys):
             it.refuse_unread()
         return found
+
+    def untied(self) -> ModelConfig:
+        """Return the configuration of the same model with a head of its own."""
+        return dataclasses.replace(
+            self,
+            network=dataclasses.replace(self.network, tied=False),
+            content={**self.content, "tie_word_embeddings": False},
+        )
 
     def rewrites(self) -> Mapping[str, Rewrite]:
         """Return what loading changes, as `Family.rewrites`."""
@@ -195,11 +239,14 @@ def max_context(network: Network, stated: int) -> int:
     return max((stated, *extended))
 
 
-def _dtype(*places: Keys) -> str:
-    """Read the dtype from the first place that states it."""
+def _dtype(*places: Keys) -> str | None:
+    """Read the dtype from the first place that states it; None if none does."""
     found = [keys.text(key) for keys in places for key in ("dtype", "torch_dtype")]
-    stated = next(filter(None, found), "float32")
+    stated = next((it for it in found if it not in _NO_DTYPE), None)
+    if stated is None:
+        return None
     dtype = stated.removeprefix("torch.")
+    dtype = _DTYPE_ALIASES.get(dtype, dtype)
     if dtype not in DTYPES:
         raise UnsupportedModelError(
             f"dtype = {shorten(stated)} is not supported; supported are {', '.join(DTYPES)}"

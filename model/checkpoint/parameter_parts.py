@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -198,36 +198,6 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             parts[prefix + name] = part
     add("norm", "norm_bias", HEAD, f"{HEAD}_bias")
     return parts
-
-
-def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
-    """Map the names in a checkpoint's files to those of `named_parts`, whose first component files may omit."""
-    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}."
-    names = {name: _without_alias(tensors, name) for name in stored}
-    if any(name.startswith(base) for name in names.values()):
-        return names
-    return {
-        stored: name if name.startswith(head) else base + name for stored, name in names.items()
-    }
-
-
-def _without_alias(tensors: Tensors, name: str) -> str:
-    if name.startswith(tensors.ignored):
-        return name
-    for alias, prefix in tensors.aliases.items():
-        if name.startswith(alias):
-            return _without_layer_alias(tensors, prefix + name.removeprefix(alias))
-    return _without_layer_alias(tensors, name)
-
-
-def _without_layer_alias(tensors: Tensors, name: str) -> str:
-    start, layers, rest = name.partition(tensors.layers)
-    index, _, module = rest.partition(".")
-    if index.isdigit():
-        for alias, meant in tensors.layer_aliases.items():
-            if module.startswith(f"{alias}."):
-                return f"{start}{layers}{index}.{meant}{module.removeprefix(alias)}"
-    return name
 
 
 def _module(parameter: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from model.checkpoint.formats.format import FLOATS, StoredTensor
 from model.checkpoint.gguf_parts import open_gguf
+from model.checkpoint.other_folders import describe
 from model.checkpoint.pickles import open_pickle
 from model.errors import PICKLE_ADVICE, WeightsError
-from model.files import open_file, path_of_descriptor
+from model.files import STAND_IN_BYTES, open_file, path_of_descriptor, stand_in
 from model.json_input import read_json_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -100,6 +101,8 @@ def _stored_as(
 
 
 def _nothing_to_load(folder: Path, *, pickle: bool) -> str:
+    if (found := describe(folder)) is not None:
+        return f"{folder} has no {SINGLE_NAME}: {found}"
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if pickle:
         names = ", ".join((SINGLE_NAME, INDEX_NAME, *_PICKLES))
@@ -127,17 +130,15 @@ def _inside(folder: Path, name: str, named_by: str, suffix: str) -> Path:
         return file
 
 
-def read_headers(folder: Path, *dtypes: str, pickle: bool = False) -> dict[str, StoredTensor]:
-    """Read the headers of all files and list the tensors of the checkpoint.
+def read_headers(folder: Path, *, pickle: bool = False) -> dict[str, StoredTensor]:
+    """Read the headers of all files and list the tensors of the checkpoint, of any dtype.
 
     Args:
         folder: the checkpoint folder.
-        dtypes: supported ones besides floats of 16 and 32 bits.
         pickle: as for `find_shards`.
 
     Raises:
-        WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not
-            supported, or a tensor is not in the file that the index names.
+        WeightsError: a file is damaged, a tensor is stored twice, or a tensor is not in the file that the index names.
     """
     files, weight_map = find_shards(folder, pickle=pickle)
     stored: dict[str, StoredTensor] = {}
@@ -148,18 +149,33 @@ def read_headers(folder: Path, *dtypes: str, pickle: bool = False) -> dict[str, 
                     raise WeightsError(f"{name} is in both {stored[name].file} and {file}")
                 entry = shard.get_slice(name)
                 dtype = str(entry.get_dtype())
-                if dtype not in (supported := (*FLOATS, *dtypes)):
-                    text = (
-                        f"{file}: {name} is stored as {dtype}; supported are {', '.join(supported)}"
-                    )
-                    if dtype in _FP8:
-                        text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
-                    raise WeightsError(text)
                 stored[name] = StoredTensor(file, tuple(entry.get_shape()), dtype)
     for name, shard_name in weight_map.items():
         if name not in stored or stored[name].file.name != shard_name:
             raise WeightsError(f"{folder / shard_name} lacks {name}, which the index places there")
     return stored
+
+
+def check_dtypes(stored: Mapping[str, StoredTensor], *dtypes: str) -> None:
+    """Check that tensors are stored in dtypes that can be read.
+
+    Args:
+        stored: the tensors by name.
+        dtypes: supported ones besides floats of 16 and 32 bits.
+
+    Raises:
+        WeightsError: a tensor is stored in another one.
+    """
+    supported = (*FLOATS, *dtypes)
+    for name, entry in stored.items():
+        if entry.dtype not in supported:
+            text = (
+                f"{entry.file}: {name} is stored as {entry.dtype}; supported are"
+                f" {', '.join(supported)}"
+            )
+            if entry.dtype in _FP8:
+                text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
+            raise WeightsError(text)
 
 
 @contextlib.contextmanager
@@ -169,6 +185,8 @@ def open_shard(file: Path) -> Iterator[Any]:
     Raises:
         WeightsError: the file is truncated, its header is oversized or contradicts itself, or it cannot be read.
     """
+    if problem := stand_in(_beginning(file)):
+        raise WeightsError(f"{file} {problem}")
     if file.suffix == _PICKLE_SUFFIX:
         with open_pickle(file) as tensors:
             yield tensors
@@ -183,6 +201,12 @@ def open_shard(file: Path) -> Iterator[Any]:
             yield shard
     except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def _beginning(file: Path) -> bytes:
+    with contextlib.suppress(OSError), open_file(file.parent, file.name, WeightsError) as opened:
+        return os.pread(opened, STAND_IN_BYTES, 0)
+    return b""
 
 
 def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:

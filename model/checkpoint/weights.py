@@ -21,8 +21,17 @@ from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.gguf_parts import gguf_parts
-from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
-from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, drop_pages, read_headers, read_tensors
+from model.checkpoint.implied import are_equal, different_buffers
+from model.checkpoint.parameter_parts import ParameterPart, named_parts
+from model.checkpoint.shards import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    check_dtypes,
+    drop_pages,
+    read_headers,
+    read_tensors,
+)
+from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hint
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
@@ -42,9 +51,8 @@ _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
+_HALF: Final = "F16"
 _IN_LAYER: Final = re.compile(r"\.\d+\.")
-# Old checkpoints store the rotary frequencies or GPT-2's causal mask, which the configuration determines.
-_IMPLIED: Final = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 
 
 def load_model(
@@ -108,15 +116,16 @@ def load_part(
         communicator: of the ranks that share the model, of which each loads its part; None for a model that is whole.
 
     Returns:
-        The model, in evaluation mode, its parameters frozen.
+        The model, in evaluation mode, its parameters frozen. Its configuration differs from `config` if the files have
+        a head of their own although that ties it to the embedding.
 
     Raises:
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    stored = {}
+    stored: dict[str, StoredPart] = {}
     if load_format != "dummy":
-        stored = _checked_headers(path, config, pickle=load_format == "pickle")
+        stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
     if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
@@ -149,10 +158,27 @@ def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgres
             parts[names[name]].load(values, rank)
         except ValueError as error:
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
+        if it.entry.dtype != _HALF and (problem := _overflow(parts[names[name]].values, values)):
+            raise WeightsError(f"{name} {problem}")
         drop_pages(tensor)
         done += it.entry.num_bytes
         if progress is not None:
             progress(done, total, files[it.entry.file], len(files))
+
+
+def _overflow(held: Weight | Tensor, stored: Weight | Tensor) -> str | None:
+    """Return what the matter is if float16 cannot hold the values of a checkpoint; the end of a sentence."""
+    numbers = held if isinstance(held, Tensor) else held.numbers
+    if numbers.dtype is not torch.float16 or bool(numbers.isfinite().all()):
+        return None
+    values = stored if isinstance(stored, Tensor) else stored.dequantize()
+    if not bool(values.isfinite().all()):
+        return "has weights that are not finite"
+    largest, most = values.abs().max().item(), torch.finfo(torch.float16).max
+    return (
+        f"has weights up to {largest:.3g}; float16 holds {most:.0f} at most: set --dtype to bfloat16 or"
+        " float32"
+    )
 
 
 def _scales_elsewhere(stored: Iterable[StoredPart]) -> dict[str, Tensor]:
@@ -220,33 +246,85 @@ def _log_mixed(
         _logger.info("stored as %s, held as %s: %s", names_text, how, _listed(parameters))
 
 
-def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
-    """Return what to load, by the names in the model.
+def _checked_headers(
+    path: Path, config: ModelConfig, *, pickle: bool
+) -> tuple[dict[str, StoredPart], ModelConfig]:
+    """Return what to load, by the names in the model, and the configuration that the files have.
 
     Raises:
-        WeightsError: names or shapes differ from those of the model.
+        WeightsError: names, shapes or dtypes differ from those of the model.
     """
-    in_files = gguf_parts(path) if path.is_file() else _parts_of_folder(path, config, pickle=pickle)
-    tensors = FAMILIES[config.architecture].tensors
-    names = full_names(tensors, in_files)
-    stored = {names[name]: part for name, part in in_files.items()}
+    # A GGUF file says itself what belongs together.
+    parts = gguf_parts(path) if path.is_file() else None
+    if parts is None:
+        headers = read_headers(path, pickle=pickle)
+        check_merged(headers)
+    else:
+        headers = {name: it.entry for name, it in parts.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
-    extra = stored.keys() - needed.keys()
-    tied_head = {f"{tensors.modules[HEAD]}.weight"} if config.network.tied else set()
-    constants = _checked_constants(tensors, {name: stored[name] for name in extra})
-    ignored = {
-        name
-        for name in extra
-        if name in tied_head
-        or name in constants
-        or _IMPLIED.search(name)
-        or name.startswith(tensors.ignored)
+    family, network = FAMILIES[config.architecture], config.network
+    names = StoredNames(family.tensors, needed, len(network.layers))
+    head = f"{family.tensors.modules[HEAD]}.weight"
+    if network.tied:
+        names.add(head)
+    # What is ignored is not looked at any further, whatever its dtype is.
+    ignored = [name for name in headers if names.is_ignored(name)]
+    beyond = [name for name in headers if names.is_beyond_layers(name)]
+    buffers = {
+        name: (kind, entry)
+        for name, entry in headers.items()
+        if (kind := names.buffer(name, entry.shape)) is not None
     }
-    ignored |= _zero_biases(stored, extra)
-    if ignored:
-        _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
-    missing = needed.keys() - stored.keys()
-    unexpected = extra - ignored
+    unused = {*ignored, *beyond, *buffers}
+    used = {name: entry for name, entry in headers.items() if name not in unused}
+    found = _combined(used, config) if parts is None else {name: parts[name] for name in used}
+    stored = names.mapped(found)
+    if network.tied and head in stored:
+        config = _with_stored_head(stored, config, head)
+        needed = named_parts(DecoderLM(config, device="meta"))
+    extra = {name: it for name, it in stored.items() if name not in needed}
+    implied = _zero_biases(stored, extra) | _checked_constants(family.tensors, extra)
+    _check_fit(path, {name: it for name, it in stored.items() if name not in implied}, needed)
+    ignored += implied
+    _report_unused(path, config, ignored, beyond, buffers)
+    return {name: stored[name] for name in needed}, config
+
+
+def _with_stored_head(stored: dict[str, StoredPart], config: ModelConfig, head: str) -> ModelConfig:
+    """Return the configuration of a checkpoint that stores a head which its config.json ties to the embedding.
+
+    As in transformers 5, the head is tied only if it equals the embedding, whose place it takes if that is not stored.
+
+    Args:
+        stored: the tensors; changed.
+        config: of the checkpoint.
+        head: the name of the head.
+    """
+    tensors = FAMILIES[config.architecture].tensors
+    embedding = f"{tensors.prefix}{tensors.modules['embed_tokens']}.weight"
+    if embedding not in stored:
+        stored[embedding] = stored.pop(head)
+        return config
+    if are_equal(stored[head], stored[embedding]):
+        del stored[head]
+        return config
+    _logger.warning(
+        "config.json ties %s to %s, but the files have both with different values: the head that is stored is used",
+        stored[head].name,
+        stored[embedding].name,
+    )
+    return config.untied()
+
+
+def _check_fit(
+    path: Path, stored: Mapping[str, StoredPart], needed: Mapping[str, ParameterPart]
+) -> None:
+    """Check that the names and shapes of tensors are those of the model.
+
+    Raises:
+        WeightsError: they are not.
+    """
+    missing, unexpected = needed.keys() - stored.keys(), stored.keys() - needed.keys()
     misshaped = [
         f"{name} is {list(stored[name].shape)}, must be {list(part.stored_shape)}"
         for name, part in needed.items()
@@ -257,19 +335,56 @@ def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[s
         raise WeightsError(
             f"the tensors in {path} do not fit its config.json: "
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
+            + ("" if path.is_file() else hint(unexpected))
         )
-    return {name: stored[name] for name in needed}
 
 
-def _parts_of_folder(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
+def _report_unused(
+    path: Path,
+    config: ModelConfig,
+    ignored: Iterable[str],
+    beyond: Iterable[str],
+    buffers: Mapping[str, tuple[Buffer, StoredTensor]],
+) -> None:
+    """Log what the files have and the model does not use, as a warning if that may be a mistake."""
+    scales = [name for name, (kind, _) in buffers.items() if kind is Buffer.CACHE_SCALE]
+    implied = buffers.keys() - scales
+    if names := [*ignored, *implied]:
+        _logger.info("tensors that the network does not need are ignored: %s", _listed(names))
+    if beyond:
+        _logger.warning(
+            "%s has tensors of layers beyond the %d of config.json, which are ignored: %s",
+            path,
+            len(config.network.layers),
+            _listed(beyond),
+        )
+    if scales:
+        _logger.warning(
+            "scales of a KV cache in FP8 are not used, since --kv-cache-dtype fp8 has scales of its own: %s",
+            _listed(scales),
+        )
+    if different := list(different_buffers(buffers, config.network)):
+        _logger.warning(
+            "stored tensors differ from what config.json implies, which is used, as by transformers: %s; check its rope"
+            " parameters and its attention if the model's text is wrong",
+            _listed(different),
+        )
+
+
+def _combined(headers: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredPart]:
+    """Return the parts of a checkpoint in a folder, by the names in its files.
+
+    Raises:
+        WeightsError: tensors have dtypes that are not read, or do not fit each other.
+    """
     formats = stored_formats(config.content)
     for note in formats.notes:
         _logger.warning("%s", note)
-    headers = read_headers(path, *formats.dtypes, pickle=pickle)
+    check_dtypes(headers, *formats.dtypes)
     ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
-    for name, tensor in read_tensors(ahead):
-        headers[name] = headers[name]._replace(values=tensor.clone())
-    return combine(headers, formats)
+    values = {name: tensor.clone() for name, tensor in read_tensors(ahead)}
+    read = {name: entry._replace(values=values.get(name)) for name, entry in headers.items()}
+    return combine(read, formats)
 
 
 def _checked_constants(tensors: Tensors, extra: Mapping[str, StoredPart]) -> set[str]:

@@ -12,6 +12,7 @@ from kernels.cpu.library import instructions, load
 from kernels.cpu.matrix import PackedMatrix
 from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
+from model.errors import WeightsError
 from model.executors.columns import Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.scores import prompt_scores
@@ -72,23 +73,36 @@ class CPULibrary:
         model: `unsupported` must be empty for its network. Its matrices are dropped one layer after the other.
         quantization: of all matrices, embedding and head included: one of `LIBRARY_FORMATS`.
         threads: that compute a step.
+
+    Raises:
+        WeightsError: the format cannot hold the values of a matrix.
     """
 
     def __init__(self, model: DecoderParameters, quantization: WeightFormat, threads: int) -> None:
         library = load()
         assert not isinstance(library, str), library
 
+        def packed(
+            name: str, weight: Weight, bias: Tensor | None = None, *, gated: bool = False
+        ) -> PackedMatrix:
+            try:
+                return PackedMatrix(library, weight, quantization, bias, gated=gated)
+            except ValueError as error:
+                raise WeightsError(
+                    f"{name} {error}; set --quantization to another format or none"
+                ) from None
+
         def pack(layer: DecoderLayer, name: str, *, gated: bool = False) -> PackedMatrix:
-            bias = getattr(layer, f"{name}_bias")
-            packed = PackedMatrix(library, layer.matrices[name], quantization, bias, gated=gated)
+            bias, number = getattr(layer, f"{name}_bias"), model.decoder_layers.index(layer)
+            matrix = packed(f"layers.{number}.{name}", layer.matrices[name], bias, gated=gated)
             layer.drop_matrix(name)
-            return packed
+            return matrix
 
         head, embedding, network = model.head, model.embed_tokens, model.network
-        packed_head = PackedMatrix(library, Weight.full(head), quantization)
+        packed_head = packed("lm_head", Weight.full(head))
         packed_embedding = packed_head
         if embedding is not head:
-            packed_embedding = PackedMatrix(library, Weight.full(embedding), quantization)
+            packed_embedding = packed("embed_tokens", Weight.full(embedding))
         matrices = [
             LayerMatrices(
                 pack(layer, "qkv"),

@@ -18,7 +18,6 @@ _TENSORS: Final = dataclasses.replace(LLAMA, interleaved_rotary=True)
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
     keys.require("compression_ratio", 1)
-    parts.check_code(keys, "Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
     heads, kv_heads, dim = parts.heads(keys, num_kv_heads=2, head_dim=128)
     bias, norm = keys.flag("use_bias"), parts.rms_norm(keys, 1e-5)
     rotary = read_rotary(keys, dim, theta=500_000.0)

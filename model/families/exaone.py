@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from model.families import llama, parts
+from model.families import llama
 from model.families.family import Family
 from model.families.keys import Keys
 from model.families.tensors import HEAD, Tensors
@@ -30,7 +30,6 @@ _TENSORS: Final = Tensors(
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    parts.check_code(keys, "ExaoneForCausalLM")
     return llama.network(keys)
 
 

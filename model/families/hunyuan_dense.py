@@ -38,7 +38,6 @@ def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
     for key in ("mlp_bias", "use_cla", "use_mla", "position_embedding_xdrope"):
         keys.require(key, False)
-    parts.check_code(keys, "HunYuanDenseV1ForCausalLM")
     heads, kv_heads, dim = parts.heads(keys)
     bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys, 1e-5)
     has_norms = keys.flag("use_qk_norm", default=True)

@@ -13,7 +13,6 @@ from model.network.spec import Attention, Dense, Layer, Network
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    parts.check_code(keys, "InternLM3ForCausalLM")
     heads, kv_heads, dim = parts.heads(keys, num_kv_heads=2, head_dim=128)
     bias, norm = keys.flag("mlp_bias"), parts.rms_norm(keys, 1e-5)
     mixer = Attention(

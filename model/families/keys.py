@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
@@ -15,15 +15,14 @@ _UNSUPPORTED: Final[Harmless] = (
     ((0,), ("n_routed_experts",)),
     ((0, 1), ("num_local_experts", "num_experts")),
     ((1,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
-    ((), ("auto_map", "attn_logit_softcapping",
-          "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size", "attention_multiplier",
-          "no_rope_layers", "clip_qkv", "dual_chunk_attention_config",
+    ((0,), ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size",
+            "clip_qkv")),
+    ((), ("attention_multiplier", "no_rope_layers", "dual_chunk_attention_config",
           "mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")),
 )  # fmt: skip
 """Keys of features that most families lack, each group after the values with which its keys have no effect."""
 
-_TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
-_TOKEN_IDS: Final = _TokenId | list[_TokenId]
+_TOKEN_IDS: Final = int | list[int]
 
 
 class Keys:
@@ -37,6 +36,9 @@ class Keys:
         renamed: the keys of a family that have another name than Llama's, by Llama's. Methods take Llama's names;
             errors show the family's.
         prefix: added in errors before each key, such as "rope_scaling.".
+
+    Attributes:
+        notes: sentences about values that have no effect.
     """
 
     def __init__(
@@ -44,6 +46,15 @@ class Keys:
     ) -> None:
         self._content, self._renamed, self._prefix = content, renamed or {}, prefix
         self._read: set[str] = set()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Note that a value has no effect, for a warning.
+
+        Args:
+            text: a sentence that begins with the key, in the family's spelling.
+        """
+        self.notes.append(f"{self._prefix}{text}")
 
     def integer(self, key: str, limits: Meta, default: int | None = None) -> int:
         """Return a whole number."""
@@ -92,14 +103,15 @@ class Keys:
         return value
 
     def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
-        """Return one token id or a list of them, each below `vocab`; none if they are absent."""
+        """Return one token id or a list of them; none if they are absent. Ids outside the vocabulary are only noted."""
         ids = self._optional(key, _TOKEN_IDS, None)
         listed = () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
-        if listed and max(listed) >= vocab:
-            raise ModelFolderError(
-                f"{self.name(key)} must be token ids from 0 to {vocab - 1}, found {shorten(ids)}"
+        if outside := [it for it in listed if not 0 <= it < vocab]:
+            self.note(
+                f"{self._renamed.get(key, key)} has {shorten(outside)}, which are not among the token ids from 0 to"
+                f" {vocab - 1} and cannot occur; they are ignored"
             )
-        return listed
+        return tuple(it for it in listed if 0 <= it < vocab)
 
     def inner(self, key: str) -> Keys | None:
         """Return the object of a key, or None if it is absent or empty."""
@@ -129,7 +141,13 @@ class Keys:
         Raises:
             UnsupportedModelError: a key does.
         """
-        unread = {key: it for key, it in self._content.items() if key not in self._read}
+        unread = {
+            key: it
+            for key, it in self._content.items()
+            if key not in self._read and not _is_empty(it)
+        }
+        if _all_are_one(unread.get("no_rope_layers")):
+            del unread["no_rope_layers"]  # every layer rotates
         refuse(unread, _UNSUPPORTED, self._prefix)
 
     def name(self, key: str) -> str:
@@ -154,3 +172,12 @@ class Keys:
         if value is not None:
             return check(value, kind, self.name(key))
         return None if self._renamed.get(key, key) in self._content else absent
+
+
+def _all_are_one(value: object) -> bool:
+    return isinstance(value, list) and all(it == 1 for it in value)
+
+
+def _is_empty(value: object) -> bool:
+    """Whether a value states nothing, whatever its key is; 0 does, since 0 times something is another function."""
+    return value is False or (not value and isinstance(value, str | list | dict))

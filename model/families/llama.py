@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec import Meta
+
 from model.errors import UnsupportedModelError
 from model.families import parts
 from model.families.family import Family
@@ -11,10 +13,14 @@ from model.families.keys import Keys
 from model.families.rotary import POSITIONS, read_rotary
 from model.network.spec import Attention, Dense, Layer, Network
 
+_WINDOW: Final = Meta(ge=0, le=2**31)
+_FULL: Final = "full_attention"
+
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    if window := keys.optional_integer("sliding_window", POSITIONS):
+    window = keys.optional_integer("sliding_window", _WINDOW)
+    if window and _is_used(keys, window):
         raise UnsupportedModelError(
             f"sliding_window = {window} is not supported with model_type 'llama';"
             " MistralForCausalLM is the Llama architecture with a sliding window"
@@ -26,6 +32,17 @@ def network(keys: Keys) -> Network:
     mlp = Dense(parts.inner_size(keys), parts.activation(keys), bias=keys.flag("mlp_bias"))
     windows = parts.same_windows(keys)
     return parts.decoder(keys, parts.with_windows(Layer(mixer, mlp, norm), windows), norm)
+
+
+def _is_used(keys: Keys, window: int) -> bool:
+    """Whether a window changes what a token attends to."""
+    kinds = keys.texts("layer_types") or ["sliding_attention"]
+    if window >= keys.integer("max_position_embeddings", POSITIONS) or set(kinds) == {_FULL}:
+        return False
+    if keys.flag("use_sliding_window", default=True):
+        return True
+    keys.note(f"sliding_window = {window} has no effect, since use_sliding_window is false")
+    return False
 
 
 FAMILY: Final = Family("LlamaForCausalLM", "llama", network, also=("LLaMAForCausalLM",))

@@ -16,7 +16,6 @@ from model.network.spec import Attention, Dense, Layer, Network
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
     keys.require("sparse_config")
-    parts.check_code(keys, "MiniCPMForCausalLM")
     heads, kv_heads, dim = parts.heads(keys)
     bias = keys.flag("attention_bias")
     rotary = read_rotary(keys, dim)

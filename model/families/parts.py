@@ -152,21 +152,6 @@ class Multipliers(NamedTuple):
         return {"output": added, "down": added, "norm": Rewrite(self.logits)}
 
 
-def check_code(keys: Keys, *classes: str) -> None:
-    """Check that code that is stored beside the weights, if there is any, is that of a family.
-
-    Raises:
-        UnsupportedModelError: its class for the language model is not one of `classes`.
-    """
-    if code := keys.inner("auto_map"):
-        model = code.text("AutoModelForCausalLM")
-        if model is None or model.rpartition(".")[2] not in classes:
-            raise UnsupportedModelError(
-                f"{code.name('AutoModelForCausalLM')} = {shorten(model)} is not supported; supported is"
-                f" {' or '.join(classes)}"
-            )
-
-
 def same_windows(keys: Keys, window: int | None = None) -> Windows:
     """Return the window of every layer.
 

@@ -25,7 +25,6 @@ _TENSORS: Final = dataclasses.replace(
         **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
     },
 )
-_ARCHITECTURE: Final = "Phi3ForCausalLM"
 # The first files say "su" and "yarn" for what later ones call "longrope".
 _ROPE_TYPES: Final[Mapping[str, RopeType]] = {
     "default": "default",
@@ -35,7 +34,6 @@ _ROPE_TYPES: Final[Mapping[str, RopeType]] = {
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    parts.check_code(keys, _ARCHITECTURE)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         keys.require(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):
@@ -52,7 +50,7 @@ def network(keys: Keys) -> Network:
 
 
 FAMILY: Final = Family(
-    _ARCHITECTURE,
+    "Phi3ForCausalLM",
     "phi3",
     network,
     _TENSORS,

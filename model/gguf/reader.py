@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from model.errors import ModelFolderError, UnsupportedModelError
-from model.files import open_file
+from model.files import STAND_IN_BYTES, open_file, stand_in
 from model.gguf.tensor_types import SUPPORTED, TensorType, find_type, type_name
 
 MAGIC: Final = b"GGUF"
@@ -35,7 +35,6 @@ MAX_ALIGNMENT: Final = 1 << 16
 MAX_DIMENSIONS: Final = 4
 
 _VERSIONS: Final = (2, 3)
-_LFS: Final = b"version https://git-lfs"
 _STRING: Final = 8
 _ARRAY: Final = 9
 _SCALARS: Final = {
@@ -169,11 +168,9 @@ class _Parser:
 
     def header(self) -> Header:
         if self._content[: len(MAGIC)] != MAGIC:
-            if self._content[: len(_LFS)] == _LFS:
-                raise self._error(
-                    "is a pointer of Git LFS and no model: `git lfs pull` fetches the file"
-                )
-            raise self._error("does not begin with GGUF")
+            raise self._error(
+                stand_in(self._content[:STAND_IN_BYTES]) or "does not begin with GGUF"
+            )
         self._place = len(MAGIC)
         version = self._scalar("<I", "the version")
         if version not in _VERSIONS:

@@ -21,7 +21,7 @@ _OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _UNAUTHORIZED: Final = 401
 _CONFIG: Final = (
     "config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
-    "README.md",
+    "adapter_config.json", "model_index.json", "modules.json", "params.json", "README.md",
 )  # fmt: skip
 _PICKLES: Final = ("pytorch_model*.bin",)
 _LISTED: Final = 3
@@ -49,8 +49,8 @@ def resolve(
     Args:
         model: a name as `names.read_name` understands it. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
         revision: branch, tag or commit of a repository; None for that in the name, or the main branch.
-        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads. Of a GGUF file
-            that is the whole file.
+        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads or tells other
+            folders by. Of a GGUF file that is the whole file.
         pickle: of a repository without safetensors files: whether to download its pickle files, or to refuse it
             because it has only these; None to do neither.
 

@@ -57,11 +57,11 @@ class GrammarTokenizer:
     Args:
         tokenizer: the checkpoint's tokenizer.
         vocab_size: number of the model's logits; ids without a token are never allowed.
-        eos_token_ids: end the output where the grammar allows it.
+        eos_token_ids: end the output where the grammar allows it, as do those that the tokenizer's files name.
 
     Attributes:
         num_words: 32-bit words of a mask; covers the vocabularies of the model and of the tokenizer.
-        eos_token_ids: see above; the tokenizer's own end token if the model has none.
+        eos_token_ids: see above, all of them.
 
     Raises:
         GrammarError: the tokenizer is of a kind that the library does not support.
@@ -71,9 +71,7 @@ class GrammarTokenizer:
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
         size = max(vocab_size, tokenizer.vocab_size)
-        ids = [i for i in eos_token_ids if i < size]
-        if not ids and tokenizer.eos_token_id is not None:
-            ids = [tokenizer.eos_token_id]
+        ids = [i for i in dict.fromkeys((*eos_token_ids, *tokenizer.ends)) if i < size]
         try:
             self.library = LLTokenizer(
                 tokenizer.library.to_str(), n_vocab=size, eos_token=ids or None

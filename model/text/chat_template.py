@@ -28,9 +28,11 @@ from model.text.rendering.renderer import (
     rendering,
 )
 from model.text.special_text import SpecialText, special_tokens
-from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
+from model.text.template_files import DEFAULT, find_templates, special_variables
 from model.text.template_form import PROBE_TOOL, TemplateForm, find_form
 from model.text.tokenizer import Tokenizer, TokenSpans
+from model.text.tokens.files import read_tokenizer_files
+from model.text.tokens.turn import Turn, find_turn
 from model.text.tools.arguments import read_arguments
 
 LOADING_SECONDS: Final = 5.0
@@ -122,6 +124,7 @@ class ChatTemplate:
         form: of the template for conversations without tools.
         form_with_tools: of the template for conversations with tools, when it is given some.
         reads_parts: whether every template reads content that is a list of parts.
+        turn: the tokens in the assistant's turns, those of conversations without tools.
 
     Raises:
         ChatTemplateError: a template cannot be compiled or used.
@@ -164,6 +167,7 @@ class ChatTemplate:
         self._find_composed = alternatives(self._composed)
         self.reads_parts = all(template.reads_parts for template in self._templates.values())
         self.form = self._templates[DEFAULT].find_form(None)
+        self.turn = self._find_turn(tokenizer)
         self.form_with_tools = self._templates[self._name(tools=True)].find_form([PROBE_TOOL])
 
     @classmethod
@@ -184,7 +188,7 @@ class ChatTemplate:
             ChatTemplateError: a file is damaged, or a template cannot be used.
         """
         folder = Path(path)
-        config = read_config(folder)
+        config = read_tokenizer_files(folder, ChatTemplateError).config
         templates = find_templates(folder, config) if source is None else {DEFAULT: source}
         return cls(templates, tokenizer, special_variables(config)) if templates else None
 
@@ -269,6 +273,18 @@ class ChatTemplate:
             text = text.replace(self._special.breaker, "")
         return RenderedChat(text, self._special)
 
+    def _find_turn(self, tokenizer: Tokenizer) -> Turn:
+        template = self._templates[DEFAULT]
+
+        def render(messages: Sequence[Message], is_prompt: bool) -> str:
+            adapted = [template.adapt(message, "") for message in messages]
+            marked = template.trial.render(adapted, add_generation_prompt=is_prompt)
+            return self._special.unmark(marked)
+
+        added = tokenizer.library.get_added_tokens_decoder().values()
+        ends = map(tokenizer.token_name, tokenizer.ends)
+        return find_turn(render, {*ends, *(token.content for token in added)})
+
     def _name(self, *, tools: bool) -> str:
         """Return the name of the template for conversations with or without tools."""
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else DEFAULT
@@ -332,6 +348,8 @@ class _Trial:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return what the template makes of messages; empty if it rejects them.
 
@@ -342,7 +360,7 @@ class _Trial:
         try:
             return RENDERERS.render(
                 self.program,
-                {**self.tokens, **given, "add_generation_prompt": True},
+                {**self.tokens, **given, "add_generation_prompt": add_generation_prompt},
                 self.allowance,
             )
         except TemplateLimitError as error:

@@ -20,23 +20,13 @@ _MOST_TEMPLATES = 32
 _MORE: Final = "additional_chat_templates"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`; nothing if there is no such file.
-
-    Raises:
-        ChatTemplateError: the file is damaged.
-    """
-    name = "tokenizer_config.json"
-    return read_json_object(folder, name, _MAX_CONFIG_BYTES, ChatTemplateError) or {}
-
-
 def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates of a checkpoint by name; files take precedence, as in `transformers`.
 
     Args:
         folder: the checkpoint. Its templates are in `chat_template.jinja` and the folder `additional_chat_templates`,
             or in `tokenizer_config.json`, or in `chat_template.json`.
-        config: the content of `tokenizer_config.json`.
+        config: the content of `tokenizer_config.json`, see `model.text.tokens.files`.
 
     Raises:
         ChatTemplateError: a file is damaged.
@@ -60,13 +50,16 @@ def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         return {}
     if isinstance(found, str):
         return {DEFAULT: found}
+    if isinstance(found, dict):
+        found = [{"name": name, "template": text} for name, text in found.items()]
     try:
         named = {entry["name"]: entry["template"] for entry in found}
     except (KeyError, TypeError):
         named = {}
     if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise ChatTemplateError(
-            f"{config_file}: chat_template is neither a text nor a list of objects with name and template"
+            f"{config_file}: chat_template is neither a text, nor an object of texts, nor a list of objects with name"
+            " and template"
         )
     return named
 
@@ -95,7 +88,7 @@ def _read(folder: Path, name: str) -> str | None:
 
 
 def special_variables(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the variables of tokenizer_config.json that name tokens: `bos_token` and the like."""
+    """Return the variables that name tokens, `bos_token` and the like, from what `model.text.tokens.files` reads."""
     variables: dict[str, object] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

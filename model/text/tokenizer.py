@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -17,12 +17,14 @@ import tokenizers
 
 from model.checkpoint_files import read_text
 from model.errors import TokenizerError
-from model.json_input import read_json_object
-from model.text.bounded.limits import Bounds, check_added, check_file, check_library
+from model.text.bounded.limits import Bounds, check_file, check_library
 from model.text.bounded.processes import EncoderProcesses, PlainEncoding
 from model.text.library_errors import library_error
 from model.text.pieces import TextPieces
 from model.text.streams import decode
+from model.text.tokens.added import add_tokens
+from model.text.tokens.end_names import named_ends
+from model.text.tokens.files import read_tokenizer_files, token_text
 
 # The largest tokenizers in use (256 thousand tokens, with merges) take 33 MiB.
 _MAX_FILE_BYTES = 128 << 20
@@ -106,6 +108,7 @@ class Tokenizer:
         bos_token: the text of the token that begins a sequence; tokenizer.json decides whether `encode` adds it.
         eos_token: the text of the token that ends one.
         folder: the checkpoint that it was read from; None for another source.
+        ends: for each token that ends a sequence the files that say so; None for those of `eos_token` alone.
 
     Attributes:
         library: the tokenizer of the library, for `model.text.streams`; must not be changed, nor tokenize.
@@ -113,6 +116,7 @@ class Tokenizer:
             processes tokenize.
         growth: factor by which the tokenizer can lengthen a text before it is divided into tokens.
         bos_token, eos_token, bos_token_id, eos_token_id: None if the checkpoint names none.
+        ends: as above.
         vocab_size: number of tokens, including added ones; a model's logits may be wider.
     """
 
@@ -125,6 +129,7 @@ class Tokenizer:
         bounds: Bounds | None = None,
         *,
         in_process: bool = False,
+        ends: Mapping[int, tuple[str, ...]] | None = None,
     ) -> None:
         self.folder = folder
         bounds = bounds or Bounds()
@@ -138,6 +143,8 @@ class Tokenizer:
         self.eos_token = eos_token
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
+        named = () if self.eos_token_id is None else (self.eos_token_id,)
+        self.ends = dict.fromkeys(named, ("eos_token",)) if ends is None else ends
         self.vocab_size = library.get_vocab_size(with_added_tokens=True)
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -145,7 +152,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path | str, *, in_process: bool = False) -> Tokenizer:
-        """Read tokenizer.json and, if it exists, tokenizer_config.json.
+        """Read tokenizer.json and, if they exist, the files of `model.text.tokens.files`.
 
         Args:
             path: the checkpoint.
@@ -168,15 +175,16 @@ class Tokenizer:
             library = tokenizers.Tokenizer.from_str(text)
         except BaseException as error:
             raise library_error(error, f"{file} is not a tokenizer") from error
-        config_file = folder / "tokenizer_config.json"
-        config = read_json_object(folder, config_file.name, _MAX_FILE_BYTES, TokenizerError) or {}
-        _add_tokens(library, config.get("added_tokens_decoder") or {}, config_file)
-        bos_token = _token_text(config, "bos_token", config_file)
-        eos_token, bounds = (
-            _token_text(config, "eos_token", config_file),
-            check_library(library, file),
+        files = read_tokenizer_files(folder, TokenizerError)
+        add_tokens(library, files, folder)
+        bounds = check_library(library, file)
+        bos_token, eos_token = (
+            token_text(files.config.get(f"{it}_token")) for it in ("bos", "eos")
         )
-        tokenizer = cls(library, bos_token, eos_token, folder, bounds, in_process=in_process)
+        ends = named_ends(library, files)
+        tokenizer = cls(
+            library, bos_token, eos_token, folder, bounds, in_process=in_process, ends=ends
+        )
         _probe(tokenizer, file)
         return tokenizer
 
@@ -325,41 +333,3 @@ def _probe(tokenizer: Tokenizer, file: Path) -> None:
         tokenizer.decode(tokenizer.encode(_PROBE))
     except BaseException as error:
         raise library_error(error, f"{file} cannot be used") from error
-
-
-def _token_text(config: dict[str, Any], name: str, file: Path) -> str | None:
-    token = config.get(name)
-    if isinstance(token, dict):
-        token = token.get("content")
-    if token is None or isinstance(token, str):
-        return token
-    raise TokenizerError(f"{file}: {name} is {token!r}, not a text")
-
-
-def _add_tokens(library: tokenizers.Tokenizer, added: object, file: Path) -> None:
-    """Add the tokens that tokenizer_config.json names and tokenizer.json lacks."""
-    if not isinstance(added, dict):
-        raise TokenizerError(f"{file}: added_tokens_decoder is not an object")
-    try:
-        entries = sorted((int(key), dict(value)) for key, value in added.items())
-        check_added([entry["content"] for _, entry in entries], file)
-        tokens = [
-            (i, bool(e.setdefault("special", False)), tokenizers.AddedToken(e.pop("content"), **e))
-            for i, e in entries
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{file}: added_tokens_decoder is damaged: {error!r}") from error
-    known = library.get_added_tokens_decoder()
-    lacking = [
-        (token_id, token)
-        for token_id, special, token in tokens
-        if token_id not in known or known[token_id].special < special
-    ]
-    # At once, because the library's time for each call grows with the number of added tokens.
-    library.add_tokens([token for _, token in lacking])
-    for token_id, token in lacking:
-        if library.token_to_id(token.content) != token_id:
-            raise TokenizerError(
-                f"{file}: added token {token.content!r} should have id {token_id}, but tokenizer.json"
-                f" gives it {library.token_to_id(token.content)}"
-            )

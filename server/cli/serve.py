@@ -227,11 +227,12 @@ def _create_front_ends(
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415
-    from server.http.text.chat import load_chat_template  # noqa: PLC0415 - after the engine has started
+    from server.http.text.chat import load_chat_template, with_end_tokens  # noqa: PLC0415 - likewise
 
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     with exit_on_signals(*ending_signals()):  # a template may compute for seconds
         chat_template = load_chat_template(tokenizer_folder, tokenizer, limits)
+    limits = with_end_tokens(limits, tokenizer, chat_template)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
     return _SingleFrontEnd(HTTPServer(app, limits, on_signal=on_signal), listeners[0])
 

@@ -15,6 +15,7 @@ from model.checkpoint.generation_config import read_sampling_defaults
 from model.hub.resolve import BUNDLED, is_bundled, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
+from model.text.tokens.end_token import stated_ends
 from server.cli.listening import is_loopback
 from server.cli.nvidia import count_gpus, may_have_gpu
 from server.cli.settings import Settings, check_keys, refusal
@@ -60,6 +61,8 @@ def http_config(
     Raises:
         ModelError: the chat template or the checkpoint's sampling defaults cannot be read.
     """
+    for note in model.notes:
+        log.warning("%s: %s", folder, note)
     from_file = settings.generation_config == "auto"
     resolved = {
         "chat_template": settings.chat_template and read_template(settings.chat_template),
@@ -70,6 +73,8 @@ def http_config(
         key_limits={key: limits for key, limits in keys.items() if limits != NO_LIMITS},
         model_id=settings.model,
         eos_token_ids=model.eos_token_ids,
+        end_tokens=stated_ends(model.eos_by_file),
+        vocab_size=model.network.vocab,
         sampling_defaults=read_sampling_defaults(folder) if from_file else SamplingDefaults(),
         # Who gives the bundled code model another template wants to chat.
         continues_text=settings.chat_template is None and is_bundled(folder),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from model.sampling.parameters import SamplingDefaults
+from model.text.tokens.end_token import EndToken
 from server.http.edge.key_limits import KeyLimits
 from server.setting import Form, Setting
 
@@ -115,7 +116,9 @@ class HTTPConfig(HTTPSettings):
     Attributes:
         key_limits: limits of the API keys that have any.
         model_id: the name the operator gave the model; the only text from outside that becomes a metric label.
-        eos_token_ids: the model's own end tokens, from its configuration.
+        eos_token_ids: the model's own end tokens.
+        end_tokens: the same, with the files that name them.
+        vocab_size: number of the model's logits; 0 if it is not known.
         sampling_defaults: sampling parameters of the checkpoint, in dialects where requests that set none take them.
         continues_text: whether the model is made to continue text, although it has a chat template.
         max_best_of: sequences that one request may ask for.
@@ -138,6 +141,8 @@ class HTTPConfig(HTTPSettings):
     key_limits: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     model_id: str
     eos_token_ids: tuple[int, ...] = ()
+    end_tokens: tuple[EndToken, ...] = ()
+    vocab_size: int = 0
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     continues_text: bool = False
     max_best_of: int = 2

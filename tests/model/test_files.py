@@ -17,8 +17,9 @@ from model.errors import ChatTemplateError, ModelError, TokenizerError, WeightsE
 from model.files import open_file, read_file, read_given
 from model.hub.resolve import BUNDLED, resolve
 from model.text.chat_template import ChatTemplate
-from model.text.template_files import find_templates, read_config, read_template
+from model.text.template_files import find_templates, read_template
 from model.text.tokenizer import Tokenizer
+from model.text.tokens.files import read_tokenizer_files
 
 PRIVATE = "what somebody else wrote"
 
@@ -118,7 +119,7 @@ def test_a_linked_chat_template_json_is_refused(folder, secret):
     (folder / "chat_template.json").symlink_to(secret)
 
     with pytest.raises(ChatTemplateError, match="is a link to"):
-        find_templates(folder, read_config(folder))
+        find_templates(folder, read_tokenizer_files(folder, ChatTemplateError).config)
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "/proc/self/environ", "/dev/tty"])

@@ -35,9 +35,8 @@ _ITEM_BYTES: Final = {
 _DTYPES: Final = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
 UNUSED: Final = (
     "input_scale", "input_scale_ub", "input_zero_point", "activation_scale", "output_scale", "output_zero_point",
-    "prob_output_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
 )  # fmt: skip
-"""Last components of the names of tensors of quantized checkpoints that round activations or the KV cache."""
+"""Last components of the names of tensors of quantized checkpoints that round activations."""
 
 
 class StoredTensor(NamedTuple):

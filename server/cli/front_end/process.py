@@ -33,7 +33,7 @@ from server.http.app import create_app
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.metrics.specs import NUM_CELLS
 from server.http.serving import HTTPServer
-from server.http.text.chat import load_chat_template
+from server.http.text.chat import load_chat_template, with_end_tokens
 from server.log import configure_logging
 from server.standard_error import never_wait
 
@@ -59,11 +59,12 @@ def main() -> None:
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
         chat_template = load_chat_template(Path(config.tokenizer_path), tokenizer, config.http)
+        limits = with_end_tokens(config.http, tokenizer, chat_template, logs=config.row == 0)
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    app = create_app(engine, tokenizer, config.http, counters, chat_template)
-    server = HTTPServer(app, config.http, [STOP_SIGNAL])
+    app = create_app(engine, tokenizer, limits, counters, chat_template)
+    server = HTTPServer(app, limits, [STOP_SIGNAL])
     freeze_startup_objects()
     with exit_bounded(), asyncio.Runner(loop_factory=server.loop_factory) as runner:
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.other_folders import describe
 from model.errors import ModelError
 from model.gguf.select import checkpoints, gguf_in
 from model.hub.installed_models import INSTALLED
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
-_INSTEAD = {
-    "adapter_config.json": "it is an adapter, not a whole model",
-    "model_index.json": "it is not a model of text",
-}
-"""Why a checkpoint without config.json is none, by a file that it has."""
 
 
 class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +141,7 @@ def why_not(folder: Path, name: str) -> str | None:
     """
     is_gguf = folder.is_file()
     if not is_gguf and not (folder / "config.json").is_file():
-        found = (why for pattern, why in _INSTEAD.items() if next(folder.glob(pattern), None))
-        return next(found, "it has no config.json")
+        return describe(folder) or "it has no config.json"
     try:
         ModelConfig.from_folder(folder)
         missing = None if is_gguf else _missing(folder)

@@ -87,7 +87,8 @@ def test_a_cached_model_is_listed_with_its_size_revisions_and_use(tessera, add):
         (["config.json", "model.safetensors"], CONFIG, "tokenizer.json is missing"),
         (["config.json", "pytorch_model.bin"], CONFIG, "pickle files"),
         (["adapter_config.json"], CONFIG, "it is an adapter"),
-        (["README.md"], CONFIG, "it has no config.json"),
+        (["README.md"], CONFIG, "it has no model, only README.md"),
+        (["some.file"], CONFIG, "it has no config.json"),
         (
             COMPLETE,
             b'{"architectures": ["BertModel"]}',

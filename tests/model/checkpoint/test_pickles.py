@@ -17,6 +17,7 @@ from tests.model.checkpoint.hf_checkpoints import CASES
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 1234\n"
 
 
 def load(folder, load_format="pickle"):
@@ -205,7 +206,8 @@ def _pickled(value):
     [
         (_truncated, "cannot be read"),
         (lambda file: file.write_bytes(b""), "cannot be read as a pickle of tensors: .*exhausted"),
-        (lambda file: file.write_bytes(b"<html>not found</html>"), "cannot be read"),
+        (lambda file: file.write_bytes(b"<html>not found</html>"), "is a web page, not the file itself"),
+        (lambda file: file.write_bytes(POINTER), "is a pointer of Git LFS, not the file itself: run"),
         (lambda file: file.write_bytes(b"\x80\x04\x95"), "cannot be read"),
         (lambda file: file.write_bytes(b"PK\x03\x04 and no archive"), "not a zip file"),
         (_compressed, "is compressed"),
@@ -220,8 +222,8 @@ def _pickled(value):
         (_pickled({"w": torch.ones(2)}), "missing"),
     ],
     ids=[
-        "truncated", "empty", "a page", "half a pickle", "no archive", "compressed", "TorchScript", "a list",
-        "a tensor", "a number for a name", "a dictionary in it", "sparse", "meta", "complex", "other tensors",
+        "truncated", "empty", "a page", "a pointer", "half a pickle", "no archive", "compressed", "TorchScript",
+        "a list", "a tensor", "a number for a name", "a dictionary in it", "sparse", "meta", "complex", "other tensors",
     ],
 )  # fmt: skip
 def test_what_is_no_checkpoint_is_refused_with_what_it_is(folder, damage, says):

@@ -189,14 +189,246 @@ def test_a_long_list_of_names_is_shortened(single):
     assert len(str(raised.value)) < 1000
 
 
-def test_stored_rotary_frequencies_and_a_tied_head_are_ignored(tied):
+def test_a_tied_head_that_equals_the_embedding_is_ignored(tied, caplog):
     def change(tensors):
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-        tensors["lm_head.weight"] = torch.zeros(128, 64)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     edit(tied, change)
 
-    load(tied)
+    model = load(tied)
+
+    assert model.config.network.tied
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama tied", "gpt2", "opt", "gemma3 multimodal", "granite tied biases"]
+)
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_used(tmp_path, caplog, name):
+    oracle = CASES[name].save(tmp_path)
+    head = "lm_head.weight"
+    stored = torch.randn(128, 64, generator=torch.Generator().manual_seed(7))
+    edit(tmp_path, lambda tensors: tensors.update({head: stored}))
+
+    model = load(tmp_path, pack=False)
+
+    assert torch.equal(model.head, stored)
+    assert torch.equal(model.embed_tokens, oracle.get_input_embeddings().weight)
+    assert not model.config.network.tied
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"config.json ties {head} to ")
+    theirs = type(oracle).from_pretrained(tmp_path)
+    ids = torch.arange(1, 20)[None]
+    with torch.inference_mode():
+        expected = theirs(input_ids=ids).logits[0]
+        found = model.logits(model(ids, torch.arange(19)))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_model_with_a_stored_head_is_saved_with_it(tied, tmp_path_factory):
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": torch.randn(128, 64)}))
+    model, folder = load(tied, pack=False), tmp_path_factory.mktemp("saved")
+
+    save_checkpoint(model, folder)
+
+    assert torch.equal(load(folder, pack=False).head, model.head)
+    assert not ModelConfig.from_folder(folder).network.tied
+
+
+def test_a_stored_head_in_another_dtype_is_compared_by_value(tied, caplog):
+    def change(tensors):
+        rounded = tensors["model.embed_tokens.weight"].bfloat16()
+        tensors["model.embed_tokens.weight"] = rounded.float()
+        tensors["lm_head.weight"] = rounded
+
+    edit(tied, change)
+
+    assert load(tied).config.network.tied
+    assert not warnings(caplog)
+
+
+def test_a_head_takes_the_place_of_a_tied_embedding_that_is_not_stored(tied):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    expected = safetensors.torch.load_file(tied / SINGLE)["model.embed_tokens.weight"]
+    edit(tied, change)
+
+    assert torch.equal(load(tied, pack=False).embed_tokens, expected)
+
+
+def test_a_stored_head_of_another_shape_does_not_fit(tied):
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(5, 64)}))
+
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is \[5, 64\], must be \[128, 64\]"):
+        load(tied)
+
+
+BUFFERS = {
+    "model.rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64),
+    "model.layers.0.self_attn.rotary_emb.cos_cached": torch.ones(512, 16, dtype=torch.bfloat16),
+    "model.layers.0.self_attn.rotary_emb.sin_cached": torch.ones(512, 16, dtype=torch.float64),
+    "model.layers.1.self_attn.rotary_emb.original_inv_freq": torch.ones(8),
+    "model.layers.0.self_attn.masked_bias": torch.tensor(-1e4),
+    "model.layers.0.attention.masked_bias": torch.tensor(-1e9, dtype=torch.float64),
+    "model.embeddings.position_ids": torch.arange(512)[None],
+    "position_ids": torch.arange(512, dtype=torch.int32),
+    "model.cos_sin_cache": torch.ones(4, 4),
+    "model.layers.0.mlp.up_proj._extra_state": torch.zeros(3, dtype=torch.uint8),
+    "freqs_cis": torch.ones(4, 4),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_no_parameter_holds_is_ignored_whatever_its_dtype(single, name):
+    expected = load(single, pack=False)
+    edit(single, lambda tensors: tensors.update({name: BUFFERS[name]}))
+
+    model = load(single, pack=False)
+
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.float16])
+def test_causal_masks_of_gpt2_are_ignored_in_every_dtype(tmp_path, dtype, caplog):
+    CASES["gpt2"].save(tmp_path)
+    mask = torch.ones(1, 1, 64, 64).tril().to(dtype)
+
+    def change(tensors):
+        for layer in range(2):
+            tensors[f"transformer.h.{layer}.attn.bias"] = mask.clone()
+            tensors[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    edit(tmp_path, change)
+
+    load(tmp_path)
+
+    assert not warnings(caplog)
+
+
+IMPLIED = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16),
+    "model.rotary_emb.inv_freq": 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16),
+    "model.position_ids": torch.arange(40)[None],
+    "model.layers.1.self_attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(),
+}
+
+
+@pytest.mark.parametrize("name", IMPLIED)
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_buffer_that_differs_from_what_the_configuration_implies_is_named(
+    single, caplog, name, changed
+):
+    implied = IMPLIED[name]
+    wrong = (
+        implied.flip(-1)
+        if implied.is_floating_point()
+        else implied + 1
+        if implied.ndim == 2
+        else ~implied
+    )
+    edit(
+        single, lambda tensors: tensors.update({name: (wrong if changed else implied).contiguous()})
+    )
+
+    load(single)
+
+    named = [it for it in warnings(caplog) if it.startswith("stored tensors differ") and name in it]
+    assert len(named) == changed == len(warnings(caplog))
+
+
+def test_frequencies_are_compared_as_rounded_to_16_bits(single, caplog):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(single, lambda tensors: tensors.update({name: IMPLIED[name].half()}))
+
+    load(single)
+
+    assert not warnings(caplog)
+
+
+def test_frequencies_before_their_scaling_are_no_difference(tmp_path, caplog):
+    CASES["llama rope linear"].save(tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(tmp_path, lambda tensors: tensors.update({name: IMPLIED[name].clone()}))
+
+    load(tmp_path)
+
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_scale", "self_attn.attn.v_scale", "self_attn.k_proj.k_scale",
+             "self_attn.v_proj.output_scale", "self_attn.kv_cache_scaling_factor"],
+)  # fmt: skip
+def test_scales_of_a_cache_in_fp8_are_not_used_which_is_said(single, caplog, name):
+    edit(single, lambda tensors: tensors.update({f"model.layers.0.{name}": torch.tensor(0.5)}))
+
+    load(single)
+
+    (warning,) = warnings(caplog)
+    assert warning.startswith("scales of a KV cache in FP8 are not used")
+    assert name in warning
+
+
+def test_layers_beyond_those_of_the_configuration_are_ignored_which_is_said(single, caplog):
+    expected = load(single, pack=False)
+
+    def change(tensors):
+        for name in [it for it in tensors if ".layers.1." in it]:
+            tensors[name.replace(".1.", ".2.")] = tensors[name].clone()
+        tensors["model.layers.7.eh_proj.weight"] = torch.zeros(3, dtype=torch.int16)
+
+    edit(single, change)
+
+    model = load(single, pack=False)
+
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    (warning,) = warnings(caplog)
+    assert "layers beyond the 2 of config.json" in warning
+
+
+def test_an_unexpected_tensor_is_no_buffer(single):
+    edit(single, lambda tensors: tensors.update({"model.layers.0.self_attn.gate": torch.zeros(4)}))
+
+    with pytest.raises(WeightsError, match="1 unexpected"):
+        load(single)
+
+
+def warnings(caplog):
+    return [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+
+
+def test_weights_that_float16_cannot_hold_are_refused_with_their_name(single):
+    edit(
+        single,
+        lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[3:4].fill_(1e5),
+    )
+
+    load(single)
+    load(single, torch.bfloat16)
+    with pytest.raises(
+        WeightsError, match=r"layers\.1\.mlp\.up_proj\.weight has weights up to 1e\+05; float16"
+    ):
+        load(single, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"]
+)
+def test_float16_is_checked_for_every_kind_of_tensor(single, name):
+    edit(single, lambda tensors: tensors[name].view(-1)[:1].fill_(-7e4))
+
+    with pytest.raises(
+        WeightsError, match=f"{name} has weights up to 7e\\+04; float16 holds 65504"
+    ):
+        load(single, torch.float16)
+
+
+def test_weights_that_are_no_numbers_are_refused_in_float16(single):
+    edit(single, lambda tensors: tensors["lm_head.weight"].view(-1)[:1].fill_(float("nan")))
+
+    with pytest.raises(WeightsError, match=r"lm_head\.weight has weights that are not finite"):
+        load(single, torch.float16)
 
 
 def test_an_untied_head_is_required(single):
@@ -392,7 +624,7 @@ def test_pages_that_are_dropped_are_read_again(tmp_path):
     values = torch.arange(1 << 16)
     safetensors.torch.save_file({"it": values, "other": values + 1}, tmp_path / "model.safetensors")
 
-    for name, tensor in read_tensors(read_headers(tmp_path, "I64")):
+    for name, tensor in read_tensors(read_headers(tmp_path)):
         drop_pages(tensor)
 
         assert torch.equal(tensor, values + (name == "other"))

@@ -2,18 +2,22 @@
 
 import dataclasses
 import itertools
+import math
+import re
 import weakref
 
 import pytest
+import safetensors.torch
 import torch
 
 from benchmarks.precision import PRECISIONS, ServedModel
 from benchmarks.quantized_model import QuantizedLM
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import INT8_ROWS
+from kernels.weight_format import INT4_GROUPS, INT8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.decoder import DecoderLM
+from model.errors import WeightsError
 from model.executors import cpu_library
 from model.executors.cpu_library import unsupported
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE, longrope
@@ -104,3 +108,30 @@ def test_a_part_that_it_does_not_compute_is_refused_by_name(name, reason):
     config = CASES[name].config().to_dict() | {"architectures": [CASES[name].architecture]}
 
     assert reason in unsupported(ModelConfig.from_dict(config).network)
+
+
+@pytest.mark.parametrize(
+    ("name", "matrix", "value"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", "layers.1.down", 6e5),
+        ("model.layers.0.self_attn.k_proj.weight", "layers.0.qkv", -1e6),
+        ("lm_head.weight", "lm_head", 1e9),
+        ("model.embed_tokens.weight", "embed_tokens", float("inf")),
+    ],
+)
+def test_weights_that_a_format_cannot_hold_are_refused_with_their_name(
+    tmp_path, name, matrix, value
+):
+    if isinstance(reason := load_library(), str):
+        pytest.skip(reason)
+    dataclasses.replace(CASES["llama"], changes=SIZES).save(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors[name].view(-1)[7] = value
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(
+        tmp_path, ModelConfig.from_folder(tmp_path), torch.float32, "cpu", pack=False
+    )
+
+    what = "that are not finite" if math.isinf(value) else f"up to {abs(value):.3g}"
+    with pytest.raises(WeightsError, match=re.escape(f"{matrix} has weights {what}")):
+        model.optimize(INT4_GROUPS)

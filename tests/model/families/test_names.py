@@ -127,16 +127,6 @@ def test_internlm3_has_keys_of_its_own(tmp_path):
     check(tmp_path, oracle)
 
 
-def test_code_of_another_class_is_refused():
-    config = CASES["exaone"].config().to_dict() | {
-        "architectures": ["ExaoneForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling.OtherForCausalLM"},
-    }
-
-    with pytest.raises(UnsupportedModelError, match=r"OtherForCausalLM.*ExaoneForCausalLM"):
-        ModelConfig.from_dict(config)
-
-
 def test_the_sparse_attention_of_minicpm_is_refused(tmp_path):
     CASES["llama"].save(tmp_path)
     state(tmp_path, "MiniCPMForCausalLM", "minicpm", sparse_config={"kernel_size": 32})

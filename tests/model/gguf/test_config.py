@@ -9,6 +9,10 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.weights import load_model
 from model.errors import ModelError, UnsupportedModelError
+from model.text.chat_template import ChatTemplate
+from model.text.tokenizer import Tokenizer
+from model.text.tokens.end_token import stated_ends
+from model.text.tokens.end_tokens import find_end_tokens
 from tests.model.gguf.written import add_bytes, finish_alone, write
 
 U32, F32, TEXT, BOOL = (gguf.GGUFValueType[it] for it in ("UINT32", "FLOAT32", "STRING", "BOOL"))
@@ -116,6 +120,30 @@ def test_the_end_of_a_turn_in_the_template_ends_a_generation(tmp_path):
 
     assert ModelConfig.from_folder(made(tmp_path, tokenizer=base)).eos_token_ids == (300,)
     assert ModelConfig.from_folder(made(tmp_path, tokenizer=chat)).eos_token_ids == (300, 257)
+
+
+def test_the_end_tokens_of_a_service_have_the_places_that_name_them(tmp_path):
+    def chat(writer):
+        add_bytes(writer)
+        writer.kv_data[0]["tokenizer.ggml.eos_token_id"].value = 300
+        writer.add_chat_template(CHAT)
+
+    file = made(tmp_path, tokenizer=chat)
+    config, tokenizer = ModelConfig.from_folder(file), Tokenizer.from_folder(file)
+
+    ends, problems = find_end_tokens(
+        stated_ends(config.eos_by_file),
+        tokenizer,
+        ChatTemplate.from_folder(file, tokenizer),
+        config.network.vocab,
+    )
+
+    found = {it.id: it.sources for it in ends}
+    assert found == {
+        300: ("config.json", "tokenizer_config.json"),
+        257: ("config.json", "chat template"),
+    }
+    assert problems == []
 
 
 def test_end_tokens_that_the_vocabulary_lacks_are_left_out(tmp_path, caplog):

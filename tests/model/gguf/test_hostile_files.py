@@ -103,6 +103,7 @@ CASES = {
     "empty": (b"", "is empty"),
     "another file": (b"PK\x03\x04" + bytes(100), "does not begin with GGUF"),
     "a pointer of Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid x\n", "git lfs pull"),
+    "a web page": (b"<!DOCTYPE html>\n<html>", "is a web page, not the file itself"),
     "cut off in the counts": (b"GGUF\x03\0\0\0", "ends within the number of tensors"),
     "version 1": (made(version=1), "has version 1; supported are 2 and 3"),
     "big-endian": (made(version=3 << 24), "is big-endian"),

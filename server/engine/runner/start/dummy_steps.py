@@ -42,6 +42,15 @@ def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterat
     yield _output((_chunk(sequence, 1),), ())
 
 
+def short_prompt(block_size: int) -> SchedulerOutput:
+    """Return a step with a whole prompt, which reads no keys and values but its own.
+
+    Args:
+        block_size: tokens per block.
+    """
+    return _output((), (_chunk(_sequence(2, block_size, _GREEDY), 2),))
+
+
 def longest_chunk(limits: SchedulerConfig, block_size: int) -> SchedulerOutput:
     """Return a step with as many tokens of one prompt as the limits allow: kernels for many tokens differ.
 

@@ -24,7 +24,7 @@ from model.device.replay import CudaGraphs
 from server.engine.core.memory.kv_demand import Allowance, NotEnoughMemoryError
 from server.engine.runner.start.kv_memory import allocate_kv_cache
 from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand, num_slots
-from server.engine.runner.start.warm_up import compute_largest_step, warm_up
+from server.engine.runner.start.warm_up import check_scores, compute_largest_step, warm_up
 from server.engine.runner.step.buckets import recorded_bytes
 from server.engine.runner.step.grammars import Grammars
 from server.engine.runner.step.model_runner import ModelRunner
@@ -66,6 +66,7 @@ def start_runner(
 
     Raises:
         NotEnoughMemoryError: the cache does not fit, or a cache that fits cannot hold a prompt and an output token.
+        StartupError: the model computes no finite numbers.
     """
     runner = _start(model, config, limits, phases)
     if ranks is not None:
@@ -121,6 +122,7 @@ def _start_on_cpu(
         served = dataclasses.replace(limits, max_model_len=_max_total_tokens(runner, limits))
     with phases("warming up"):
         warm_up(runner, served, phases.say)
+        check_scores(runner)
     return runner
 
 
@@ -131,8 +133,11 @@ def _start_on_gpu(
     with phases("warming up"):
         model.reserve_positions(limits.max_model_len)
         with peak_memory(device) as peak_bytes:
-            warm_up(make_runner(model, config, num_blocks=1), limits, phases.say)
+            runner = make_runner(model, config, num_blocks=1)
+            warm_up(runner, limits, phases.say)
+            check_scores(runner)
             step_bytes = peak_bytes()
+        del runner
         release_cached(device)
         recorded = _recorded_bytes(model, config, limits)
         log.info(

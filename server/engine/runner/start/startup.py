@@ -211,7 +211,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         if config.deterministic:
             kv_dtype = quantized_kv_dtype(config.kv_cache_dtype)
             check_deterministic(model, config.block_size, detect(device), kv_dtype)
-    return _Loaded(model, model_config, limits, quantization)
+    return _Loaded(model, model.config, limits, quantization)
 
 
 def _read_compiled_kernels(folder: Path, device: torch.device) -> None:

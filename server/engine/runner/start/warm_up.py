@@ -14,6 +14,8 @@ from kernels import detect, select
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
 from model.device.cpus import usable_cpus
 from model.executors.single_launch import launched_rows
+from model.sampling.parameters import NOT_FINITE
+from server.engine.core.start_checks import StartupError
 from server.engine.runner.start import dummy_steps
 from server.engine.runner.start.startup_progress import clocked
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from server.engine.core.limits import SchedulerConfig
-    from server.engine.core.step import SchedulerOutput
+    from server.engine.core.step import SchedulerOutput, StepResult
     from server.engine.runner.step.model_runner import ModelRunner
     from server.engine.runner.step.shared_prefix import SharingRule
 
@@ -71,6 +73,27 @@ def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
         _compute(runner, output)
 
 
+def check_scores(runner: ModelRunner) -> None:
+    """Check that the model computes numbers, since each request would fail otherwise.
+
+    Not with several ranks, which warm up by themselves: the sums of one rank say nothing about the model.
+
+    Raises:
+        StartupError: the scores of the tokens are not finite.
+    """
+    model = runner.model
+    if model.num_ranks > 1:
+        return
+    sampled = _compute(runner, dummy_steps.short_prompt(runner.kv_cache.block_size)).sampled
+    if any(result.error == NOT_FINITE for results in sampled.prefill for result in results):
+        quantized = f" with weights in {model.weight_format.name}" if model.is_quantized else ""
+        raise StartupError(
+            f"the model's scores are not finite numbers in {model.dtype_name}{quantized}, so every request would fail:"
+            " its weights are damaged, or values of its layers are beyond what that can hold; set --dtype to bfloat16"
+            " or float32 and --quantization to none"
+        )
+
+
 def _compile(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
     """Compile all kernels in parallel without launching them."""
 
@@ -106,6 +129,7 @@ def _compute_first_steps(
                 _compute(runner, output, lambda *_: True)
     if on_gpu:
         _compute(runner, dummy_steps.longest_chunk(limits, block_size))
+        _compute(runner, dummy_steps.short_prompt(block_size))
         counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
         few = dummy_steps.few_rows(counts, limits, block_size)
         launched = launched_rows(runner.model.executors.problem(detect(runner.device)))
@@ -140,13 +164,13 @@ def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
 
 def _compute(
     runner: ModelRunner, output: SchedulerOutput, sharing_rule: SharingRule | None = None
-) -> None:
+) -> StepResult:
     if runner.deterministic:
         output = dummy_steps.deterministic(output)
     kept = runner.sharing_rule
     runner.sharing_rule = sharing_rule or kept
     try:
-        runner.execute(output)
+        return runner.execute(output)
     finally:
         runner.sharing_rule = kept
         for scheduled in (*output.decode, *output.prefill):

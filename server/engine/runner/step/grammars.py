@@ -89,7 +89,7 @@ class Grammars:
         rules = MatcherRules(ends_from, sampling.max_new_tokens, sampling.skips_forced_tokens)
         if isinstance(self._follower, GrammarProcesses):
             return cast("Future[Matcher]", self._follower.compile(sampling.grammar, rules))
-        return self._threads.submit(self._compile, sampling.grammar, rules)
+        return self._threads.submit(self._compile, sampling.grammar, rules, sampling.eos_token_ids)
 
     def prepare(self) -> None:
         """Start the processes, if there are to be any, so that the first request does not wait for them."""
@@ -138,12 +138,12 @@ class Grammars:
 
         return DeviceMasks(self._follower.words, self._device)
 
-    def _compile(self, grammar: str, rules: MatcherRules) -> Matcher:
+    def _compile(self, grammar: str, rules: MatcherRules, end_ids: tuple[int, ...]) -> Matcher:
         if self._num_processes:
-            self._start()
+            self._start(end_ids)
             return cast("GrammarProcesses", self._follower).compile(grammar, rules).result()
         with self._lock:
-            tokenizer = self._load()
+            tokenizer = self._load(end_ids)
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
                 copy = self._compiled[grammar].copy(rules)
@@ -156,21 +156,28 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return compiled.copy(rules)
 
-    def _load(self) -> GrammarTokenizer:
-        """Return the vocabulary, and follow grammars in this process."""
+    def _load(self, end_ids: tuple[int, ...]) -> GrammarTokenizer:
+        """Return the vocabulary, and follow grammars in this process.
+
+        Args:
+            end_ids: those of the first request with a grammar. They are the same in all requests but those that ignore
+                them.
+        """
         if self._tokenizer is None:
             config = self._config
             self._tokenizer = GrammarTokenizer(
-                Tokenizer.from_folder(self._folder), config.network.vocab, config.eos_token_ids
+                Tokenizer.from_folder(self._folder),
+                config.network.vocab,
+                end_ids or config.eos_token_ids,
             )
             self._follower = TokenMasker(self._tokenizer)
         return self._tokenizer
 
-    def _start(self) -> None:
-        """Start the processes unless they run."""
+    def _start(self, end_ids: tuple[int, ...] = ()) -> None:
+        """Start the processes unless they run; see `_load`."""
         with self._lock:
             if self._follower is None:
-                vocab, end_ids = self._config.network.vocab, self._config.eos_token_ids
+                vocab, end_ids = self._config.network.vocab, end_ids or self._config.eos_token_ids
                 size = max(vocab, Tokenizer.from_folder(self._folder).vocab_size)
                 setup = Setup(self._folder, vocab, end_ids, -(-size // WORD_BITS))
                 self._follower = GrammarProcesses(setup, self._num_processes, self._num_slots)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from model.sampling.parameters import SamplingDefaults
+from model.text.tokens.end_token import EndToken
 from server.engine.core.request import FinishReason
 from server.http.metrics.usage import RequestUsage
 
@@ -125,6 +126,7 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     model_pipeline_tag: str
     model_use: Literal["chat", "completion"]
     chat_template: bool
+    end_tokens: tuple[EndToken, ...]
     max_concurrent_requests: int
     max_best_of: int
     max_stop_sequences: int

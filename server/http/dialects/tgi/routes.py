@@ -138,6 +138,7 @@ def _info(context: AppContext) -> InfoReply:
         model_pipeline_tag="text-generation",
         model_use="completion" if chat is None or config.continues_text else "chat",
         chat_template=chat is not None,
+        end_tokens=config.end_tokens,
         max_concurrent_requests=context.admission.limit(info),
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,

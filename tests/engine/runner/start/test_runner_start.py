@@ -220,3 +220,14 @@ def test_the_log_says_that_compiled_kernels_have_no_effect_on_a_cpu(checkpoint, 
     engine.close()
 
     assert "--compiled-kernels has no effect: the model runs on the CPU" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38])
+def test_a_model_whose_scores_are_no_numbers_does_not_start(model, checkpoint, value):
+    with torch.no_grad():
+        model.norm.fill_(value)
+
+    with pytest.raises(
+        StartupError, match="the model's scores are not finite numbers in float32, so every request"
+    ):
+        runner_start.start_runner(model, config_for(checkpoint), LIMITS, Phases(Log()))

@@ -1,0 +1,1 @@
+"""What the files of a tokenizer say of special tokens, and which tokens end a generation."""
