@@ -114,6 +114,7 @@ class Choice(NamedTuple):
             "layers": f"int{layers.bits}",
             "head": f"int{self.head.bits}",
             "group": layers.group,
+            "weight_scales": "of outputs" if layers.by_row else "of groups",
             "activations": "int8" if layers.activations else "float32",
             "scales": "refined" if layers.refined and layers.bits == 4 else "largest",
         }
@@ -125,19 +126,23 @@ def _both(scheme: Scheme) -> Choice:
 
 PRECISIONS: Final[Mapping[str, Choice]] = {
     "int8": _both(Scheme(8)),
-    "int4": _both(Scheme(4, group=32)),
+    "int4": Choice(Scheme(4), Scheme(8)),
 }
 """The values of `--quantization` besides none, rounded as the C library does."""
 
 _INT8: Final = Scheme(8)
-_INT8_WEIGHTS: Final = Scheme(8, activations=False)
 CHOICES: Final[Mapping[str, tuple[Choice, ...]]] = {
-    "int8": (_both(_INT8_WEIGHTS),),
+    "int8": (
+        _both(Scheme(8, activations=False)),
+        _both(Scheme(8, by_row=True)),
+        _both(Scheme(8, 64)),
+        _both(Scheme(8, 64, by_row=True)),
+    ),
     "int4": (
-        _both(Scheme(4, 32, activations=False)),
-        _both(Scheme(4, 32, refined=False)),
-        Choice(Scheme(4, 32), _INT8),
-        _both(Scheme(4, 64)),
+        Choice(Scheme(4, activations=False), Scheme(8, activations=False)),
+        Choice(Scheme(4, refined=False), _INT8),
+        _both(Scheme(4)),
+        Choice(Scheme(4, 64), _INT8),
     ),
 }
 """Other ways to round, which show what each choice of a precision costs."""

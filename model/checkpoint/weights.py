@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
-from model.checkpoint.formats.table import find, kept
+from model.checkpoint.formats.table import find
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
 from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
@@ -113,7 +113,7 @@ def load_part(
     device = torch.device(device)
     stored = {} if load_format == "dummy" else _checked_headers(path, config)
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == kept(config.weight_format):
+    if stored and weight_format is not None and weight_format == config.weight_format:
         formats = _matrix_formats(config, stored, communicator)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":

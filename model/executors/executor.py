@@ -42,6 +42,7 @@ class ModelProblem:
         num_ranks: that share the model.
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
         refusals: why the driver has refused launches so far.
+        is_in_library: whether the C library for CPUs has the matrices.
     """
 
     network: Network
@@ -52,6 +53,7 @@ class ModelProblem:
     num_ranks: int = 1
     unmeasured: bool = False
     refusals: tuple[str, ...] = ()
+    is_in_library: bool = False
 
 
 class StatelessExecutor(Protocol):

@@ -46,7 +46,8 @@ class DecoderParameters(nn.Module):
         network: what this rank computes.
         max_context: see above.
         weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
-            packed them, its format of all matrices.
+            packed them, that to which they were rounded, or that of the checkpoint, whose numbers they have.
+        is_in_library: whether the C library for CPUs computes the model.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -79,6 +80,7 @@ class DecoderParameters(nn.Module):
         )
         forms = (it.format for layer in self.decoder_layers for it in layer.matrices.values())
         self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
+        self.is_in_library = False
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
         self.norm_bias = empty(hidden) if network.norm.kind == "layer" else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)
