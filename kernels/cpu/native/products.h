@@ -113,7 +113,7 @@ typedef struct {
     int has_shifts;
 } Kind;
 
-/* Starts integer sums with corrections and adds the products of a group. */
+/* Starts integer sums with corrections and adds the products of a group; those of 4 bits have to be finished. */
 INLINE void add_group8(Kind kind, int64_t inputs, int64_t groups, int64_t g, const uint8_t *w, int vectors, int rows, const input8 *x, const int32_t *corrections, int64_t next, int32x16 (*acc)[2]) {
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = splat_int(corrections[r * groups + g]);
     UNROLL for (int64_t i = 0; i < kind.group; i += WIDE8) {
@@ -129,9 +129,8 @@ INLINE void add_group8(Kind kind, int64_t inputs, int64_t groups, int64_t g, con
     }
 }
 
-INLINE void add_group4(int64_t inputs, int64_t groups, int64_t g, const uint8_t *w, int vectors, int rows, const int8_t *x, const int32_t *corrections, int64_t next, int32x16 (*acc)[2]) {
-    sums4 sums[MOST_ROWS][2];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = start4(corrections[r * groups + g]);
+INLINE void add_group4(int64_t inputs, int64_t groups, int64_t g, const uint8_t *w, int vectors, int rows, const int8_t *x, const int32_t *corrections, int64_t next, sums4 (*acc)[2]) {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = start4(corrections[r * groups + g]);
     UNROLL for (int64_t i = 0; i < GROUP; i += 8) {
         int64_t k = g * GROUP + i;
         uint8x64 low[2], high[2];
@@ -144,12 +143,10 @@ INLINE void add_group4(int64_t inputs, int64_t groups, int64_t g, const uint8_t 
         }
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < vectors; v++) {
-                sums[r][v] = dot4(sums[r][v], low[v], x + r * inputs + k);
-                sums[r][v] = dot4(sums[r][v], high[v], x + r * inputs + k + 4);
+                acc[r][v] = dot4(acc[r][v], low[v], x + r * inputs + k);
+                acc[r][v] = dot4(acc[r][v], high[v], x + r * inputs + k + 4);
             }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = finish4(sums[r][v], corrections[r * groups + g]);
 }
 
 /* Multiplies `rows` rows by `vectors` tiles; both are constants where it is inlined. */
@@ -160,23 +157,26 @@ INLINE void tile(Kind kind, const Matrix *m, int64_t tile, int vectors, int rows
     float16 total[MOST_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) total[r][v] = splat(0);
     for (int64_t g = 0; g < groups; g++) {
-        int32x16 acc[MOST_ROWS][2];
+        int32x16 acc8[MOST_ROWS][2];
+        sums4 acc4[MOST_ROWS][2];
         int64_t next = asks(pass, g) ? pass.weights : 0;
-        if (kind.bits == 8) add_group8(kind, inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc);
-        else add_group4(inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc);
+        if (kind.bits == 8) add_group8(kind, inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc8);
+        else add_group4(inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc4);
+#define SUM(r, v) floats(kind.bits == 8 ? acc8[r][v] : finish4(acc4[r][v], a.corrections[(r) * groups + g]))
         UNROLL for (int v = 0; v < vectors; v++) {
             if (kind.by_row) {
-                UNROLL for (int r = 0; r < rows; r++) total[r][v] += floats(acc[r][v]) * a.scales[r * groups + g];
+                UNROLL for (int r = 0; r < rows; r++) total[r][v] += SUM(r, v) * a.scales[r * groups + g];
                 continue;
             }
             const _Float16 *at = weight_scales + v * of_tile + (g >> m->group_bits) * LANES * (1 + kind.has_shifts);
-            prefetch((const char *)at + (asks(pass, g) ? pass.scales : 0));
             float16 scale = load_half(at);
-            UNROLL for (int r = 0; r < rows; r++) total[r][v] += floats(acc[r][v]) * (scale * a.scales[r * groups + g]);
+            prefetch((const char *)at + (asks(pass, g) ? pass.scales : 0));
+            UNROLL for (int r = 0; r < rows; r++) total[r][v] += SUM(r, v) * (scale * a.scales[r * groups + g]);
             if (!kind.has_shifts) continue;
             float16 shift = load_half(at + LANES);
             UNROLL for (int r = 0; r < rows; r++) total[r][v] += shift * a.sums[r * groups + g];
         }
+#undef SUM
     }
     UNROLL for (int v = 0; v < vectors; v++) {
         float16 factor = load(m->factors + (tile + v) * LANES);

@@ -10,7 +10,7 @@ import torch
 from benchmarks.precision import PRECISIONS, ServedModel
 from benchmarks.quantized_model import QuantizedLM
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import INT8_ROWS
+from kernels.weight_format import INT8_GROUPS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.decoder import DecoderLM
@@ -77,7 +77,7 @@ def test_full_numbers_are_released_one_layer_after_the_other(monkeypatch):
         return pack(*given, **options)
 
     monkeypatch.setattr(cpu_library, "PackedMatrix", counted)
-    model.optimize(INT8_ROWS)
+    model.optimize(INT8_GROUPS)
 
     assert alive[-12:] == list(range(12, 0, -1))
     assert [ref() for ref in (*tables, *itertools.chain.from_iterable(weights))] == [None] * 14
