@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernels.weight_format import WeightFormat
     from model.decoder import DecoderLM
 
 _BLOCK_SIZE: Final = 16
@@ -67,15 +68,15 @@ class ServedModel:
     """A model with quantized weights as it is served on a CPU: steps of one prompt over a KV cache.
 
     Args:
-        path: the checkpoint folder.
-        config: its configuration; `model.executors.cpu_library.unsupported` must be empty for it.
-        quantization: "int8" or "int4".
+        model: not yet packed; `model.executors.cpu_library.unsupported` must be empty for it.
+        quantization: "int8", "int4", or the format of its matrices.
     """
 
-    def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
-        self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
-        self._model.optimize(QUANTIZATIONS[quantization], torch.get_num_threads())
-        state = config.network.state(self._model.cache_dtype)
+    def __init__(self, model: DecoderLM, quantization: str | WeightFormat) -> None:
+        self._model = model
+        form = QUANTIZATIONS[quantization] if isinstance(quantization, str) else quantization
+        model.optimize(form, torch.get_num_threads())
+        state = model.network.state(model.cache_dtype)
         self._cache = KVCache(state, -(-CONTEXT_LENGTH // _BLOCK_SIZE), _BLOCK_SIZE, "cpu")
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -328,7 +329,15 @@ def _precisions(
             entries.append(
                 {"quantization": name, "computed": computed, **PRECISIONS[name].describe()}
             )
-            models.append(ServedModel(path, config, name))
+            held = load_model(
+                path,
+                config,
+                stored_dtype(config),
+                "cpu",
+                pack=False,
+                weight_format=config.weight_format,
+            )
+            models.append(ServedModel(held, name))
         rounded = (PRECISIONS[name],) if reasons or options.choices else ()
         for choice in (*rounded, *(CHOICES[name] if options.choices else ())):
             entries.append({"quantization": name, "computed": "float32", **choice.describe()})

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _PAIR: Final = 32
 _ROWS: Final = 4096
+_WIDE_GROUP: Final = 64
+"""Inputs whose activations share a scale with weights of 8 bits that have a scale for each output."""
 _ONE_GROUP: Final = 62
 """Power of two of the groups that share a scale where an output has only one."""
 _SIGN: Final = 128
@@ -116,19 +118,16 @@ def _layout(form: WeightFormat, inputs: int) -> dict[str, int]:
     by_row = form.scales == "row"
     group = form.group & -form.group
     is_narrow = not by_row and group < LIBRARY_GROUP
+    # A scale of an output is a factor where nothing else needs scales.
+    only_factors = by_row and form.bits == 8 and not form.shifts and inputs % _WIDE_GROUP == 0
     return {
         "bits": 8 if is_narrow else form.bits,
-        "group": NARROW_GROUP if is_narrow else LIBRARY_GROUP,
-        "scale_groups": _row_scales(form) if by_row else -(-inputs // group),
+        "group": NARROW_GROUP if is_narrow else _WIDE_GROUP if only_factors else LIBRARY_GROUP,
+        "scale_groups": 0 if only_factors else 1 if by_row else -(-inputs // group),
         "group_bits": _ONE_GROUP if by_row else (group // LIBRARY_GROUP or 1).bit_length() - 1,
         "has_shifts": int(form.shifts),
         "offset": form.offset + (_SIGN if form.dtype == "int8" else 0),
     }
-
-
-def _row_scales(form: WeightFormat) -> int:
-    """Return 1 where a scale of an output is more than a factor: the products with 4 bits and shifts read scales."""
-    return int(form.shifts or form.bits == 4)
 
 
 class _Arranged(NamedTuple):

@@ -14,6 +14,7 @@
 #define PAIR 32
 #define GROUP 32       /* inputs whose activations share a scale */
 #define NARROW_GROUP 16 /* the same of a matrix with a scale for each 16 inputs */
+#define WIDE_GROUP 64   /* the same of one with 8 bits and only a factor for each output */
 
 typedef struct {
     const uint8_t *weights; /* as `tessera_pack` writes them, without a sign */
@@ -24,7 +25,7 @@ typedef struct {
     int64_t padded;         /* outputs, rounded up to a multiple of PAIR */
     int64_t inputs;         /* a multiple of the group */
     int64_t bits;           /* 8 or 4 */
-    int64_t group;          /* of the activations: GROUP, or with 8 bits NARROW_GROUP */
+    int64_t group;          /* of the activations: GROUP, or with 8 bits NARROW_GROUP, or WIDE_GROUP without scales */
     int64_t scale_groups;   /* scales of an output, one for each 2^group_bits groups; 0 if there are only factors */
     int64_t group_bits;
     int64_t has_shifts;
@@ -85,6 +86,7 @@ static void quantize_row(const Matrix *m, const float *x, Activations to, int64_
         int64_t g = row * groups + i / m->group;
         void *at = values + bytes_of(m, i);
         if (m->group == GROUP) quantize_group(x + i, GROUP, is_wide, offset, at, to.scales + g, to.sums + g, to.corrections + g);
+        else if (m->group == WIDE_GROUP) quantize_group(x + i, WIDE_GROUP, is_wide, offset, at, to.scales + g, to.sums + g, to.corrections + g);
         else quantize_group(x + i, NARROW_GROUP, is_wide, offset, at, to.scales + g, to.sums + g, to.corrections + g);
     }
 }
@@ -214,7 +216,7 @@ typedef void Tiles(const Matrix *m, int64_t pair, Activations a, int64_t row, in
     static void name(const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, Pass pass, float16 (*out)[2]) { \
         two_tiles((Kind){__VA_ARGS__}, m, pair, a, row, rows, pass, out); \
     }
-KIND(tiles8_by_row, 8, GROUP, 1, 0)
+KIND(tiles8_by_row, 8, WIDE_GROUP, 1, 0)
 KIND(tiles8, 8, GROUP, 0, 0)
 KIND(tiles8_shifted, 8, GROUP, 0, 1)
 KIND(tiles8_narrow, 8, NARROW_GROUP, 0, 0)

@@ -227,6 +227,7 @@ STORED = {
     "4 bits by row, zeros": group_format(4, 0, scales="row", shifts=True, scale_dtype="float32"),
     "8 bits by row, signed": group_format(8, 0, scales="row", scale_dtype="float32"),
     "8 bits by row, zeros": group_format(8, 0, scales="row", shifts=True, scale_dtype="float32"),
+    "8 bits by row, wide": group_format(8, 0, offset=128, scales="row", scale_dtype="float32"),
     "blocks": group_format(8, 32, scales="block", scale_dtype="float32"),
     "bfloat16 scales": group_format(8, 64, scale_dtype="bfloat16"),
 }  # fmt: skip
@@ -236,21 +237,17 @@ STORED = {
 @pytest.mark.parametrize("rows", [1, 3, 8, 40])
 def test_the_numbers_of_a_checkpoint_are_multiplied_as_they_are(form, rows):
     assert is_read_by_library(form)
-    weight, x = stored(form, 80, 224), random_matrix(rows, 224, seed=1)
+    inputs = 256 if form == STORED["8 bits by row, wide"] else 224
+    weight, x = stored(form, 80, inputs), random_matrix(rows, inputs, seed=1)
 
     matrix = PackedMatrix(LIBRARY, weight, INT8_GROUPS, random_matrix(1, 80, seed=2)[0])
     found = multiply_packed(x, matrix)
 
-    group = 16 if form.group in {16, 48} else 32
-    expected = rounded_activations(x, group) @ weight.dequantize().double().T
+    expected = rounded_activations(x, matrix.c.group) @ weight.dequantize().double().T
     expected += random_matrix(1, 80, seed=2)
-    # Scales of float32 are rounded to 11 bits, and shifts beside the larger of both.
-    tolerance = (
-        1e-5
-        if form.scale_dtype != "float32"
-        or (form.scales == "row" and form.bits == 8 and not form.shifts)
-        else 1e-3
-    )
+    # Scales of float32 are rounded to 11 bits, and shifts beside the larger of both; factors are not.
+    is_rounded = form.scale_dtype == "float32" and matrix.c.scale_groups > 0
+    tolerance = 1e-3 if is_rounded else 1e-5
     assert matrix.format == form
     assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
