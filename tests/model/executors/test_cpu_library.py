@@ -64,7 +64,10 @@ def held(formats, **changes):
     exact, model = DecoderLM(config), DecoderLM(config, weight_format=formats)
     generator = torch.Generator().manual_seed(0)
     exact.init_weights(seed=0)
-    model.load_state_dict(exact.state_dict(), strict=False)
+    for it in (exact, model):
+        it.requires_grad_(requires_grad=False).eval()
+    others = {name: it for name, it in exact.state_dict().items() if "numbers" not in name}
+    model.load_state_dict(others, strict=False)
     for whole, layer in zip(exact.decoder_layers, model.decoder_layers, strict=True):
         for name, weight in layer.matrices.items():
             if not weight.format.is_quantized:
@@ -77,8 +80,6 @@ def held(formats, **changes):
                 size = 0.004 * torch.rand(scale.shape, generator=generator)
                 scale.copy_(size if part == "scale" else -7 * size)
             whole.matrices[name].numbers.copy_(weight.dequantize())
-    for it in (exact, model):
-        it.requires_grad_(requires_grad=False).eval()
     return model, exact
 
 
