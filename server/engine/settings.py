@@ -21,7 +21,8 @@ class EngineSettings:
         quantization: of the weights when they are loaded. On a CPU int8: all matrices in 8 bits, int4: those of the
             layers in 4; auto is int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the
             layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on,
-            not below sm_80; auto is none there. auto and none keep the format of a checkpoint that is quantized already.
+            not below sm_80; auto is none there. auto and none keep the format of a checkpoint that is quantized
+            already.
         load_format: dummy generates random weights from config.json, to measure speed without a checkpoint.
         compiled_kernels: folder of kernels that `tessera warmup --arch` compiled; only read, those that it lacks are
             compiled into Triton's own cache.
