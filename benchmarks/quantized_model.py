@@ -101,7 +101,7 @@ def _bind_layer(layer: DecoderLayer, bound: BoundLayer, scheme: Scheme, eps: flo
         _project(gate_up, scheme, layer.gate_up_bias, norms[1], SWIGLU),
         _project(down, scheme, layer.down_bias),
     )
-    return BoundLayer(mixer, mlp, bound.projections)
+    return bound._replace(mixer=mixer, mlp=mlp)
 
 
 def _project(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.attention_table import attention_table
+from docs.model_tables import families_table, formats_table, newest_parity
 from docs.parameter_table import parameter_tables
 from docs.peer_names import peer_names_page
 from docs.peer_tables import metrics_table, routes_table, settings_table
@@ -182,6 +183,13 @@ def http_page() -> str:
     return text
 
 
+def models_page() -> str:
+    """Return docs/models.md with its tables up to date."""
+    result = newest_parity()
+    text = fill((ROOT / "docs" / "models.md").read_text(), "formats", formats_table(result))
+    return fill(text, "families", families_table(result))
+
+
 def coming_from_page() -> str:
     """Return docs/coming-from.md with its tables up to date."""
     text = fill((ROOT / "docs" / "coming-from.md").read_text(), "settings", settings_table())
@@ -206,6 +214,7 @@ def main() -> None:
     (ROOT / "docs" / "settings.md").write_text(settings_page())
     (ROOT / "docs" / "peer-names.md").write_text(peer_names_page())
     (ROOT / "docs" / "kernels.md").write_text(kernels_page())
+    (ROOT / "docs" / "models.md").write_text(models_page())
     (ROOT / "docs" / "http.md").write_text(http_page())
     (ROOT / "docs" / "benchmarks.md").write_text(benchmarks_page())
     (ROOT / "docs" / "flash-attention.md").write_text(flash_attention_page())

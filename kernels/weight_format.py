@@ -2,6 +2,9 @@
 
     w[n, c] = (number[n, c] - offset) * scale[n, c] + shift[n, c]
 
+Where inputs have an order, this holds for the column `order[c]` of the matrix in place of c: groups are of columns that
+are beside each other as they are stored.
+
     scales      scale and shift of an element                      their shape
     "none"      1 and 0
     "row"       one for each output                                [N]
@@ -19,6 +22,8 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
+ORDER_BYTES: Final = 4
+"""Bytes of the index of a column."""
 _FULL_BITS: Final = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -35,6 +40,7 @@ class WeightFormat:
         float: whether numbers are floating-point numbers; else integers.
         offset: subtracted from every number.
         scale_dtype: name of the dtype of scales and shifts.
+        ordered: whether the columns are stored in another order than that of the inputs.
     """
 
     name: str
@@ -45,6 +51,7 @@ class WeightFormat:
     float: bool = True
     offset: int = 0
     scale_dtype: str = "float32"
+    ordered: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -71,11 +78,27 @@ class WeightFormat:
         return (rows, -(-inputs // self.group))
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a matrix of a shape [N, C], with its scales and shifts."""
+        """Return the bytes of a matrix of a shape [N, C], with its scales, shifts and order."""
         outputs, inputs = shape
         numbers = outputs * (inputs * self.bits // 8)
         scales = math.prod(self.scale_shape(shape)) if self.is_quantized else 0
-        return numbers + (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
+        scale_bytes = (1 + self.shifts) * scales * _FULL_BITS[self.scale_dtype] // 8
+        return numbers + scale_bytes + ORDER_BYTES * self.ordered * inputs
+
+    @property
+    def fits_int8(self) -> bool:
+        """Whether `as_int8` holds the numbers: they are integers with scales for groups, in the range of int8."""
+        in_range = self.bits < 8 or self.offset == (0 if self.dtype == "int8" else 128)
+        return self.scales == "group" and not self.float and in_range
+
+    def as_int8(self, name: str, *, shifts: bool) -> WeightFormat:
+        """Return the format that has these numbers, less their offset, as int8; `fits_int8` must hold.
+
+        Args:
+            name: of the format.
+            shifts: whether it has shifts, which those of a matrix without are 0.
+        """
+        return dataclasses.replace(self, name=name, bits=8, offset=0, shifts=shifts)
 
     def divided(self, dim: int, *ends: int) -> WeightFormat:
         """Return the format in which no scale is on both sides of an end: this one, or one with more scales.
@@ -100,7 +123,7 @@ def unquantized(dtype: object) -> WeightFormat:
 FP8_ROWS: Final = WeightFormat("float8_e4m3fn", 8, scales="row")
 """With a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
 INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
-"""Numbers 1 to 255, with a float32 scale for each output, as in the bundled model's file."""
+"""Numbers 1 to 255, with a float32 scale for each output, as in the bundled model's file but for the offset."""
 INT8_GROUPS: Final = WeightFormat("int8", 8, group=32, scales="group", float=False, offset=128)
 """Numbers 1 to 255, with a scale of 11 bits for each output and 32 inputs."""
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
@@ -118,4 +141,5 @@ NARROW_GROUP: Final = 16
 def is_read_by_library(form: WeightFormat) -> bool:
     """Whether the C library for CPUs multiplies the numbers of a format as they are."""
     is_divided = form.group % NARROW_GROUP == 0
-    return form.is_quantized and not form.float and form.bits in (4, 8) and is_divided
+    is_integer = form.is_quantized and not form.float and form.bits in (4, 8)
+    return is_integer and is_divided and not form.ordered

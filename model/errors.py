@@ -14,6 +14,14 @@ The messages name the file, the value and the limit.
 
 from __future__ import annotations
 
+from typing import Final
+
+PICKLE_ADVICE: Final = (
+    "a pickle can run code, so it is refused: convert the checkpoint to safetensors, or set --load-format pickle, which"
+    " reads tensors alone, if you trust the author"
+)
+"""What to do about weights as pickle files; the end of a sentence."""
+
 
 class ModelError(Exception):
     """Base class of all model errors.

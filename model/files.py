@@ -57,15 +57,6 @@ def read_file(folder: Path, name: str, max_bytes: int, error: type[ModelError]) 
         return _read(descriptor, folder / name, max_bytes, error)
 
 
-def read_text(folder: Path, name: str, max_bytes: int, error: type[ModelError]) -> str | None:
-    """Return the text of a file of a checkpoint, which must be UTF-8; otherwise like `read_file`."""
-    content = read_file(folder, name, max_bytes, error)
-    try:
-        return None if content is None else content.decode()
-    except UnicodeDecodeError as problem:
-        raise error(f"{folder / name} cannot be read: {problem}") from None
-
-
 @contextlib.contextmanager
 def open_file(folder: Path, name: str, error: type[ModelError]) -> Iterator[int]:
     """Open a file of a checkpoint for reading.

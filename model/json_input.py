@@ -10,8 +10,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
+from model.checkpoint_files import read_file
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
-from model.files import read_file
 
 T = TypeVar("T")
 Harmless: TypeAlias = tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.checks import check_linear, check_weights
+from kernels.linear.gpu.dequantize import dequantize
 from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.torch_private import multiply_fp8
 
@@ -35,7 +36,7 @@ class LibraryLinear:
         bias, residual = self._bias, arguments.residual
         weight = self._numbers
         if weight is None:
-            weight = self._weight.dequantize(x.dtype)
+            weight = dequantize(self._weight, x.dtype, unpacks=choice.unpacks)
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         first = residual if bias is None else bias

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 FEWEST_ROWS: Final = 5
+FEWEST_INT4_ROWS: Final = 9
 FEWEST_FP8_ROWS: Final = 3
 """As `FEWEST_ROWS`, of weights in FP8: other kernels take more time for arithmetic than for reads. On an H100, layer by
 layer, 4 sequences with those and 8 with this one, which takes as long for up to 16, take 1.08 and 0.95 ms (Qwen3-0.6B),
@@ -35,39 +36,40 @@ _BYTES_PER_US: Final = 80e3
 _FLOPS_PER_US: Final = 4.5e6
 """Bytes that an SM reads from the second-level cache, and operations that it computes."""
 _CONVERTS_PER_US: Final = 70e3
-"""Weights in FP8 that an SM converts."""
+"""Weights in FP8 or of 4 bits that an SM converts."""
 _PROGRAM_US: Final = 1.0
 """Time of a program before its first product and after its last."""
 
 
-def most_rows(num_weights: int, *, fp8: bool = False) -> int:
+def most_rows(num_weights: int, *, bits: int = 16) -> int:
     """Return the number of rows up to which this kernel is used in a decoder layer.
 
     Measured on an H100: a layer of Qwen3-0.6B gains at 256 rows, with weights in FP8 too; those of Llama-3.2-1B and
-    3.1-8B up to 128; the latter with weights in FP8 up to 64, since the library's product multiplies in FP8.
+    3.1-8B up to 128; the latter with weights in FP8 up to 64, since the library's product multiplies in FP8. Weights of
+    4 bits would have to be dequantized for the library.
 
     Args:
         num_weights: of the layer.
-        fp8: whether they are in FP8.
+        bits: of a weight, 16, 8 in FP8 or 4.
     """
-    if num_weights <= _MANY_WEIGHTS:
+    if num_weights <= _MANY_WEIGHTS or bits == 4:
         return ROW_COUNTS[-1]
-    return _FEW_FP8_ROWS if fp8 else _FEW_ROWS
+    return _FEW_FP8_ROWS if bits == 8 else _FEW_ROWS
 
 
 class MatrixLaunch(NamedTuple):
-    """The tile sizes of a layer, see the module, and whether its weights are in FP8."""
+    """The tile sizes of a layer, see the module, and the bits of a weight: 16, 8 in FP8, or 4."""
 
     outputs: int
     rows: int
     columns: int
     splits: int = 1
-    fp8: bool = False
+    bits: int = 16
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of the weights and the rows that are multiplied at once."""
-        return ((1 if self.fp8 else 2) * self.outputs + 2 * self.rows) * self.columns
+        return (self.bits * self.outputs // 8 + 2 * self.rows) * self.columns
 
     def stages(self, inputs: int) -> int:
         """Return how many chunks of weights, and as many of rows, shared memory holds."""
@@ -82,7 +84,7 @@ def plan_matrix(
     *,
     may_split: bool,
     splits: tuple[int, ...] = _SPLITS,
-    fp8: bool = False,
+    bits: int = 16,
 ) -> MatrixLaunch:
     """Return the tile sizes with the smallest `estimate`.
 
@@ -92,10 +94,10 @@ def plan_matrix(
         rows: of x, one of `ROW_COUNTS`, or `MANY_ROWS`.
         may_split: whether the result may be partial sums.
         splits: numbers of splits to choose from, if it may.
-        fp8: whether the weights are in FP8.
+        bits: of a weight, 16, 8 in FP8 or 4.
     """
     candidates = [
-        MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, count, fp8)
+        MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, count, bits)
         for tile in _OUTPUTS
         if outputs % tile == 0
         for row_tile in ROW_COUNTS
@@ -131,8 +133,11 @@ def estimate(launch: MatrixLaunch, outputs: int, inputs: int, rows: int) -> floa
     missing = 2 * max(0, launch.rows - rows) * launch.columns
     loads = columns // launch.columns * (launch.chunk_bytes - missing) / _BYTES_PER_US
     computes = 2 * launch.outputs * launch.rows * columns / _FLOPS_PER_US
-    if launch.fp8:
-        computes = max(computes, launch.outputs * columns / _CONVERTS_PER_US)
+    converts = launch.outputs * columns / _CONVERTS_PER_US
+    if launch.bits == 8:
+        computes = max(computes, converts)
+    elif launch.bits == 4:
+        computes += converts
     parts = 0.0
     if launch.splits > 1:
         parts = 8 * launch.splits * rows * outputs / (_NUM_SM * _BYTES_PER_US)

@@ -26,6 +26,7 @@ class LinearProblem:
         layer_weights: number of weights in all projections of the decoder layer; 0 for the output head.
         trainable: whether the result must be differentiable and the weights may change.
         batch_invariant: whether the result of a row must have the same bits whatever the other rows and their number.
+        ordered: whether the inputs are put in the order of the stored columns before the product.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class LinearProblem:
     layer_weights: int = 0
     trainable: bool = False
     batch_invariant: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if not self.format.is_quantized:
@@ -59,5 +61,6 @@ class LinearProblem:
         gated = " gated" if self.gated else ""
         weights = "" if self.format.name == self.dtype else f", weights in {self.format.name}"
         invariant = ", batch invariant" if self.batch_invariant else ""
+        ordered = ", inputs in another order" if self.ordered else ""
         size = f"{self.rows} x {self.inputs} to {self.outputs}"
-        return f"{size}{gated} in {self.dtype}{weights}{invariant}"
+        return f"{size}{gated} in {self.dtype}{weights}{ordered}{invariant}"

@@ -4,7 +4,8 @@
     to_residual      residual + norm(x W^T * scale + bias), with or without that norm
 
 The selected kernel computes (absorbs) some of the surrounding operations in its own launch, see
-`kernels.linear.registry`; the others are separate launches.
+`kernels.linear.registry`; the others are separate launches. Inputs of weights that have an order are gathered in
+it before the product: no product reads an order.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
-    "Projection", "Purpose", "Residual", "ResidualWriter", "bind_norm", "bind_projection", "linear_problem",
+    "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_projection", "linear_problem",
 ]  # fmt: skip
 
 
@@ -139,6 +140,28 @@ class Projection(ResidualWriter, Protocol):
         """
 
 
+def add_both(
+    first: tuple[ResidualWriter, Tensor], second: tuple[ResidualWriter, Tensor], residual: Residual
+) -> Residual:
+    """Add the results of two linear layers that do not read each other's.
+
+    Args:
+        first: a linear layer and its input.
+        second: the same.
+        residual: the stream, without partial sums.
+    """
+    one = first[0].to_residual(first[1], residual)
+    two = second[0].to_residual(second[1], Residual(one.hidden))
+    if one.partials is None:
+        return two
+    if two.partials is None:
+        return Residual(two.hidden, one.partials, one.ranks)
+    if one.ranks is two.ranks and one.partials.dtype is two.partials.dtype:
+        return Residual(two.hidden, torch.cat((one.partials, two.partials)), one.ranks)
+    hidden = add_and_normalize(None, two.hidden, one.partials, one.ranks, pdl=False)
+    return Residual(hidden, two.partials, two.ranks)
+
+
 def bind_projection(
     weights: LinearWeights,
     dtype: torch.dtype,
@@ -164,11 +187,12 @@ def bind_projection(
     problem = linear_problem(
         weights, operations, dtype, layer_weights=layer_weights, purpose=purpose
     )
+    order, weights = weights.weight.order, _in_stored_order(weights)
     spec = select_linear(problem, arch).spec
     if spec.any_rows:
-        product = load(spec.target)(weights, problem)
+        product = _gathering(load(spec.target)(weights, problem), order)
         return FixedProjection(product, operations, copies_weights=spec.copies_weights)
-    return _RowProjection(weights, problem, operations, arch)
+    return _RowProjection(weights, problem, operations, arch, order)
 
 
 def linear_problem(
@@ -182,19 +206,32 @@ def linear_problem(
     """Return the problem of a linear layer with one row; arguments as for `bind_projection`, on any device."""
     stacked, inputs = weights.weight.shape
     gated = operations.activation == SWIGLU
+    form = weights.weight.format
     return LinearProblem(
         rows=1,
         outputs=stacked // 2 if gated else stacked,
         inputs=inputs,
         dtype=str(dtype).removeprefix("torch."),
         gated=gated,
-        format=weights.weight.format,
+        format=dataclasses.replace(form, ordered=False),
         bias=weights.bias is not None,
         residual=operations.residual and operations.post_norm is None,
         layer_weights=layer_weights,
         trainable=purpose is Purpose.TRAINING,
         batch_invariant=purpose is Purpose.DETERMINISTIC_SERVING,
+        ordered=form.ordered,
     )
+
+
+def _in_stored_order(weights: LinearWeights) -> LinearWeights:
+    return weights._replace(weight=weights.weight.in_stored_order())
+
+
+def _gathering(product: Callable[..., Tensor], order: Tensor | None) -> Callable[..., Tensor]:
+    """Return a product of inputs [..., C] that are put in an order, [C], first; None for their own."""
+    if order is None:
+        return product
+    return lambda x, *arguments: product(x.index_select(-1, order), *arguments)
 
 
 def bind_norm(
@@ -273,9 +310,14 @@ class _RowProjection:
     copies_weights = False
 
     def __init__(
-        self, weights: LinearWeights, problem: LinearProblem, operations: Operations, arch: GPUArch
+        self,
+        weights: LinearWeights,
+        problem: LinearProblem,
+        operations: Operations,
+        arch: GPUArch,
+        order: Tensor | None,
     ) -> None:
-        self._weights, self._problem, self._arch = weights, problem, arch
+        self._weights, self._problem, self._arch, self._order = weights, problem, arch, order
         self._norm, self._activation, _, self._post_norm = operations
         self._pdl = may_depend(arch, weights.weight.numbers.device)
         self._products: dict[str, Callable[..., Tensor]] = {}
@@ -284,7 +326,8 @@ class _RowProjection:
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         hidden, norm, absorbed = residual.hidden, self._norm, None
         choice, product = self._choose(len(hidden))
-        if residual.partials is None and choice.spec.absorbs_norm and isinstance(norm, Norm):
+        absorbs = choice.spec.absorbs_norm and self._order is None
+        if residual.partials is None and absorbs and isinstance(norm, Norm):
             absorbed = norm
         else:
             hidden = add_and_normalize(norm, *residual, pdl=self._pdl)
@@ -349,7 +392,8 @@ class _RowProjection:
             choice = select_linear(problem, self._arch, tuned_linear)
             name = choice.spec.name
             if name not in self._products:
-                self._products[name] = load(choice.spec.target)(self._weights, problem)
+                product = load(choice.spec.target)(self._weights, problem)
+                self._products[name] = _gathering(product, self._order)
             found = self._chosen[rows] = choice, self._products[name]
         return found
 

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import FP8_INSTRUCTIONS, HOPPER, GPUArch
-from kernels.linear import cpu, persistent_tiles
-from kernels.linear.matrix_tiles import FEWEST_FP8_ROWS, FEWEST_ROWS, ROW_COUNTS, most_rows
+from kernels.linear import cpu, group_tiles, persistent_tiles
+from kernels.linear.matrix_tiles import (
+    FEWEST_FP8_ROWS,
+    FEWEST_INT4_ROWS,
+    FEWEST_ROWS,
+    ROW_COUNTS,
+    most_rows,
+)
 from kernels.linear.persistent_tiles import INVARIANT_FEWEST_ROWS
 from kernels.selection import VectorProblem, reasons, triton_unsupported
 from kernels.weight_format import FP8_ROWS, WeightFormat
@@ -27,6 +33,7 @@ VECTOR_COLUMNS: Final = 8
 MOST_VECTOR_ROWS: Final = 4
 _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
+_FEWEST_MATRIX_ROWS: Final = {8: FEWEST_FP8_ROWS, 4: FEWEST_INT4_ROWS}
 _FP8_MULTIPLE: Final = 16
 """The library's FP8 product requires inputs and outputs that are multiples of this."""
 _NOT_INVARIANT: Final = "the bits of a row depend on the number of rows"
@@ -42,6 +49,7 @@ class LinearSpec:
         limits: returns the reasons, apart from the weights' format, why it cannot compute a problem on a processor.
         formats: in which it reads quantized weights; None for every one, by `Weight.dequantize` at each call where the
             kernel does not read it.
+        reads_groups: whether it reads 4-bit numbers with scales of groups, and maybe shifts (`group_tiles.reads`).
         reads_full: whether it reads full numbers of the inputs' dtype.
         absorbs_norm: whether an RMS norm of the input is part of its launch.
         absorbs_gate: whether silu(gate) * up is part of its launch.
@@ -57,6 +65,7 @@ class LinearSpec:
     target: str
     limits: Callable[[LinearProblem, GPUArch], tuple[str, ...]]
     formats: tuple[WeightFormat, ...] | None = ()
+    reads_groups: bool = False
     reads_full: bool = True
     absorbs_norm: bool = False
     absorbs_gate: bool = False
@@ -73,9 +82,10 @@ class LinearSpec:
         found = self.limits(problem, arch)
         if not form.is_quantized:
             return found + reasons((not self.reads_full, "weights are not quantized"))
-        if formats is None or form in formats:
+        if formats is None or form in formats or (self.reads_groups and group_tiles.reads(form)):
             return found
-        return (*found, f"no weights in {form.name}" if formats else "weights are quantized")
+        reads_some = formats or self.reads_groups
+        return (*found, f"no weights in {form.name}" if reads_some else "weights are quantized")
 
 
 def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
@@ -124,7 +134,7 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
     most = (
         INVARIANT_FEWEST_ROWS - 1
         if problem.batch_invariant
-        else most_rows(problem.layer_weights, fp8=problem.format.is_quantized)
+        else most_rows(problem.layer_weights, bits=problem.format.bits)
     )
     return _hopper_unsupported(problem, arch) + reasons(
         (problem.rows <= most, f"{problem.rows} rows: others are used up to {most}"),
@@ -136,14 +146,31 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
 
 
 def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    in_fp8 = problem.format.is_quantized
-    fewest = FEWEST_FP8_ROWS if in_fp8 else FEWEST_ROWS
-    most = most_rows(problem.layer_weights, fp8=in_fp8)
+    form = problem.format
+    fewest = _FEWEST_MATRIX_ROWS[form.bits] if form.is_quantized else FEWEST_ROWS
+    most = most_rows(problem.layer_weights, bits=form.bits)
     return _hopper_unsupported(problem, arch) + reasons(
-        (in_fp8 and problem.batch_invariant, "weights are quantized"),
+        (form.is_quantized and problem.batch_invariant, "weights are quantized"),
         (
             not problem.batch_invariant and not fewest <= problem.rows <= most,
             f"{problem.rows} rows: others are faster outside {fewest} to {most}",
+        ),
+    )
+
+
+def _groups_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    most = group_tiles.MOST_ROWS
+    return _gpu_unsupported(problem, arch) + reasons(
+        (problem.batch_invariant, "for few rows only"),
+        (problem.dtype not in _HALF_DTYPES, f"no product on tensor cores with {problem.dtype}"),
+        (
+            not MATRIX.unsupported(problem, arch),
+            f"{problem.rows} rows: Hopper's tensor cores are faster",
+        ),
+        (problem.rows > most, f"{problem.rows} rows: others are faster from {most + 1} on"),
+        (
+            problem.inputs % group_tiles.COLUMNS_UNIT > 0,
+            f"{problem.inputs} inputs are not a multiple of {group_tiles.COLUMNS_UNIT}",
         ),
     )
 
@@ -196,6 +223,17 @@ VECTOR: Final = LinearSpec(
     row_counts=(1, 2, 4),
 )
 """1 to 4 rows, without tensor cores; of weights in FP8 that `matrix` supports 1 or 2."""
+GROUPS: Final = LinearSpec(
+    name="groups",
+    target="kernels.linear.gpu.groups:GroupsLinear",
+    limits=_groups_unsupported,
+    reads_groups=True,
+    reads_full=False,
+    absorbs_gate=True,
+    absorbs_residual=True,
+    row_counts=(1, 8, 16),
+)
+"""1 to 16 rows of 4-bit weights in groups, on any tensor cores for which Triton has `mma.sync`."""
 PERSISTENT: Final = LinearSpec(
     name="persistent",
     target="kernels.linear.gpu.persistent:PersistentLinear",
@@ -211,12 +249,14 @@ MATRIX: Final = LinearSpec(
     target="kernels.linear.gpu.matrix:MatrixLinear",
     limits=_matrix_unsupported,
     formats=(FP8_ROWS,),
+    reads_groups=True,
     absorbs_gate=True,
     leaves_partials=True,
     prefetches=True,
     row_counts=ROW_COUNTS,
 )
-"""5 to 256 rows, or from 3 on with weights in FP8, on Hopper's tensor cores; batch invariant for any number of rows."""
+"""5 to 256 rows, with weights in FP8 from 3 on, of 4 bits from 9 on, on Hopper's tensor cores; batch invariant for
+any number of rows."""
 INVARIANT: Final = LinearSpec(
     name="invariant",
     target="kernels.linear.gpu.invariant:InvariantLinear",
@@ -260,4 +300,14 @@ PYTORCH: Final = LinearSpec(
 )
 """Differentiable, on every device."""
 
-REGISTRY: Final = (VECTOR, PERSISTENT, MATRIX, INVARIANT, LIBRARY_FP8, LIBRARY, PACKED, PYTORCH)
+REGISTRY: Final = (
+    VECTOR,
+    GROUPS,
+    PERSISTENT,
+    MATRIX,
+    INVARIANT,
+    LIBRARY_FP8,
+    LIBRARY,
+    PACKED,
+    PYTORCH,
+)

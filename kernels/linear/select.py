@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from kernels.linear.registry import REGISTRY, VECTOR, VECTOR_COLUMNS, LinearSpec
 from kernels.selection import Refusal, choose
-from kernels.weight_format import FP8_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +131,9 @@ def select_linear(
         launch,
         why,
         measured=measured,
-        unpacks=problem.format == FP8_ROWS and not arch.has_fp8_conversion,
+        unpacks=problem.format.is_quantized
+        and problem.format.float
+        and not arch.has_fp8_conversion,
         refusals=refusals,
     )
 

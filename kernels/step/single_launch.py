@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.arch import BLACKWELL, HOPPER, NEVER_RUN, GPUArch
+from kernels.linear import group_tiles
 from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, on_tensor_cores, step_sizes
 from kernels.step.weights import LayerWeights, StepShape, StepWeights
 from kernels.weight_format import FP8_ROWS, WeightFormat
@@ -67,19 +68,33 @@ def unsupported(
     if arch.is_cpu:
         return of_arch
     in_fp8 = weight_format == FP8_ROWS
+    in_groups = weight_format is not None and group_tiles.reads(weight_format)
     most_hidden = _MOST_HIDDEN if rows == 1 else _MOST_HIDDEN_OF_ROWS
     if rows > 1 and in_fp8:
         most_hidden = _MOST_HIDDEN_OF_FP8_ROWS[rows]
-    tensor_cores = rows == 1 and on_tensor_cores(shape, fp8_weights=in_fp8)
+    tensor_cores = rows == 1 and on_tensor_cores(shape, quantized=in_fp8 or in_groups)
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    divided = step_sizes(shape, arch, rows, tensor_cores=tensor_cores)
+    divided = step_sizes(shape, arch, rows, tensor_cores=tensor_cores, weight_format=weight_format)
     units = rows * kv_heads * divided.group_splits
+    part = 2 * COLUMNS
+    group = weight_format.group if weight_format is not None and in_groups else part
+    row_stages = -(-divided.inputs // (2 * PARTS * part)) if in_groups else 0
     # Of several sequences, gate and up are multiplied together.
-    least = LEAST_STAGES if rows == 1 else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
+    least = (
+        max(LEAST_STAGES, row_stages)
+        if rows == 1
+        else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
+    )
     tests = (
         (
-            weight_format is not None and weight_format.is_quantized and not in_fp8,
+            weight_format is not None
+            and weight_format.is_quantized
+            and not (in_fp8 or (in_groups and rows == 1)),
             f"no weights in {weight_format and weight_format.name}",
+        ),
+        (
+            in_groups and (heads * dim % part > 0 or (part % group > 0 and group % part > 0)),
+            f"{heads * dim} queries in groups of {group}, not in parts of {part}",
         ),
         *(
             (rows > 1 and has, f"no {what} for several sequences")
@@ -159,7 +174,7 @@ def bind_step(
     from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415 - likewise
 
     if rows == 1:
-        in_fp8 = weights.layers[0].qkv.format == FP8_ROWS
-        tensor_cores = on_tensor_cores(weights.shape, fp8_weights=in_fp8)
+        quantized = weights.layers[0].qkv.format.is_quantized
+        tensor_cores = on_tensor_cores(weights.shape, quantized=quantized)
         return Kernel(weights, caches, scales, arch, tensor_cores=tensor_cores)
     return RowsKernel(weights, caches, scales, arch, rows)

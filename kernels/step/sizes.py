@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
     from kernels.step.weights import StepShape
+    from kernels.weight_format import WeightFormat
 
 ROWS: Final = 8
 """Rows of weights in a part: one for each consumer warp."""
+WARPS: Final = 8
+"""Consumer warps."""
 COLUMNS: Final = 256
 """Columns of weights in a part: 16 bytes for each thread of a warp."""
 PARTS: Final = 4
@@ -71,18 +74,28 @@ class StepSizes(NamedTuple):
     stages: int
 
 
-def on_tensor_cores(shape: StepShape, *, fp8_weights: bool) -> bool:
+def part_scales(form: WeightFormat | None) -> int:
+    """Return how many scales a row has in a part of 4-bit weights, 2 * COLUMNS columns; 0 for other weights."""
+    return max(1, 2 * COLUMNS // form.group) if form is not None and form.bits == 4 else 0
+
+
+def on_tensor_cores(shape: StepShape, *, quantized: bool) -> bool:
     """Return whether the products of one sequence are computed on tensor cores: where that was faster on an H100.
 
     Args:
         shape: sizes of the model.
-        fp8_weights: whether the layers' matrices are in float8_e4m3fn.
+        quantized: whether the layers' matrices are in FP8 or of 4 bits.
     """
-    return fp8_weights or shape.post_norms or shape.hidden_size > MOST_HELD
+    return quantized or shape.post_norms or shape.hidden_size > MOST_HELD
 
 
 def step_sizes(
-    shape: StepShape, arch: GPUArch, rows: int = 1, *, tensor_cores: bool = False
+    shape: StepShape,
+    arch: GPUArch,
+    rows: int = 1,
+    *,
+    tensor_cores: bool = False,
+    weight_format: WeightFormat | None = None,
 ) -> StepSizes:
     """Divide the step of a model on a GPU.
 
@@ -94,6 +107,7 @@ def step_sizes(
         arch: the GPU.
         rows: sequences, 1 or one of `ROW_COUNTS`.
         tensor_cores: whether they multiply one sequence; they do multiply several.
+        weight_format: of the layers' matrices; None for full numbers.
     """
     group = shape.num_heads // shape.num_kv_heads
     kv_heads = rows * shape.num_kv_heads
@@ -114,7 +128,8 @@ def step_sizes(
     if rows == 1 and tensor_cores:
         used += MOST_TENSOR_TILES * ROWS * WARP_SUMS * 4
     used += inputs * 2
-    stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // STAGE_BYTES
+    stage_bytes = STAGE_BYTES + 2 * PARTS * ROWS * part_scales(weight_format) * 4
+    stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // stage_bytes
     return StepSizes(
         group_splits,
         heads,

@@ -14,9 +14,11 @@ from typing import Any, Final
 from msgspec import Meta
 
 from kernels.weight_format import WeightFormat
-from model.checkpoint.formats.table import CONFIG_KEYS, detect
+from model.checkpoint.formats.table import CONFIG_KEYS, detect, stored_formats
+from model.checkpoint.formats.unsupported import UnsupportedFormatError, unquantized_hint
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
+from model.checkpoint.side_files import with_side_files
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
@@ -40,7 +42,8 @@ class ModelConfig:
         max_context: maximum number of tokens in a sequence.
         initializer_range: standard deviation of freshly initialized weights.
         dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
-        weight_format: in which it stores the matrices of the layers; None for full numbers.
+        weight_format: in which a model holds the matrices of the layers, of several formats the first; None for full
+            numbers.
         eos_token_ids: all ids that end a generation, from config.json and generation_config.json.
         content: of config.json, from which the other attributes follow.
     """
@@ -57,7 +60,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` and, if it exists, `generation_config.json`.
+        """Read `config.json` and, if it exists, `generation_config.json`; or the metadata of a GGUF file.
 
         Raises:
             ModelFolderError: a file is missing or broken, or a value is missing, of the wrong type
@@ -65,19 +68,23 @@ class ModelConfig:
             UnsupportedModelError: the architecture or a feature is not supported.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not folder.is_dir() and not folder.is_file():
             raise ModelFolderError(
-                f"{folder} is not a folder; a model is a folder with a config.json"
+                f"{folder} is not a folder; a model is a folder with a config.json, or a GGUF file"
             )
-        file = folder / "config.json"
+        file = folder if folder.is_file() else folder / "config.json"
         config, generation_config = (
             read_json_object(folder, name, MAX_FILE_BYTES)
             for name in ("config.json", GENERATION_CONFIG)
         )
         if config is None:
             raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
+        config = with_side_files(folder, config, MAX_FILE_BYTES)
         try:
             return cls.from_dict(config, generation_config)
+        except UnsupportedFormatError as error:
+            text = f"{file}: {error}{unquantized_hint(folder, config)}"
+            raise UnsupportedModelError(text) from None
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from None
 
@@ -123,6 +130,14 @@ class ModelConfig:
         for it in (outer, keys):
             it.refuse_unread()
         return found
+
+    @property
+    def stored_format(self) -> WeightFormat | None:
+        """The format in which matrices of the layers are stored, of several the first; None for full numbers.
+
+        `weight_format` is None in its place where config.json asks for full numbers.
+        """
+        return stored_formats(self.content).first
 
     def rewrites(self) -> Mapping[str, Rewrite]:
         """Return what loading changes, as `Family.rewrites`."""

@@ -123,7 +123,7 @@ def resolve_quantization(
 
 
 def _check_float8(arch: GPUArch, stored: WeightFormat | None) -> None:
-    if stored is not None:
+    if stored is not None and stored != QUANTIZATIONS["fp8"]:
         raise ModelError(
             f"quantization fp8: the checkpoint's weights are quantized already, as {stored.name}, and would be rounded "
             "twice; set quantization to none or auto to serve them as they are"

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
 _STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """The modules whose rows a parameter stacks; without a gate it has those of the last one."""
-_ROTATED: Final = ("q", "k", "q_norm", "k_norm")
+_HEAD_NORMS: Final = ("q_norm", "k_norm")
+_ROTATED: Final = ("q", "k", *_HEAD_NORMS)
 """Modules whose rows have the order of the pairs that rotate."""
 
 
@@ -90,6 +91,7 @@ class ParameterPart:
         transposed: whether the checkpoint stores the transpose.
         grouped_by: the head dim, if the checkpoint stores the rows of the queries, the key and the value of each
             key-value head together; else None.
+        row_size: if the checkpoint stores a vector as a matrix, the elements of a row of that; else None.
     """
 
     parameter: str
@@ -97,11 +99,14 @@ class ParameterPart:
     rows: tuple[Rows, ...]
     transposed: bool = False
     grouped_by: int | None = None
+    row_size: int | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in the checkpoint."""
         shape = tuple(self.values.shape)
+        if self.row_size is not None:
+            return (shape[0] // self.row_size, self.row_size)
         return shape[::-1] if self.transposed else shape
 
     def load(self, stored: StoredValues, rank: int = 0) -> None:
@@ -120,6 +125,9 @@ class ParameterPart:
             stored = (
                 stored.t() if isinstance(stored, Tensor) else Weight.full(stored.dequantize().t())
             )
+        if self.row_size is not None:
+            matrix: Any = stored if isinstance(stored, Tensor) else stored.dequantize()
+            stored = matrix.flatten()
         columns: tuple[int, ...] = tuple(self.values.shape[1:])
         return [
             rows.loaded(shard(module, (rows.count, *columns), rank))
@@ -132,6 +140,8 @@ class ParameterPart:
         parts = held.cpu().split_with_sizes([rows.count for rows in self.rows])
         modules = [rows.stored(part) for rows, part in zip(self.rows, parts, strict=True)]
         whole = modules[0] if len(modules) == 1 else self._joined(modules)
+        if self.row_size is not None:
+            whole = whole.view(-1, self.row_size)
         # A copy, because safetensors rejects tensors that share memory, as parts of a stacked tensor do.
         return (whole.t() if self.transposed else whole).to(dtype, copy=True).contiguous()
 
@@ -182,17 +192,19 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
         for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
             parts[prefix + name] = part
-    add("norm", "norm_bias", HEAD)
+    add("norm", "norm_bias", HEAD, f"{HEAD}_bias")
     return parts
 
 
 def full_names(tensors: Tensors, stored: Iterable[str]) -> dict[str, str]:
     """Map the names in a checkpoint's files to those of `named_parts`, whose first component files may omit."""
-    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}.weight"
+    base, head = tensors.prefix.partition(".")[0] + ".", f"{tensors.modules[HEAD]}."
     names = {name: _without_alias(tensors, name) for name in stored}
     if any(name.startswith(base) for name in names.values()):
         return names
-    return {stored: name if name == head else base + name for stored, name in names.items()}
+    return {
+        stored: name if name.startswith(head) else base + name for stored, name in names.items()
+    }
 
 
 def _without_alias(tensors: Tensors, name: str) -> str:
@@ -219,11 +231,12 @@ def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
-    mixer, head_dim = layer.spec.mixer, None
+    mixer, head_dim, norm_dim = layer.spec.mixer, None, None
     orders: dict[str, tuple[int, ...] | None] = {}
     if isinstance(mixer, Attention):
         orders = dict.fromkeys(_ROTATED, head_order(mixer, tensors))
         head_dim = mixer.head_dim if tensors.grouped_qkv else None
+        norm_dim = mixer.head_dim if mixer.qk_norm_by_head else None
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
@@ -240,9 +253,10 @@ def _layer_parts(
             count = sum(it.count for it in rows)
             part = values.narrow(0, start, count)
             transposed = tensors.transposed and isinstance(part, Weight)
+            row_size = norm_dim if base in _HEAD_NORMS else None
             yield (
                 name + suffix,
-                ParameterPart(prefix + parameter, part, rows, transposed, grouped_by),
+                ParameterPart(prefix + parameter, part, rows, transposed, grouped_by, row_size),
             )
             start += count
 

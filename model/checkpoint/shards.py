@@ -1,9 +1,13 @@
-"""Finds, checks and reads the safetensors files of a checkpoint folder. Pickle files are never opened."""
+"""Finds, checks and reads the safetensors files of a checkpoint folder; pickle files only where that is asked for."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
+import mmap
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,21 +16,35 @@ import safetensors
 from torch import Tensor
 
 from model.checkpoint.formats.format import FLOATS, StoredTensor
-from model.errors import WeightsError
+from model.checkpoint.gguf_parts import open_gguf
+from model.checkpoint.pickles import open_pickle
+from model.errors import PICKLE_ADVICE, WeightsError
 from model.files import open_file, path_of_descriptor
 from model.json_input import read_json_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 
+_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
+_GPTQ_NAMES: Final = "gptq_model-*bit-*g.safetensors"
+"""What AutoGPTQ calls the only file of a checkpoint, after its bits and groups."""
+_SUFFIX: Final = ".safetensors"
 _MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
+_LISTED: Final = 3
+_PICKLE_SUFFIX: Final = ".bin"
+
+_logger = logging.getLogger(__name__)
 
 
-def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+def find_shards(folder: Path, *, pickle: bool = False) -> tuple[list[Path], dict[str, str]]:
     """List the safetensors files of a folder.
+
+    Args:
+        folder: the checkpoint folder.
+        pickle: whether to list pickle files if there are no safetensors files.
 
     Returns:
         The files in a fixed order, and the index: file name by tensor name; empty if there is no index.
@@ -35,12 +53,42 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
         WeightsError: there are no files or only pickle files, the index is broken, or it names a file that does
             not exist or is outside the folder.
     """
-    if os.path.lexists(folder / SINGLE_NAME):
-        return [_inside(folder, SINGLE_NAME, "the model folder")], {}
-    content = read_json_object(folder, INDEX_NAME, _MAX_INDEX_BYTES, WeightsError)
+    found = _stored_as(folder, SINGLE_NAME, INDEX_NAME, _GPTQ_NAMES)
+    if pickle and found is None:
+        found = _stored_as(folder, *_PICKLES)
+        if found is not None:
+            names = ", ".join(it.name for it in found[0][:_LISTED])
+            _logger.warning(
+                "the weights are read from pickle files, as --load-format says: %s", names
+            )
+    elif pickle:
+        _logger.info("--load-format pickle has no effect: %s has safetensors files", folder)
+    if found is None:
+        raise WeightsError(_nothing_to_load(folder, pickle=pickle))
+    return found
+
+
+def _stored_as(
+    folder: Path, single_name: str, index_name: str, other_names: str = ""
+) -> tuple[list[Path], dict[str, str]] | None:
+    """List files and index, as `find_shards`, of one kind; None if there are none.
+
+    Args:
+        folder: the checkpoint folder.
+        single_name: of the file of an unsharded checkpoint.
+        index_name: of the index of a sharded one.
+        other_names: pattern of further names of a single file; "" for none.
+    """
+    suffix = Path(single_name).suffix
+    if os.path.lexists(folder / single_name):
+        return [_inside(folder, single_name, "the model folder", suffix)], {}
+    content = read_json_object(folder, index_name, _MAX_INDEX_BYTES, WeightsError)
+    named = sorted(folder.glob(other_names)) if content is None and other_names else []
+    if len(named) == 1:
+        return [_inside(folder, named[0].name, "the model folder", suffix)], {}
     if content is None:
-        raise WeightsError(_nothing_to_load(folder))
-    index, weight_map = folder / INDEX_NAME, content.get("weight_map")
+        return None
+    index, weight_map = folder / index_name, content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index} has no weight_map, which says what file holds which tensor")
     if not all(isinstance(name, str) for name in weight_map.values()):
@@ -48,28 +96,29 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     names = sorted(set(weight_map.values()))
     if len(names) > _MAX_SHARDS:
         raise WeightsError(f"{index} names {len(names)} files; at most {_MAX_SHARDS} are opened")
-    return [_inside(folder, name, str(index)) for name in names], weight_map
+    return [_inside(folder, name, str(index), suffix) for name in names], weight_map
 
 
-def _nothing_to_load(folder: Path) -> str:
+def _nothing_to_load(folder: Path, *, pickle: bool) -> str:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
+    if pickle:
+        names = ", ".join((SINGLE_NAME, INDEX_NAME, *_PICKLES))
+        found = f"; it has {', '.join(pickles[:_LISTED])}" if pickles else ""
+        return f"{folder} has none of {names}{found}"
     if pickles:
-        return (
-            f"{folder} holds its weights as pickle only ({', '.join(pickles[:3])}); loading pickle can"
-            " run code, so it is refused: convert the checkpoint to safetensors"
-        )
+        return f"{folder} holds its weights as pickle only ({', '.join(pickles[:_LISTED])}); {PICKLE_ADVICE}"
     return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
 
-def _inside(folder: Path, name: str, named_by: str) -> Path:
+def _inside(folder: Path, name: str, named_by: str, suffix: str) -> Path:
     """Return the path of the file `name` in the folder.
 
     Raises:
-        WeightsError: `name` is not a safetensors file in the folder, or none that may be opened.
+        WeightsError: `name` is not a file of weights with the suffix in the folder, or none that may be opened.
     """
-    if Path(name).name != name or "\\" in name or Path(name).suffix != ".safetensors":
+    if Path(name).name != name or "\\" in name or Path(name).suffix != suffix:
         raise WeightsError(
-            f"{named_by} names the file {name!r}; only plain names of .safetensors files are opened"
+            f"{named_by} names the file {name!r}; only plain names of {suffix} files are opened"
         )
     file = folder / name
     if not os.path.lexists(file):
@@ -78,18 +127,19 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
         return file
 
 
-def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
+def read_headers(folder: Path, *dtypes: str, pickle: bool = False) -> dict[str, StoredTensor]:
     """Read the headers of all files and list the tensors of the checkpoint.
 
     Args:
         folder: the checkpoint folder.
         dtypes: supported ones besides floats of 16 and 32 bits.
+        pickle: as for `find_shards`.
 
     Raises:
         WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not
             supported, or a tensor is not in the file that the index names.
     """
-    files, weight_map = find_shards(folder)
+    files, weight_map = find_shards(folder, pickle=pickle)
     stored: dict[str, StoredTensor] = {}
     for file in files:
         with open_shard(file) as shard:
@@ -108,19 +158,21 @@ def read_headers(folder: Path, *dtypes: str) -> dict[str, StoredTensor]:
                 stored[name] = StoredTensor(file, tuple(entry.get_shape()), dtype)
     for name, shard_name in weight_map.items():
         if name not in stored or stored[name].file.name != shard_name:
-            raise WeightsError(
-                f"{folder / shard_name} lacks {name}, which {INDEX_NAME} places there"
-            )
+            raise WeightsError(f"{folder / shard_name} lacks {name}, which the index places there")
     return stored
 
 
 @contextlib.contextmanager
 def open_shard(file: Path) -> Iterator[Any]:
-    """Map a safetensors file into memory.
+    """Map a safetensors file into memory, or a pickle file that `find_shards` has listed.
 
     Raises:
         WeightsError: the file is truncated, its header is oversized or contradicts itself, or it cannot be read.
     """
+    if file.suffix == _PICKLE_SUFFIX:
+        with open_pickle(file) as tensors:
+            yield tensors
+        return
     try:
         with (
             open_file(file.parent, file.name, WeightsError) as descriptor,
@@ -143,6 +195,22 @@ def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]
     for name, entry in stored.items():
         by_file.setdefault(entry.file, []).append(name)
     for file, names in by_file.items():
-        with open_shard(file) as shard:
+        opened = open_shard if file.suffix in (_SUFFIX, _PICKLE_SUFFIX) else open_gguf
+        with opened(file) as shard:
             for name in names:
                 yield name, shard.get_tensor(name)
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Take the pages of a tensor of `read_tensors` from the process's memory; they are read again if they are needed.
+
+    So a process that loads a model holds few pages of the mapped files. Does nothing where the system is not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
+        )

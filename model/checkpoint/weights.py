@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
-from model.checkpoint.formats.table import find
+from model.checkpoint.formats.table import stored_formats
+from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.parameter_parts import ParameterPart, full_names, named_parts
-from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, read_headers, read_tensors
+from model.checkpoint.shards import INDEX_NAME, SINGLE_NAME, drop_pages, read_headers, read_tensors
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
     from kernels.weight_format import WeightFormat
 
-LoadFormat = Literal["auto", "safetensors", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pickle", "dummy"]
 LoadProgress = Callable[[int, int, int, int], None]
 """Called with (bytes loaded, total bytes, number of the file that is read, number of files)."""
 
@@ -98,7 +100,8 @@ def load_part(
         config: its configuration.
         dtype: dtype of the weights in the model, regardless of the files'.
         device: device of the model.
-        load_format: "auto" and "safetensors" read the folder; "dummy" initializes random weights.
+        load_format: "auto" and "safetensors" read safetensors files, "pickle" pickle files too where there are none;
+            "dummy" initializes random weights.
         progress: called after every tensor.
         weight_format: in which the layers' matrices are held: None for full numbers, the checkpoint's own, or one of
             `QUANTIZATIONS`, to which they are rounded.
@@ -111,9 +114,11 @@ def load_part(
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    stored = {}
+    if load_format != "dummy":
+        stored = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == config.weight_format:
+    if stored and weight_format is not None and weight_format == config.stored_format:
         formats = _matrix_formats(config, stored, communicator)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
@@ -125,24 +130,49 @@ def load_part(
 
 def _load(model: DecoderLM, stored: dict[str, StoredPart], progress: LoadProgress | None) -> None:
     """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
-    scales = {name: entry for it in stored.values() for name, entry in it.scales.values()}
-    all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
     names = {it.name: name for name, it in stored.items()}
+    scales = _scales_elsewhere(stored.values())
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(it.entry.num_bytes for it in stored.values())
     ordered = dict.fromkeys(it.entry.file for it in stored.values())
     files = {file: number for number, file in enumerate(ordered, start=1)}
-    for name, tensor in read_tensors({it.name: it.entry for it in stored.values()}):
+    for name, tensor in read_tensors(_in_order(stored.values())):
+        if name not in names:
+            scales.setdefault(name, tensor)
+            continue
         it = stored[names[name]]
-        values: Any = it.read(tensor, all_scales)
+        values: Any = it.read(tensor, scales)
+        for scale, _ in it.scales.values():
+            del scales[scale]
         try:
             parts[names[name]].load(values, rank)
         except ValueError as error:
             raise WeightsError(f"{name} {error}; serve it without --quantization") from None
+        drop_pages(tensor)
         done += it.entry.num_bytes
         if progress is not None:
             progress(done, total, files[it.entry.file], len(files))
+
+
+def _scales_elsewhere(stored: Iterable[StoredPart]) -> dict[str, Tensor]:
+    """Return copies of the scales that are not in the files of their numbers, by their names."""
+    elsewhere = {
+        name: entry
+        for it in stored
+        for name, entry in it.scales.values()
+        if entry.file != it.entry.file
+    }
+    return {name: scale.clone() for name, scale in read_tensors(elsewhere)}
+
+
+def _in_order(stored: Iterable[StoredPart]) -> dict[str, StoredTensor]:
+    """Return the tensors of parts, of each its scales first, unless these are in another file than the numbers."""
+    found: dict[str, StoredTensor] = {}
+    for it in stored:
+        found |= {name: entry for name, entry in it.scales.values() if entry.file == it.entry.file}
+        found[it.name] = it.entry
+    return found
 
 
 def _matrix_formats(
@@ -151,23 +181,52 @@ def _matrix_formats(
     """Return the formats in which a rank's matrices hold those of a checkpoint without loss; see `DecoderLM`."""
     rank = communicator.rank if communicator else 0
     weights: dict[str, list[Weight]] = {}
+    ordered: set[str] = set()
     planned = DecoderLM(config, device="meta", communicator=communicator)
     for name, part in named_parts(planned).items():
         if isinstance(part.values, Weight):
-            weights.setdefault(part.parameter, []).extend(part.loaded(stored[name].empty(), rank))
+            try:
+                planned_parts = part.loaded(stored[name].empty(), rank)
+            except ValueError as error:
+                text = f"{name}: {error}; set --tensor-parallel to another number"
+                raise WeightsError(text) from None
+            weights.setdefault(part.parameter, []).extend(planned_parts)
+            if stored[name].order is not None and _IN_LAYER.search(name):
+                ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    _log_mixed(weights, found)
+    if full := {it for it in ordered if found[it] is None}:
+        _logger.warning(
+            "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
+            "what they stack or would be divided among ranks",
+            _listed(full),
+        )
     return {parameter: form for parameter, form in found.items() if form is not None}
 
 
-def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
+def _log_mixed(
+    weights: Mapping[str, Sequence[Weight]], found: Mapping[str, WeightFormat | None]
+) -> None:
+    """Log how matrices are held whose parts are stored in several formats."""
+    held: dict[tuple[str, str], list[str]] = {}
+    for parameter, its in weights.items():
+        forms = {it.format for it in its}
+        names = sorted({it.name if it.is_quantized else "full numbers" for it in forms})
+        if len(names) > 1 and any(it.is_quantized for it in forms):
+            form = found[parameter]
+            how = "full numbers" if form is None else f"{form.bits} bits in groups of {form.group}"
+            held.setdefault((" and ".join(names), how), []).append(parameter)
+    for (names_text, how), parameters in held.items():
+        _logger.info("stored as %s, held as %s: %s", names_text, how, _listed(parameters))
+
+
+def _checked_headers(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
     """Return what to load, by the names in the model.
 
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    row = find(config.weight_format)
-    headers = read_headers(path, *(() if row is None else (row.dtype, *row.dtypes)))
-    in_files = combine(headers, config.weight_format)
+    in_files = gguf_parts(path) if path.is_file() else _parts_of_folder(path, config, pickle=pickle)
     tensors = FAMILIES[config.architecture].tensors
     names = full_names(tensors, in_files)
     stored = {names[name]: part for name, part in in_files.items()}
@@ -179,6 +238,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
         for name in extra
         if name in tied_head or _IMPLIED.search(name) or name.startswith(tensors.ignored)
     }
+    ignored |= _zero_biases(stored, extra)
     if ignored:
         _logger.info("tensors that the network does not need are ignored: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
@@ -195,6 +255,28 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredPart]:
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
     return {name: stored[name] for name in needed}
+
+
+def _parts_of_folder(path: Path, config: ModelConfig, *, pickle: bool) -> dict[str, StoredPart]:
+    formats = stored_formats(config.content)
+    for note in formats.notes:
+        _logger.warning("%s", note)
+    headers = read_headers(path, *formats.dtypes, pickle=pickle)
+    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
+    for name, tensor in read_tensors(ahead):
+        headers[name] = headers[name]._replace(values=tensor.clone())
+    return combine(headers, formats)
+
+
+def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:
+    """Return which of some tensors are biases of 0 of quantized matrices: AutoGPTQ stores them for every family."""
+    found = {}
+    for name in extra:
+        matrix = stored.get(f"{name.removesuffix('.bias')}.weight")
+        if name.endswith(".bias") and matrix is not None and matrix.form is not None:
+            found[stored[name].name] = name
+    entries = {stored[name].name: stored[name].entry for name in found.values()}
+    return {found[name] for name, bias in read_tensors(entries) if not bool(bias.any())}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -282,8 +364,9 @@ class _StoredTensors:
         stored = self._parts[name].to_stored(self._dtype)
         if not self._is_compressed(name):
             return {name: stored}
-        names = (name.removesuffix("weight") + end for end in INT_QUANTIZED.tensors.values())
-        return dict(zip(names, compress(stored), strict=True))
+        ends = (INT_QUANTIZED.tensors[key] for key in ("numbers", "scale"))
+        module = name.removesuffix("weight")
+        return dict(zip((module + end for end in ends), compress(stored), strict=True))
 
     def num_bytes(self, name: str) -> int:
         """Size in a file."""

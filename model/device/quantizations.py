@@ -26,11 +26,21 @@ CPU_QUANTIZATIONS: Final = tuple(
 )
 
 
-def quantization_name(form: WeightFormat | None) -> str:
-    """Return what to call the format of a served model's weights; "none" for full numbers."""
+def quantization_name(form: WeightFormat | None, *others: WeightFormat) -> str:
+    """Return what to call the format of a served model's weights; "none" for full numbers.
+
+    Args:
+        form: the format.
+        others: of matrices that are in other ones; those with full numbers are not named.
+    """
     if form is None:
         return "none"
-    return next((name for name, it in QUANTIZATIONS.items() if it == form), form.name)
+    names = (
+        next((name for name, it in QUANTIZATIONS.items() if it == found), found.name)
+        for found in (form, *others)
+        if found.is_quantized
+    )
+    return ", ".join(dict.fromkeys(names))
 
 
 def loaded_format(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from model.network.layers import DecoderLayer
     from model.network.rope import RotaryEmbedding
     from model.network.spec import Attention
+    from model.network.spec import Norm as NormSpec
 
 _LITTLE_BYTES: Final = 16 << 20
 """Weights are prefetched into the L2 cache before attention only if a layer reads at most this many bytes of keys and
@@ -43,7 +44,8 @@ class BoundAttention(NamedTuple):
         spec: what it computes, of this rank's heads.
         qkv: includes the layer's first norm; reads the residual stream.
         head_norms: per-head norms of queries and of keys; None if the family has none.
-        joint_norms: norms of all query heads and of all key heads of a token; None if the family has none.
+        joint_norms: norms of all query heads and of all key heads of a token, or with weights of each head; None if
+            the family has none.
         output: adds to the residual stream, after a norm if the family has one there.
         next_weights: the matrices that are read after attention, in that order.
         problem: index of its problem in `AttentionPlanner.mixers`.
@@ -68,7 +70,12 @@ class BoundAttention(NamedTuple):
             assert layer.q_norm is not None
             assert layer.k_norm is not None
             norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
-            if spec.joint_qk_norm:
+            if spec.qk_norm_by_head:
+                joint_norms = (
+                    _norm_by_head(layer.q_norm, spec.qk_norm, spec.head_dim),
+                    _norm_by_head(layer.k_norm, spec.qk_norm, spec.head_dim),
+                )
+            elif spec.joint_qk_norm:
                 joint_norms = binder.norm(norms[0]), binder.norm(norms[1])
             else:
                 head_norms = norms
@@ -83,8 +90,8 @@ class BoundAttention(NamedTuple):
             network.rotaries.index((spec.rotary, spec.head_dim)),
         )
 
-    def forward(self, index: int, residual: Residual, attend: Attend) -> Residual:
-        """See `BoundMixer.forward`."""
+    def read(self, index: int, residual: Residual, attend: Attend) -> tuple[Tensor, Residual]:
+        """See `BoundMixer.read`."""
         qkv, residual = self.qkv.from_residual(residual)
         if self.joint_norms is not None:
             sizes = [
@@ -92,7 +99,21 @@ class BoundAttention(NamedTuple):
             ]
             q, k, v = qkv.split_with_sizes([*sizes, sizes[1]], -1)
             qkv = torch.cat((self.joint_norms[0](q), self.joint_norms[1](k), v), -1)
-        return self.output.to_residual(attend(index, self, qkv), residual)
+        return attend(index, self, qkv), residual
+
+
+def _norm_by_head(weight: Tensor, norm: NormSpec, head_dim: int) -> BoundNorm:
+    """Return the norm of each head of [..., heads * D], whose weight has the same size; it computes in float32."""
+
+    def normalize(x: Tensor) -> Tensor:
+        heads = x.float().view(*x.shape[:-1], -1, head_dim)
+        if norm.kind == "layer":
+            heads = heads - heads.mean(-1, keepdim=True)
+        scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + norm.eps)
+        normalized: Tensor = (heads * scale).flatten(-2)
+        return (normalized * weight.float()).to(x.dtype)
+
+    return normalize
 
 
 def _after(layer: DecoderLayer, name: str) -> tuple[Tensor, Tensor]:

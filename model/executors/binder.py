@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from kernels.linear.projection import (
     Activation,
     LayerNorm,
@@ -21,6 +23,7 @@ from kernels.linear.projection import (
 from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
 from model.network.spec import Attention, Dense
+from model.network.spec import Norm as NormSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,8 +127,9 @@ def projections(
         return LinearWeights(layer.matrices[name], getattr(layer, f"{name}_bias"))
 
     def reading(norm: str, activation: Activation | None = None) -> Operations:
+        norm = "input_norm" if layer.spec.shared_norm else norm
         weight, bias = getattr(layer, norm), getattr(layer, f"{norm}_bias")
-        made = None if weight is None else make_norm(weight, bias, layer.spec.norm.eps)
+        made = None if weight is None else make_norm(weight, bias, layer.spec.norm)
         return Operations(made, activation)
 
     def adding(name: str) -> tuple[LinearWeights, Operations]:
@@ -142,9 +146,11 @@ def projections(
     }
 
 
-def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
-    """Return the RMS norm with a weight, or the layer norm with a weight and a bias."""
-    return Norm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
+def make_norm(weight: Tensor, bias: Tensor | None, norm: NormSpec) -> Norm | LayerNorm:
+    """Return the norm with a weight; a layer norm without a bias is one with a bias of zeros."""
+    if norm.kind == "rms":
+        return Norm(weight, norm.eps)
+    return LayerNorm(weight, torch.zeros_like(weight) if bias is None else bias, norm.eps)
 
 
 def _post_norm(layer: DecoderLayer, name: str) -> Norm | None:

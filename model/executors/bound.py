@@ -93,6 +93,7 @@ class BoundExecutors:
             model.num_ranks,
             model.unmeasured_kernels,
             self._refusals if self.for_serving or model.is_meta else ("bound for training",),
+            other_formats=model.other_formats,
             is_in_library=model.is_in_library,
         )
 

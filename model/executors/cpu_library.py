@@ -14,6 +14,7 @@ from kernels.cpu.library import instructions, load
 from kernels.cpu.matrix import PackedMatrix
 from kernels.weight_format import INT8_GROUPS, LIBRARY_FORMATS
 from kernels.weights import Weight
+from model.device.quantizations import quantization_name
 from model.executors.columns import Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.scores import prompt_scores
@@ -180,8 +181,9 @@ def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfStat
 
 
 def _describe(problem: ModelProblem) -> str:
-    is_rounded, name = problem.weight_format in LIBRARY_FORMATS, problem.weight_format.name
-    source = "" if is_rounded else f" from the numbers of the checkpoint in {name}"
+    form = problem.weight_format
+    name = quantization_name(form, *problem.other_formats)
+    source = "" if form in LIBRARY_FORMATS else f" from the numbers of the checkpoint in {name}"
     return f"one call of the C library computes a step{source}, with {instructions()}"
 
 

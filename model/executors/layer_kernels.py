@@ -95,5 +95,6 @@ def layer_kernels(
         where = f" of {count} layers" if len(kinds) > 1 else ""
         yield from ((f"{name} product{where}", choice) for name, choice in kind)
     shape = (head_rows(network.vocab, model.num_ranks), network.hidden)
-    head = LinearWeights(Weight.empty(unquantized(dtype), shape, _META))
+    bias = torch.empty(shape[0], dtype=dtype, device=_META) if network.head_bias else None
+    head = LinearWeights(Weight.empty(unquantized(dtype), shape, _META), bias)
     yield "head product", choose(head, PRODUCT_ONLY, bucket.num_logits, 0)

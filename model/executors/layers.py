@@ -18,6 +18,7 @@ from kernels.linear.projection import (
     Purpose,
     Residual,
     ResidualWriter,
+    add_both,
     bind_norm,
     bind_projection,
 )
@@ -56,21 +57,32 @@ _logger = logging.getLogger(__name__)
 class BoundMixer(Protocol):
     """A mixer with the projections around it, bound to the kernels that compute them."""
 
-    def forward(self, index: int, residual: Residual, context: Any, /) -> Residual:  # noqa: ANN401 - of its kind
-        """Read the normalized residual stream and add the mixer's result to it.
+    def read(self, index: int, residual: Residual, context: Any, /) -> tuple[Tensor, Residual]:  # noqa: ANN401 - of its kind
+        """Mix what the normalized residual stream has.
 
         Args:
             index: the layer's index.
             residual: the stream.
             context: what the mixers of this kind have in common in a step, from the table.
+
+        Returns:
+            What `output` reads, and the residual stream with its partial sums added.
         """
+
+    @property
+    def output(self) -> ResidualWriter:
+        """Adds the mixer's result to the residual stream."""
 
 
 class BoundMLP(Protocol):
     """An MLP, bound to the kernels that compute it."""
 
-    def forward(self, residual: Residual, /) -> Residual:
-        """Read the normalized residual stream and add the MLP's result to it."""
+    def read(self, residual: Residual, /) -> tuple[Tensor, Residual]:
+        """Compute what `down` reads from the normalized residual stream; returns as `BoundMixer.read`."""
+
+    @property
+    def down(self) -> ResidualWriter:
+        """Adds the MLP's result to the residual stream."""
 
 
 Contexts: TypeAlias = dict[type, Any]
@@ -85,19 +97,27 @@ class BoundLayer(NamedTuple):
         mixer: the first half.
         mlp: the second half.
         projections: their products, by the names of the matrices.
+        parallel: whether both read the same residual stream.
     """
 
     mixer: BoundMixer
     mlp: BoundMLP
     projections: dict[str, ResidualWriter]
+    parallel: bool
 
 
 def layer_forward(
     index: int, layer: BoundLayer, residual: Residual, contexts: Contexts
 ) -> Residual:
-    """Compute one layer: mixer, then MLP. Each reads the normalized residual stream and adds its result to it."""
-    residual = layer.mixer.forward(index, residual, contexts[type(layer.mixer)])
-    return layer.mlp.forward(residual)
+    """Compute one layer: mixer and MLP read the normalized residual stream and add their results to it."""
+    mixer, mlp = layer.mixer, layer.mlp
+    mixed, residual = mixer.read(index, residual, contexts[type(mixer)])
+    if layer.parallel:
+        # Before the mixer's result is written, because that may be in place.
+        widened, residual = mlp.read(residual)
+        return add_both((mixer.output, mixed), (mlp.down, widened), residual)
+    widened, residual = mlp.read(mixer.output.to_residual(mixed, residual))
+    return mlp.down.to_residual(widened, residual)
 
 
 def run_layers(layers: Sequence[BoundLayer], residual: Residual, contexts: Contexts) -> Residual:
@@ -123,10 +143,9 @@ class BoundDense(NamedTuple):
         """Bind a layer's MLP."""
         return cls(binder.reading("gate_up"), binder.adding("down"))
 
-    def forward(self, residual: Residual) -> Residual:
-        """See `BoundMLP.forward`."""
-        gated, residual = self.gate_up.from_residual(residual)
-        return self.down.to_residual(gated, residual)
+    def read(self, residual: Residual) -> tuple[Tensor, Residual]:
+        """See `BoundMLP.read`."""
+        return self.gate_up.from_residual(residual)
 
 
 class PagedStep(NamedTuple):
@@ -193,7 +212,9 @@ class MLPSpec(NamedTuple):
     reads: Mapping[str, Collection[Any] | None]
 
 
-_FIELDS = ("window", "rotary", "qk_norm", "joint_qk_norm", "softcap", "bias", "output_bias")
+_FIELDS = (
+    "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "bias", "output_bias",
+)  # fmt: skip
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(
         BoundAttention.bind,
@@ -207,11 +228,11 @@ MLPS: Final[dict[type, MLPSpec]] = {
 }
 READS: Final[spec.Reads] = {
     spec.Network: dict.fromkeys(
-        ("embedding_factor", "positions", "logit_softcap", "tied"), spec.ALL
+        ("embedding_factor", "positions", "logit_softcap", "tied", "head_bias"), spec.ALL
     ),
     spec.Positions: {"offset": spec.ALL},
-    spec.Layer: dict.fromkeys(("post_norms", "pre_norms"), spec.ALL),
-    spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL},
+    spec.Layer: dict.fromkeys(("post_norms", "pre_norms", "parallel", "shared_norm"), spec.ALL),
+    spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL, "bias": spec.ALL},
     spec.Rotary: spec.ALL,
 }
 """What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
@@ -256,7 +277,7 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         reason = refusals[0].reasons[0]
         _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
     bound_head: Head = bind_projection(
-        LinearWeights(Weight.full(head)), head.dtype, arch, purpose=purpose
+        LinearWeights(Weight.full(head), model.lm_head_bias), head.dtype, arch, purpose=purpose
     )
     if model.communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
@@ -269,12 +290,12 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         mixer = row.bind(layer.mixer, binder)
         kinds[type(mixer)] = row
         mlp = MLPS[type(layer.mlp)].bind(layer.mlp, binder)
-        layers.append(BoundLayer(mixer, mlp, binder.bound))
+        layers.append(BoundLayer(mixer, mlp, binder.bound, layer.parallel))
     return BoundNetwork(
         layers=layers,
         kinds=kinds,
         attentions=attention_problems(network),
-        norm=bind_norm(make_norm(model.norm, model.norm_bias, network.norm.eps), vectors, arch),
+        norm=bind_norm(make_norm(model.norm, model.norm_bias, network.norm), vectors, arch),
         head=bound_head,
         rotation=rotation,
         pdl=rotation is rope.TRITON and may_depend(arch, head.device),
@@ -409,7 +430,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
 
 def _layer_norms(network: spec.Network) -> tuple[str, ...]:
     """List where only RMS norms are computed and the network has layer norms."""
-    per_head = (it.qk_norm for it in network.attentions)
+    per_head = (it.qk_norm for it in network.attentions if not it.qk_norm_by_head)
     after = (it.norm for it in network.layers if it.post_norms)
     return reasons(
         (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),

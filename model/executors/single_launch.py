@@ -162,7 +162,12 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     missing = spec.unsupported(network, READS, VARYING)
     if problem.num_ranks > 1:
         missing = (*missing, "no tensor parallelism")
+    if any(it.ordered for it in (problem.weight_format, *problem.other_formats)):
+        missing = (*missing, "the inputs of some weights have another order (act-order)")
     missing += problem.refusals
+    if problem.other_formats:
+        names = dict.fromkeys(it.name for it in (problem.weight_format, *problem.other_formats))
+        missing += (f"matrices in several formats: {', '.join(names)}",)
     if not spec.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(

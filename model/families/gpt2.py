@@ -11,7 +11,7 @@ from model.families.rotary import POSITIONS
 from model.families.tensors import HEAD, Tensors
 from model.network.spec import Attention, Dense, Layer, Network, Positions
 
-_TENSORS: Final = Tensors(
+TENSORS: Final = Tensors(
     {
         "embed_tokens": "wte",
         "embed_positions": "wpe",
@@ -30,7 +30,7 @@ _TENSORS: Final = Tensors(
     layers="h.",
     transposed=True,
 )
-_RENAMED: Final = {
+RENAMED: Final = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "num_hidden_layers": "n_layer",
@@ -43,10 +43,15 @@ _RENAMED: Final = {
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    keys.require("scale_attn_weights", True)
     keys.require("scale_attn_by_inverse_layer_idx", False)
+    return decoder(keys)
+
+
+def decoder(keys: Keys, *, one_kv_head: bool = False) -> Network:
+    """Return the network of a config.json, with as many key-value heads as query heads or one."""
+    keys.require("scale_attn_weights", True)
     heads, kv_heads, dim = parts.equal_heads(keys)
-    norm = parts.layer_norm(keys)
+    norm, kv_heads = parts.layer_norm(keys), 1 if one_kv_head else kv_heads
     mixer = Attention(heads, kv_heads, dim, dim**-0.5, rotary=None, bias=True, output_bias=True)
     inner = parts.inner_size(keys, 4 * parts.hidden_size(keys))
     activation = parts.activation(keys, ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"))
@@ -60,4 +65,4 @@ def network(keys: Keys) -> Network:
     )
 
 
-FAMILY: Final = Family("GPT2LMHeadModel", "gpt2", network, _TENSORS, renamed=_RENAMED)
+FAMILY: Final = Family("GPT2LMHeadModel", "gpt2", network, TENSORS, renamed=RENAMED)

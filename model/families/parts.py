@@ -34,6 +34,7 @@ _ACTIVATIONS: Final[dict[str, ActivationName]] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
 """The activations by their names in config.json."""
@@ -115,9 +116,9 @@ def rms_norm(keys: Keys, *, float32: bool = False) -> Norm:
     return Norm(keys.number("rms_norm_eps", _EPS, Norm.eps), float32=float32)
 
 
-def layer_norm(keys: Keys, default_eps: float = 1e-5) -> Norm:
-    """Read the layer norms."""
-    return Norm(keys.number("layer_norm_eps", _EPS, default_eps), "layer")
+def layer_norm(keys: Keys, default_eps: float = 1e-5, *, bias: bool = True) -> Norm:
+    """Read the layer norms, which have biases or none."""
+    return Norm(keys.number("layer_norm_eps", _EPS, default_eps), "layer", bias=bias)
 
 
 def same_windows(keys: Keys, window: int | None = None) -> Windows:
@@ -234,6 +235,7 @@ def decoder(
     embedding_factor: float = 1.0,
     positions: Positions | None = None,
     logit_softcap: float | None = None,
+    head_bias: bool = False,
 ) -> Network:
     """Return the network around layers; `tied` is the default of `tie_word_embeddings`."""
     return Network(
@@ -245,4 +247,5 @@ def decoder(
         positions,
         logit_softcap,
         keys.flag("tie_word_embeddings", default=tied),
+        head_bias,
     )

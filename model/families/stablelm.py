@@ -13,13 +13,14 @@ from model.network.spec import Attention, Dense, Layer, Network
 
 def network(keys: Keys) -> Network:
     """Return the network of a config.json."""
-    keys.require("use_parallel_residual", False)
     keys.require("qk_layernorm", False)
     heads, kv_heads, dim = parts.heads(keys)
     norm, rotary = parts.layer_norm(keys), read_rotary(keys, dim, partial=0.25)
     bias = keys.flag("use_qkv_bias")
     mixer = Attention(heads, kv_heads, dim, dim**-0.5, rotary=rotary, bias=bias)
-    layer = Layer(mixer, Dense(parts.inner_size(keys), parts.activation(keys)), norm)
+    parallel = keys.flag("use_parallel_residual")
+    mlp = Dense(parts.inner_size(keys), parts.activation(keys))
+    layer = Layer(mixer, mlp, norm, parallel=parallel, shared_norm=parallel)
     return parts.decoder(keys, parts.with_windows(layer, parts.same_windows(keys)), norm)
 
 

@@ -7,16 +7,23 @@ from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
+    cohere,
+    cohere2,
+    falcon,
     gemma,
     gemma2,
     gemma3,
     gemma3_multimodal,
     gpt2,
+    gpt_bigcode,
+    gpt_neox,
+    gptj,
     granite,
     llama,
     mistral,
     olmo2,
     opt,
+    phi,
     phi3,
     qwen2,
     qwen3,
@@ -45,6 +52,13 @@ _FILES: Final = (
     smollm3,
     stablelm,
     olmo2,
+    cohere,
+    cohere2,
+    falcon,
+    gpt_bigcode,
+    gpt_neox,
+    gptj,
+    phi,
 )
 FAMILIES: Final[Mapping[str, Family]] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
 """Supported families by architecture."""

@@ -7,6 +7,7 @@ cache; `model.hub.file_download` fetches the content (docs/decisions/0054-downlo
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import queue
 import re
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from tqdm import tqdm
 
 from model.errors import ModelFolderError
-from model.hub.cache import folder_name
+from model.hub.cache import folder_name, snapshot_in
 from model.hub.file_download import RemoteFile, Stopped, fetch
 from model.progress import Progress, bytes_text, duration_text
 
@@ -44,7 +45,11 @@ R = TypeVar("R")
 
 
 def download(
-    repository: str, revision: str | None, wanted: Sequence[str], unwanted: Sequence[str]
+    repository: str,
+    revision: str | None,
+    wanted: Sequence[str],
+    unwanted: Sequence[str],
+    choose: Callable[[list[str]], list[str] | None] = lambda _: None,
 ) -> Path:
     """Download what is missing of a repository's files; resume files that an earlier call began.
 
@@ -55,6 +60,8 @@ def download(
         revision: branch, tag or commit; None for the main branch.
         wanted: patterns of names of files.
         unwanted: patterns of names of files that are not downloaded.
+        choose: returns which of all files of the repository to download, whatever the patterns say; None for those
+            that match the patterns.
 
     Returns:
         The folder of the files.
@@ -65,13 +72,15 @@ def download(
     """
     library = _Library(repository, revision, wanted, unwanted)
     try:
-        commit, missing = library.missing()
+        commit, missing = library.missing(choose)
+    except ModelFolderError:
+        raise
     except library.errors.RevisionNotFoundError:
         raise
     # The HTTP library has errors of its own too.
     except Exception as error:  # noqa: BLE001 - as above
         try:
-            folder = library.place(local_files_only=True)
+            folder = library.cached(choose) or library.place(local_files_only=True)
         except library.errors.LocalEntryNotFoundError as absent:
             raise error from absent
         if not isinstance(error, library.errors.OfflineModeIsEnabled):
@@ -110,7 +119,9 @@ class _Library:
         self._storage = self.cache / folder_name(repository)
         self._commit = ""
 
-    def missing(self) -> tuple[str, list[RepoFile]]:
+    def missing(
+        self, choose: Callable[[list[str]], list[str] | None]
+    ) -> tuple[str, list[RepoFile]]:
         """Ask for the commit of the revision, and for its files that are not in the cache."""
         from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415 - slow
         from huggingface_hub.utils import filter_repo_objects  # noqa: PLC0415 - slow
@@ -125,15 +136,32 @@ class _Library:
             )
         entries = api.list_repo_tree(self._repository, revision=self._commit, recursive=True)
         files = {it.path: it for it in entries if isinstance(it, RepoFile)}
+        if (chosen := choose(sorted(files))) is not None:
+            self._wanted, self._unwanted = [*map(glob.escape, chosen)], []
         names = list(
             filter_repo_objects(files, allow_patterns=self._wanted, ignore_patterns=self._unwanted)
         )
         if not names:
             raise ModelFolderError(
-                f"repository {self._repository!r} has no config.json and no weights in safetensors files"
+                f"repository {self._repository!r} has no config.json and no weights in safetensors or GGUF files"
             )
         folder = self._folder(self._commit)
         return self._commit, [files[name] for name in names if not (folder / name).exists()]
+
+    def cached(self, choose: Callable[[list[str]], list[str] | None]) -> Path | None:
+        """Return the folder of the revision in the cache if `choose` chooses files of it; else None.
+
+        The library would miss the other files of the repository.
+        """
+        folder = snapshot_in(self._storage, self._revision)
+        if folder is None:
+            return None
+        names = sorted(
+            it.relative_to(folder).as_posix() for it in folder.rglob("*") if it.is_file()
+        )
+        with contextlib.suppress(ModelFolderError):
+            return folder if choose(names) else None
+        return None
 
     def remote_file(self, file: RepoFile) -> RemoteFile:
         """Ask for what names the content of a file, and find what is here of it."""

@@ -1,5 +1,7 @@
 """Reads what people type for a model: a folder, a repository of the Hugging Face Hub, or a name of another program.
 
+A GGUF file, and the quantization of a repository of GGUF files, are names too.
+
 A name is followed if it can mean one model only, and answered with the right name otherwise; it is never guessed from
 its spelling. docs/decisions/0053-names-of-models.md has the reasons.
 """
@@ -13,7 +15,10 @@ from typing import Final, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from model.errors import ModelFolderError
+from model.gguf.reader import is_gguf
+from model.gguf.select import LATEST, QUANTIZATION, SUFFIX, checkpoint_in, gguf_in
 from model.hub.cache import cached_spelling, repository_of, snapshot_in
+from model.hub.installed_models import INSTALLED, installed_path
 from model.hub.known_models import OLLAMA, REPOSITORIES, SEVERAL
 
 BUNDLED: Final = "bundled"
@@ -26,7 +31,7 @@ _REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.
 _REVISION: Final = re.compile(
     r"(?!.*(?:\.\.|//|/\.|@\{))[^\0-\x20\x7f~^:?*\[\\/.-][^\0-\x20\x7f~^:?*\[\\]{0,249}(?<![/.])"
 )
-_TAG: Final = re.compile(r"[\w.-]*", re.ASCII)
+_TAG: Final = re.compile(r"[\w./-]*", re.ASCII)
 _HUB_HOSTS: Final = frozenset({"huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co"})
 _OLLAMA_HOSTS: Final = frozenset({"ollama.com", "www.ollama.com", "registry.ollama.ai"})
 _GIT_ADDRESS: Final = re.compile(r"(?:ssh://)?git@(huggingface\.co|hf\.co)[:/](.+)")
@@ -47,9 +52,8 @@ _PART: Final = re.compile(
 )
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OLLAMA_TAG: Final = re.compile(r"(latest|\d+(\.\d+)?[bm])(-.*)?", re.IGNORECASE)
-_GGUF_TYPE: Final = re.compile(r"(ud-)?(i?q\d|tq\d|f16|bf16|f32|fp16|mxfp4).*", re.IGNORECASE)
 _GGUF_PART: Final = re.compile(
-    r"[-._](gguf|(ud-)?i?q\d\w*|f16|bf16|f32|fp16|mxfp4|\d{5}-of-\d{5})$", re.IGNORECASE
+    rf"[-._](gguf|{QUANTIZATION.pattern}|\d{{5}}-of-\d{{5}})$", re.IGNORECASE
 )
 
 
@@ -59,24 +63,28 @@ class ModelName:
 
     Attributes:
         name: that the service shows; reading it again gives the same model.
-        folder: of a checkpoint; None for a repository.
+        folder: of a checkpoint, or its GGUF file; None for a repository.
         repository: of the Hugging Face Hub; None for a folder.
         revision: branch, tag or commit of the repository; None for its main branch.
+        tag: the quantization, or the file, of a repository of GGUF files; "" if none is given.
     """
 
     name: str
     folder: Path | None = None
     repository: str | None = None
     revision: str | None = None
+    tag: str = ""
 
 
 def read_name(model: str, revision: str | None = None) -> ModelName:
     """Find out what a name of a model means. Asks no server.
 
     Args:
-        model: "bundled"; the path or the `file://` URL of a folder, of a file in it, or of a repository's folder in the
-            cache of the Hub; a repository, `organisation/name` or `name`, in any case if it is well known or in the
-            cache; `name@revision`; the address of one of its pages; or a well-known name without the organisation.
+        model: "bundled"; the path or the `file://` URL of a folder, of a file in it, of a GGUF file, or of a
+            repository's folder in the cache of the Hub; a repository, `organisation/name` or `name`, in any case if it
+            is well known or in the cache; `name@revision`; `name:quantization` or `name:file` of a repository of GGUF
+            files; the address of one of its pages; a well-known name without the organisation; or that of a model of
+            an installed package.
         revision: of the repository; None for that in the address, or the main branch.
 
     Raises:
@@ -101,10 +109,13 @@ def read_name(model: str, revision: str | None = None) -> ModelName:
         raise ModelFolderError(f"{error.filename} cannot be read: {error.strerror}") from None
     except (RuntimeError, OSError, ValueError):  # no such user, too long, or a null character
         _refuse(model)
-    if git := _GIT_ADDRESS.fullmatch(text):
-        return _read_path(model, git[2], revision, is_page=False)
-    if scheme == "hf":
-        return _read_path(model, text[len("hf://") :], revision, is_page=False)
+    if text.casefold() in INSTALLED:
+        name = text.casefold()
+        return _without_revision(installed_path(name), name, revision)
+    git = _GIT_ADDRESS.fullmatch(text)
+    if git or scheme == "hf":
+        path_on_hub = git[2] if git else text.partition("://")[2]
+        return _read_path(model, path_on_hub, revision, is_page=False)
     return _read_address(model, text, scheme, revision)
 
 
@@ -127,16 +138,20 @@ def _local(path: Path, text: str, revision: str | None) -> ModelName | None:
         return _folder(path, text, revision)
     if not path.exists():
         return None
-    if path.suffix.lower() == ".gguf":
-        raise ModelFolderError(f"{path} {_gguf(path.name)}")
+    if path.suffix.lower() == SUFFIX or is_gguf(path):
+        return _without_revision(path, text, revision)
     folder = path.parent
     if not _PART.fullmatch(path.name) or not (folder / "config.json").is_file():
         hint = ""
         if path.suffix.lower() in _PICKLE_SUFFIXES:
-            hint = " and safetensors files; pickle files are never opened"
+            hint = " and safetensors files; pickle files are read only with --load-format pickle"
+            if (folder / "config.json").is_file():
+                hint = f"; give {folder} with --load-format pickle, if you trust the author of the pickle"
         elif (folder / "config.json").is_file():
             hint = f"; give {folder}"
-        raise ModelFolderError(f"{path} is a file; a model is a folder with a config.json{hint}")
+        raise ModelFolderError(
+            f"{path} is a file; a model is a folder with a config.json, or a GGUF file{hint}"
+        )
     return _folder(folder, str(folder), revision)
 
 
@@ -144,19 +159,36 @@ def _folder(path: Path, name: str, revision: str | None) -> ModelName:
     """Return a checkpoint's folder, or the snapshot in a folder of the Hub's cache."""
     if not (path / "config.json").exists() and (path / "snapshots").is_dir():
         if snapshot := snapshot_in(path, revision):
-            return ModelName(name, folder=snapshot, revision=revision)
+            return ModelName(name, folder=_checkpoint(snapshot), revision=revision)
         of = f"revision {revision!r}" if revision else "its main branch"
         fetch = repository_of(path.resolve().name)
         hint = f"; give {fetch} to download it" if fetch else ""
         raise ModelFolderError(f"{path} of the Hugging Face cache has no snapshot of {of}{hint}")
+    return _without_revision(_checkpoint(path), name, revision)
+
+
+def _without_revision(path: Path, name: str, revision: str | None) -> ModelName:
     if revision is not None:
         raise ModelFolderError(
-            f"revision {revision!r} is given, but {path} is a folder; only repositories of the"
-            " Hugging Face Hub have revisions"
+            f"revision {revision!r} is given, but {path} is a {'folder' if path.is_dir() else 'file'}; only"
+            " repositories of the Hugging Face Hub have revisions"
         )
-    if not (path / "config.json").exists() and (file := next(path.glob("*.gguf"), None)):
-        raise ModelFolderError(f"{file} {_gguf(file.name)}")
     return ModelName(name, folder=path)
+
+
+def _checkpoint(folder: Path) -> Path:
+    """Return a folder, or the GGUF file in it that is the checkpoint.
+
+    Repositories of GGUF files may have a config.json, but no weights beside the GGUF files.
+
+    Raises:
+        ModelFolderError: there are several.
+    """
+    if (folder / "config.json").exists() and any(
+        next(folder.glob(f"*{suffix}"), None) for suffix in (".safetensors", *_PICKLE_SUFFIXES)
+    ):
+        return folder
+    return checkpoint_in(folder) if gguf_in(folder) else folder
 
 
 def _read_address(model: str, text: str, scheme: str, revision: str | None) -> ModelName:
@@ -223,8 +255,8 @@ def _read_path(model: str, path: str, revision: str | None, *, is_page: bool) ->
             rest = []
     elif rest and at and in_address == "refs":  # hf://organisation/name@refs/pr/1
         in_address, rest = "/".join(["refs", *rest[:2]]), rest[2:]
-    if rest and rest[-1].lower().endswith(".gguf"):
-        raise ModelFolderError(f"{model!r} {_gguf(rest[-1])}")
+    if rest and rest[-1].lower().endswith(SUFFIX) and ":" not in name:
+        name, rest = f"{name}:{'/'.join(rest)}", []
     if len(rest) > 1 or (rest and "." not in rest[0]):
         raise ModelFolderError(
             f"{model!r} is a part of a repository; a model is the whole repository: give {name}"
@@ -248,13 +280,13 @@ def _read_repository(model: str, name: str, revision: str | None) -> ModelName:
         revision = _one_revision(in_name, revision)
     name, colon, tag = name.partition(":")
     if not _REPOSITORY.fullmatch(name) or (at and not in_name) or not _TAG.fullmatch(tag):
-        if name.lower().endswith(".gguf"):
-            raise ModelFolderError(f"no file {model!r}; it {_gguf(name)}")
+        if name.lower().endswith(SUFFIX):
+            raise ModelFolderError(f"there is no file {model!r}{_original(name)}")
         _refuse(model)
-    if colon:
+    if name.lower().endswith(SUFFIX):
+        raise ModelFolderError(f"there is no file {model!r}{_original(name)}")
+    if colon and not _is_gguf_tag(model, name, tag):
         return _refuse_tag(model, name, tag)
-    if name.lower().endswith((".gguf", "-gguf", "_gguf")):
-        raise ModelFolderError(f"{model!r} {_gguf(name)}")
     folded, (owner, _, last) = name.casefold(), name.rpartition("/")
     known = well_known(last)
     if known and (not owner or known.casefold() == folded):
@@ -270,17 +302,36 @@ def _read_repository(model: str, name: str, revision: str | None) -> ModelName:
             f"revision {revision!r:.100} is not the name of a branch, a tag or a commit"
         )
     name = cached_spelling(name)
+    tag = "" if tag.casefold() == LATEST else tag
+    full = f"{name}:{tag}" if tag else name
     # A folder of this name would come first if it were read again.
-    shown = model.strip() if Path(name).exists() else name
-    return ModelName(shown, repository=name, revision=revision)
+    shown = model.strip() if Path(full).exists() else full
+    return ModelName(shown, repository=name, revision=revision, tag=tag)
+
+
+def _is_gguf_tag(model: str, name: str, tag: str) -> bool:
+    """Whether a name with a colon is one of llama.cpp's: a repository of GGUF files, and one of its quantizations.
+
+    Raises:
+        ModelFolderError: it is one, but the quantization is missing.
+    """
+    if "/" not in name or name.startswith("library/"):
+        return False
+    if QUANTIZATION.fullmatch(tag) or tag.lower().endswith(SUFFIX):
+        return True
+    if not _GGUF_PART.search(name):
+        return False
+    if not tag:
+        raise ModelFolderError(
+            f"{model!r} ends in a colon; a quantization follows it, such as Q4_K_M"
+        )
+    return True
 
 
 def _refuse_tag(model: str, name: str, tag: str) -> NoReturn:
-    """Refuse a name with a colon: one of Ollama's, or that of a file in GGUF, as llama.cpp has it."""
+    """Refuse a name with a colon: one of Ollama's, or with another tag."""
     if "/" not in name or name.startswith("library/") or _OLLAMA_TAG.fullmatch(tag):
         _refuse_ollama(model, f"{name.removeprefix('library/')}:{tag}")
-    if _GGUF_TYPE.fullmatch(tag) or _GGUF_PART.search(name):
-        raise ModelFolderError(f"{model!r} {_gguf(name)}")
     raise ModelFolderError(f"{model!r} has a tag; a revision is given as --revision {tag or 'TAG'}")
 
 
@@ -299,16 +350,13 @@ def _refuse_ollama(model: str, name: str) -> NoReturn:
     )
 
 
-def _gguf(name: str) -> str:
-    """Say that GGUF is not read, and which repository the name was made from, if it is well known."""
-    last = name.rpartition("/")[2].removesuffix(".gguf")
+def _original(name: str) -> str:
+    """Say which repository a GGUF file was made from, judging by its name, if that is well known."""
+    last = name.rpartition("/")[2]
     while (shorter := _GGUF_PART.sub("", last)) != last:
         last = shorter
     original = well_known(last)
-    return (
-        "is in the format GGUF, which this version does not read; give the checkpoint in safetensors,"
-        f" {original or 'which the page of most models in GGUF names as the base model'}"
-    )
+    return f"; {original} is the checkpoint that its name names" if original else ""
 
 
 def _refuse(model: str) -> NoReturn:

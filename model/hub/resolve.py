@@ -6,18 +6,25 @@ import difflib
 from pathlib import Path
 from typing import Final
 
-from model.errors import ModelFolderError
+from model.errors import PICKLE_ADVICE, ModelFolderError
+from model.gguf.select import gguf_in, select
 from model.hub.cache import cached_repositories
 from model.hub.file_download import is_connection_error, is_disk_full, reason
-from model.hub.names import BUNDLED, BUNDLED_FOLDER, read_name, well_known
+from model.hub.names import BUNDLED, BUNDLED_FOLDER, ModelName, read_name, well_known
 
 __all__ = ["BUNDLED", "is_bundled", "resolve"]
 
 _NEEDED: Final = (
-    "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
+    "*.json", "README.md", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
 )  # fmt: skip
+_OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _UNAUTHORIZED: Final = 401
-_CONFIG: Final = ("config.json", "generation_config.json")
+_CONFIG: Final = (
+    "config.json", "generation_config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "README.md",
+)  # fmt: skip
+_PICKLES: Final = ("pytorch_model*.bin",)
+_LISTED: Final = 3
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
 # `additional_chat_templates` is the one folder that is needed.
 _UNNEEDED: Final = (
@@ -30,34 +37,82 @@ def is_bundled(folder: Path) -> bool:
     return folder.resolve() == BUNDLED_FOLDER.resolve()
 
 
-def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+def resolve(
+    model: str,
+    revision: str | None = None,
+    *,
+    config_only: bool = False,
+    pickle: bool | None = None,
+) -> Path:
     """Find the folder of a model; download it into the Hugging Face cache if necessary.
 
     Args:
         model: a name as `names.read_name` understands it. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
         revision: branch, tag or commit of a repository; None for that in the name, or the main branch.
-        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads.
+        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads. Of a GGUF file
+            that is the whole file.
+        pickle: of a repository without safetensors files: whether to download its pickle files, or to refuse it
+            because it has only these; None to do neither.
 
     Returns:
-        An existing folder.
+        An existing folder, or a GGUF file.
 
     Raises:
-        ModelFolderError: there is no such folder or repository, it cannot be downloaded, or a revision
-            is given for a folder.
+        ModelFolderError: there is no such folder or repository, it cannot be downloaded, a revision is given for a
+            folder, or `pickle` refuses it.
     """
     name = read_name(model, revision)
     if name.folder is not None:
         return name.folder
     assert name.repository is not None
-    return _fetch(name.repository, name.revision, _CONFIG if config_only else _NEEDED)
+    folder = _fetch(name, _CONFIG, None) if config_only else _fetch(name, _NEEDED, pickle)
+    if name.tag or (not (folder / "config.json").exists() and gguf_in(folder)):
+        return folder / _selected(name, gguf_in(folder))[0]
+    return folder
 
 
-def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _selected(name: ModelName, files: list[str]) -> list[str]:
+    """Return the GGUF files that a name means, of those of its repository."""
+    repository = name.repository
+    assert repository is not None
+    return select(files, name.tag, repository, [f"{repository}:{{}}"] * 2)
+
+
+def _pickles(
+    repository: str, files: list[str], patterns: tuple[str, ...], pickle: bool | None
+) -> list[str] | None:
+    """Return the files to download of a repository whose weights are pickle files; None for any other."""
+    from huggingface_hub.utils import filter_repo_objects  # noqa: PLC0415 - slow
+
+    top = [it for it in files if "/" not in it]
+    pickles = list(filter_repo_objects(top, allow_patterns=[*_PICKLES]))
+    if pickle is None or not pickles or any(it.endswith(".safetensors") for it in top):
+        return None
+    if not pickle:
+        names = ", ".join(pickles[:_LISTED])
+        raise ModelFolderError(
+            f"repository {repository!r} holds its weights as pickle only ({names}); {PICKLE_ADVICE}"
+        )
+    others = filter_repo_objects(files, allow_patterns=[*patterns], ignore_patterns=[*_UNNEEDED])
+    return [*others, *pickles]
+
+
+def _fetch(name: ModelName, patterns: tuple[str, ...], pickle: bool | None) -> Path:
+    repository, revision = name.repository, name.revision
+    assert repository is not None
+
+    def choose(files: list[str]) -> list[str] | None:
+        """Return the files to download, GGUF or pickle; None for the files that match the patterns."""
+        if name.tag or not any(it.endswith(_OTHER_WEIGHTS) for it in files):
+            gguf = [it for it in files if it.lower().endswith(".gguf")]
+            return _selected(name, gguf) if gguf or name.tag else None
+        return _pickles(repository, files, patterns, pickle)
+
     # Imported here because a local folder does not need it.
     from model.hub.download import download  # noqa: PLC0415 - as above
 
     try:
-        return download(repository, revision, patterns, _UNNEEDED)
+        return download(repository, revision, patterns, _UNNEEDED, choose)
     except ModelFolderError:
         raise
     # The hub library does not wrap the errors of its HTTP library, which depends on its version.

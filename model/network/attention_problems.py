@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 def same_problem(mixer: Attention) -> Attention:
     """Return a mixer without what is no part of its attention problem: rotation, norms and projections."""
     return dataclasses.replace(
-        mixer, rotary=Rotary(), qk_norm=None, joint_qk_norm=False, bias=False, output_bias=False
+        mixer,
+        rotary=Rotary(),
+        qk_norm=None,
+        joint_qk_norm=False,
+        qk_norm_by_head=False,
+        bias=False,
+        output_bias=False,
     )
 
 

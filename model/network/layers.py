@@ -113,14 +113,14 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         new = NewParameters(layer, hidden, dtype, device, weight_format)
-        layer_norms = layer.norm.kind == "layer" and layer.pre_norms
+        biases, own_mlp_norm = layer.norm.has_bias, layer.pre_norms and not layer.shared_norm
         self.spec = layer
         self.input_norm = new.norm(hidden) if layer.pre_norms else None
-        self.input_norm_bias = new.vector(hidden) if layer_norms else None
+        self.input_norm_bias = new.vector(hidden) if layer.pre_norms and biases else None
         PARAMETERS[type(layer.mixer)](self, layer.mixer, new)
         self.output_norm = new.norm(hidden) if layer.post_norms else None
-        self.mlp_norm = new.norm(hidden) if layer.pre_norms else None
-        self.mlp_norm_bias = new.vector(hidden) if layer_norms else None
+        self.mlp_norm = new.norm(hidden) if own_mlp_norm else None
+        self.mlp_norm_bias = new.vector(hidden) if own_mlp_norm and biases else None
         PARAMETERS[type(layer.mlp)](self, layer.mlp, new)
         self.down_norm = new.norm(hidden) if layer.post_norms else None
 
@@ -128,7 +128,8 @@ class DecoderLayer(nn.Module):
         """Add the parameters of attention."""
         heads, key_heads = (it * mixer.head_dim for it in (mixer.num_heads, mixer.num_kv_heads))
         stacked = heads + 2 * key_heads
-        normalized = (heads, key_heads) if mixer.joint_qk_norm else (mixer.head_dim,) * 2
+        has_all = mixer.joint_qk_norm or mixer.qk_norm_by_head
+        normalized = (heads, key_heads) if has_all else (mixer.head_dim,) * 2
         self.qkv = new.matrix("qkv", stacked, new.hidden)
         self.qkv_bias = new.vector(stacked) if mixer.bias else None
         self.q_norm = new.norm(normalized[0], mixer.qk_norm) if mixer.qk_norm else None
@@ -151,7 +152,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def pre_norms(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The norms before mixer and MLP, of a layer that has them."""
+        """The norms before mixer and MLP, of a layer that has both."""
         assert self.input_norm is not None
         assert self.mlp_norm is not None
         return self.input_norm, self.mlp_norm

@@ -23,8 +23,9 @@ class Matrix(nn.Module):
         self._form, self._shape = form, shape
         empty = Weight.empty(form, shape, device)
         self.numbers = nn.Parameter(empty.numbers, requires_grad=not form.is_quantized)
-        for name, scale in empty.scales.items():
-            self.register_buffer(name, scale)
+        for name, tensor in empty.tensors.items():
+            if name != "numbers":
+                self.register_buffer(name, tensor)
 
     @property
     def weight(self) -> Weight:

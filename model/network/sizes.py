@@ -52,6 +52,7 @@ def _weight_bytes(network: Network, dtype: str, form: WeightFormat, num_ranks: i
     element, hidden = dtype_bytes(dtype), network.hidden
     total = table_bytes(network, dtype, num_ranks)
     total += _norm_bytes(network.norm, hidden, element)
+    total += network.head_bias * head_rows(network.vocab, num_ranks) * element
     for layer in network.layers:
         others = layer.num_parameters(hidden)
         for rows, inputs in _matrices(layer, hidden):
@@ -65,7 +66,7 @@ def _weight_bytes(network: Network, dtype: str, form: WeightFormat, num_ranks: i
 
 def _norm_bytes(norm: Norm, hidden: int, element: int) -> int:
     weight = _FLOAT32_BYTES if norm.float32 else element
-    return hidden * (weight + (element if norm.kind == "layer" else 0))
+    return hidden * (weight + (element if norm.has_bias else 0))
 
 
 def _matrices(layer: Layer, hidden: int) -> Iterator[tuple[tuple[int, ...], int]]:

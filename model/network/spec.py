@@ -69,14 +69,25 @@ class Norm:
 
     Attributes:
         eps: added to the mean square or variance.
-        kind: "rms", or "layer" for a layer norm with a bias.
+        kind: "rms", or "layer" for a layer norm.
         float32: whether its weight is held in float32, because it is a sum of 1 and a stored number, which bfloat16
             would round by up to 2^-9.
+        bias: whether a layer norm has one.
     """
 
     eps: float = 1e-6
     kind: Literal["rms", "layer"] = field(default="rms", metadata={_TEXT: "layer norms"})
     float32: bool = field(default=False, metadata={_TEXT: "float32 weights of norms"})
+    bias: bool = field(default=True, metadata={_TEXT: "layer norms without biases"})
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the norm is a layer norm with a bias."""
+        return self.kind == "layer" and self.bias
+
+    def num_parameters(self, size: int) -> int:
+        """Return the number of parameters of a norm of vectors of `size` elements."""
+        return size * (2 if self.has_bias else 1)
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,7 @@ class Attention:
         rotary: of queries and keys; None for no rotation.
         qk_norm: of each head of queries and keys before the rotation; None for none.
         joint_qk_norm: whether it is one norm of all query heads, and one of all key heads, instead.
+        qk_norm_by_head: whether each head has weights of its own.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
         bias: whether the q, k and v projections have one.
         output_bias: whether the output projection has one.
@@ -106,6 +118,9 @@ class Attention:
     qk_norm: Norm | None = field(default=None, metadata={_TEXT: "norms of queries and keys"})
     joint_qk_norm: bool = field(
         default=False, metadata={_TEXT: "norms of all queries and of all keys of a token"}
+    )
+    qk_norm_by_head: bool = field(
+        default=False, metadata={_TEXT: "norms of queries and keys with weights of each head"}
     )
     softcap: float | None = field(default=None, metadata={_TEXT: "softcap of attention scores"})
     bias: bool = field(default=False, metadata={_TEXT: "bias of the q, k and v projections"})
@@ -131,7 +146,7 @@ class Attention:
     @property
     def _num_norm(self) -> int:
         """Number of parameters of the norms of queries and keys, if there are any."""
-        if not self.joint_qk_norm:
+        if not (self.joint_qk_norm or self.qk_norm_by_head):
             return 2 * self.head_dim
         return (self.num_heads + self.num_kv_heads) * self.head_dim
 
@@ -178,6 +193,8 @@ class Layer:
 
     Attributes:
         norm: of the stream before the mixer, another one before the MLP, and those of their results.
+        parallel: whether the MLP reads the stream to which the mixer's result is not yet added.
+        shared_norm: whether the norm before the mixer is the one before the MLP too.
         post_norms: whether the results of mixer and MLP are normalized, without bias, before they are added.
         pre_norms: whether the stream is normalized before mixer and MLP.
     """
@@ -189,16 +206,24 @@ class Layer:
     pre_norms: bool = field(
         default=True, metadata={_TEXT: "attention and MLP without norms before them"}
     )
+    parallel: bool = field(default=False, metadata={_TEXT: "attention and MLP in parallel"})
+    shared_norm: bool = field(default=False, metadata={_TEXT: "shared norm of attention and MLP"})
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer of a stream of `hidden` elements."""
-        norms = _norm_size(self.norm, hidden) * self.pre_norms + hidden * self.post_norms
-        return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + 2 * norms
+        norms = (
+            self.norm.num_parameters(hidden) * self._num_pre_norms + 2 * hidden * self.post_norms
+        )
+        return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + norms
 
     def num_float32(self, hidden: int) -> int:
         """Return the number of those parameters that are float32 in a model of every dtype."""
-        norms = 2 * hidden * (self.pre_norms + self.post_norms)
+        norms = hidden * (self._num_pre_norms + 2 * self.post_norms)
         return self.mixer.num_float32 + norms * self.norm.float32
+
+    @property
+    def _num_pre_norms(self) -> int:
+        return self.pre_norms * (1 if self.shared_norm else 2)
 
 
 @dataclass(frozen=True)
@@ -227,6 +252,7 @@ class Network:
         positions: learned positions; None for none.
         logit_softcap: c in c * tanh(logit / c); None for none.
         tied: whether the projection to the vocabulary is the embedding matrix.
+        head_bias: whether the projection to the vocabulary has a bias.
     """
 
     vocab: int
@@ -237,6 +263,7 @@ class Network:
     positions: Positions | None = field(default=None, metadata={_TEXT: "learned positions"})
     logit_softcap: float | None = field(default=None, metadata={_TEXT: "softcap of logits"})
     tied: bool = False
+    head_bias: bool = field(default=False, metadata={_TEXT: "bias of the output head"})
 
     @property
     def num_parameters(self) -> int:
@@ -245,7 +272,8 @@ class Network:
         if self.positions is not None:
             tables += self.positions.count + self.positions.offset
         layers = sum(layer.num_parameters(self.hidden) for layer in self.layers)
-        return layers + tables * self.hidden + _norm_size(self.norm, self.hidden)
+        outside = self.norm.num_parameters(self.hidden) + self.head_bias * self.vocab
+        return layers + tables * self.hidden + outside
 
     def state(self, dtype: object) -> StateSpec:
         """Return what a sequence keeps in all layers.
@@ -273,10 +301,6 @@ class Network:
         """The distinct rotary embeddings of the layers and their head dims, those of layers without a window first."""
         mixers = sorted(self.attentions, key=lambda mixer: mixer.window is not None)
         return tuple(dict.fromkeys((mixer.rotary, mixer.head_dim) for mixer in mixers))
-
-
-def _norm_size(norm: Norm, size: int) -> int:
-    return size * (2 if norm.kind == "layer" else 1)
 
 
 ALL: Final = None

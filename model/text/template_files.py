@@ -7,8 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from model.checkpoint_files import read_text
 from model.errors import ChatTemplateError
-from model.files import read_given, read_text
+from model.files import read_given
 from model.json_input import read_json_object
 
 DEFAULT: Final = "default"

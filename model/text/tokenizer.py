@@ -15,8 +15,8 @@ from typing import Any, overload
 
 import tokenizers
 
+from model.checkpoint_files import read_text
 from model.errors import TokenizerError
-from model.files import read_text
 from model.json_input import read_json_object
 from model.text.bounded.limits import Bounds, check_added, check_file, check_library
 from model.text.bounded.processes import EncoderProcesses, PlainEncoding

@@ -253,7 +253,8 @@ def find_model(settings: Settings) -> tuple[Path, ModelConfig]:
     model = ModelConfig.from_folder(folder)
     has_gpu = None if may_have_gpu() else False
     check_start(engine_config(settings, folder), model, has_gpu=has_gpu)
-    return resolve(settings.model, settings.revision), model
+    pickle = None if settings.load_format == "dummy" else settings.load_format == "pickle"
+    return resolve(settings.model, settings.revision, pickle=pickle), model
 
 
 def _fail_all(messages: Iterable[str], command: str) -> NoReturn:

@@ -79,7 +79,8 @@ def http_config(
 
 def tokenizer_path(settings: Settings, model_path: Path) -> Path:
     """Return the model's folder. A model with random weights may have no tokenizer and uses the bundled model's."""
-    if settings.load_format == "dummy" and not (model_path / "tokenizer.json").exists():
+    has_tokenizer = model_path.is_file() or (model_path / "tokenizer.json").exists()
+    if settings.load_format == "dummy" and not has_tokenizer:
         log.warning("%s has no tokenizer.json; using the bundled model's", model_path)
         return resolve(BUNDLED)
     return model_path

@@ -23,7 +23,10 @@ class EngineSettings:
             layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on,
             not below sm_80; auto is none there. auto and none keep the format of a checkpoint that is quantized
             already.
-        load_format: dummy generates random weights from config.json, to measure speed without a checkpoint.
+        load_format: auto and safetensors read safetensors files. pickle also reads pytorch_model.bin, where there are
+            none, with PyTorch's loader of tensors alone: it refuses all other content, but a mistake in it could run
+            code of the file with the rights of the service, so use it for files whose author you trust. dummy generates
+            random weights from config.json, to measure speed without a checkpoint.
         compiled_kernels: folder of kernels that `tessera warmup --arch` compiled; only read, those that it lacks are
             compiled into Triton's own cache.
         max_model_len: limit of prompt and output tokens of a sequence; default: the model's own limit.
@@ -65,7 +68,9 @@ class EngineSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Setting("model")] = "auto"
     quantization: Annotated[QuantizationSetting, Setting("model")] = "auto"
-    load_format: Annotated[Literal["auto", "safetensors", "dummy"], Setting("model")] = "auto"
+    load_format: Annotated[Literal["auto", "safetensors", "pickle", "dummy"], Setting("model")] = (
+        "auto"
+    )
     compiled_kernels: str | None = None
     max_model_len: Annotated[int | None, Setting("model", ge=2)] = None
     max_num_seqs: Annotated[int | None, Setting(ge=1, le=4096)] = None

@@ -372,7 +372,9 @@ def test_settings_are_checked_before_the_weights_are_downloaded(monkeypatch):
 
     with pytest.raises(StartupError, match="--max-model-len 99999"):
         find_model(read_settings(["org/name", "--max-model-len=99999"]))
-    assert fetched == [["config.json", "generation_config.json"]]
+    assert fetched == [
+        ["config.json", "generation_config.json", "hf_quant_config.json", "README.md"]
+    ]
 
     folder, model = find_model(read_settings(["org/name"]))
     assert "*.safetensors" in fetched[-1]

@@ -59,7 +59,7 @@ def test_a_model_is_answered_with_the_command_that_serves_it(tessera, word):
         ("gemma-3-1b", "give google/gemma-3-1b-pt or google/gemma-3-1b-it"),
         ("./absent", "no folder './absent'"),
         ("/absent/model", "no folder '/absent/model'"),
-        ("x.gguf", "GGUF, which this version does not read"),
+        ("x.gguf", "there is no file 'x.gguf'"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_answered_with_the_reason_too(tessera, word, says):

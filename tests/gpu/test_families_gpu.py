@@ -69,6 +69,20 @@ MODELS = {
         "n_head": 4,
         "n_positions": 512,
     },
+    "gpt_neox": SIZES
+    | {"architectures": ["GPTNeoXForCausalLM"], "hidden_size": 256, "hidden_act": "gelu"},
+    "gptj": SIZES
+    | {
+        "architectures": ["GPTJForCausalLM"],
+        "n_embd": 256,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 512,
+        "rotary_dim": 32,
+    },
+    "cohere2": SIZES
+    | {"architectures": ["Cohere2ForCausalLM"], "hidden_size": 256, "sliding_window": 40},
+    "falcon": SIZES | {"architectures": ["FalconForCausalLM"], "hidden_size": 256},
     "opt": SIZES
     | {
         "architectures": ["OPTForCausalLM"],

@@ -378,12 +378,17 @@ def box_of(desc: Any, where: list[Any]) -> torch.Tensor:
     return found
 
 
+def undefined(dtype: torch.dtype) -> float:
+    """Return what stands for undefined numbers: NaN, or the largest number of a byte."""
+    return torch.nan if dtype.is_floating_point else 255
+
+
 def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
     """Start the copy of a box of a tensor to shared memory by TMA; what lies outside of the tensor is 0.
 
     Args:
         box: the part of the box that the tensor has.
-        target: has the shape of the whole box; its content is NaN until the copy ends.
+        target: has the shape of the whole box; its content is undefined until the copy ends.
         full: receives the bytes.
     """
 
@@ -392,7 +397,7 @@ def copy_box(box: torch.Tensor, target: Shared, full: MBarrier) -> None:
         target.memory[tuple(map(slice, box.shape))] = box
         full.receive(target.memory.numel() * target.memory.element_size())
 
-    target.memory.fill_(torch.nan)
+    target.memory.fill_(undefined(target.memory.dtype))
     start_copy(end)
 
 

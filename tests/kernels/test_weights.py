@@ -308,6 +308,9 @@ def test_rows_of_one_number_have_the_scales_of_float8_rows():
 
 
 BFLOAT16 = unquantized("bfloat16")
+FOUR_BITS = WeightFormat("four", 4, 4, "group", shifts=True, float=False, scale_dtype="float16")
+SIX_BITS = WeightFormat("six", 8, 2, "group", float=False)
+UNSIGNED = WeightFormat("unsigned", 8, 4, "group", float=False, offset=128, scale_dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -324,6 +327,20 @@ BFLOAT16 = unquantized("bfloat16")
         ([(BLOCKS, 8), (BFLOAT16, 8)], None),
         ([(BFLOAT16, 8), (BLOCKS, 8)], None),
         ([(BFLOAT16, 8), (BFLOAT16, 8)], None),
+        (
+            [(FOUR_BITS, 3), (SIX_BITS, 5)],
+            WeightFormat("four+six", 8, 2, "group", shifts=True, float=False, scale_dtype="float32"),
+        ),
+        (
+            [(FOUR_BITS, 3), (dataclasses.replace(FOUR_BITS, name="other", offset=8), 2), (UNSIGNED, 1)],
+            WeightFormat("four+other+unsigned", 8, 4, "group", shifts=True, float=False, scale_dtype="float16"),
+        ),
+        ([(FOUR_BITS, 3), (dataclasses.replace(UNSIGNED, offset=0, name="wide"), 5)],
+         WeightFormat("four+wide", 8, 4, "group", shifts=True, float=False, scale_dtype="float16")),
+        ([(FOUR_BITS, 3), (dataclasses.replace(UNSIGNED, offset=7), 5)], None),
+        ([(FOUR_BITS, 3), (INT8_ROWS, 5)], None),
+        ([(FOUR_BITS, 3), (GROUPS, 5)], None),
+        ([(FOUR_BITS, 3), (BFLOAT16, 5)], None),
     ],
 )  # fmt: skip
 def test_stacked_matrices_have_the_format_that_holds_all_of_them(parts, expected):
@@ -369,3 +386,104 @@ def test_a_problem_has_the_bytes_of_its_numbers():
 def test_formats_are_compared_by_value():
     assert unquantized(torch.bfloat16) == unquantized("bfloat16")
     assert {INT4_GROUPS, dataclasses.replace(INT4_GROUPS), INT8_ROWS} == {INT4_GROUPS, INT8_ROWS}
+
+
+@pytest.fixture(params=["int4 groups with shifts", "fp8 rows", "signed rows", "fp8 groups"])
+def ordered(request):
+    """A matrix, and one with its columns sorted."""
+    plain = random_weight(QUANTIZED[request.param])
+    return plain, plain.with_columns_sorted(torch.randperm(SHAPE[1]).int())
+
+
+def test_a_matrix_has_its_columns_in_their_own_order_again(ordered):
+    plain, weight = ordered
+    stored = plain.unpacked()[:, weight.order]
+    assert torch.equal(weight.in_stored_order().unpacked(), stored)
+    with pytest.raises(AssertionError, match="gather the inputs"):
+        weight.unpacked()
+    assert weight.tensors.keys() == {*plain.tensors, "order"}
+
+    values = weight.dequantize()
+
+    assert torch.equal(values[:, weight.order], weight.in_stored_order().dequantize())
+    x = torch.randn(3, SHAPE[1])
+    torch.testing.assert_close(
+        x @ values.t(), x[:, weight.order] @ weight.in_stored_order().dequantize().t()
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda it: it.rows(2, 9),
+        lambda it: it.permuted(torch.tensor([3, 1, 8])),
+        lambda it: it.scaled(torch.arange(1.0, 11)),
+        lambda it: it.detach(),
+        lambda it: it.to(torch.device("cpu")),
+        lambda it: it.columns(0, SHAPE[1]),
+    ],
+)
+def test_what_changes_outputs_keeps_the_order(ordered, change):
+    weight = ordered[1]
+
+    found = change(weight)
+
+    assert found.format.ordered
+    full = change(Weight.full(weight.dequantize()))
+    torch.testing.assert_close(found.dequantize(), full.dequantize())
+
+
+def test_some_inputs_of_a_matrix_with_an_order_are_full_numbers(ordered):
+    weight = ordered[1]
+
+    found = weight.columns(2, 8)
+
+    assert not found.format.is_quantized
+    assert torch.equal(found.numbers, weight.dequantize()[:, 2:8])
+
+
+def test_matrices_are_stacked_with_one_order_only(ordered):
+    weight = ordered[1]
+    same = dataclasses.replace(weight, order=weight.order.clone())
+    other = dataclasses.replace(weight, order=weight.order.flip(0))
+
+    assert stacked_format([weight, same]) == weight.format
+    assert stacked_format([weight, other]) is None
+    assert stacked_format([weight, weight.in_stored_order()]) is None
+    stacked = Weight.empty(weight.format, (2 * SHAPE[0], SHAPE[1]), "cpu")
+    for part, its in zip(stacked.split_with_sizes([SHAPE[0]] * 2), (weight, same), strict=True):
+        part.copy_(its)
+    assert torch.equal(stacked.dequantize(), weight.dequantize().repeat(2, 1))
+
+
+def test_matrices_whose_numbers_mean_something_else_are_not_stacked():
+    plain = random_weight(WeightFormat("it", 8, scales="row", float=False))
+    for form in (
+        dataclasses.replace(plain.format, offset=128),
+        dataclasses.replace(plain.format, shifts=True),
+        dataclasses.replace(plain.format, scales="group", group=4),
+    ):
+        assert stacked_format([plain, random_weight(form)]) is None
+
+
+def test_the_bytes_of_a_matrix_are_those_of_its_tensors(ordered):
+    for weight in ordered:
+        bits = sum(it.nbytes for it in weight.tensors.values())
+        assert weight.format.num_bytes(SHAPE) == bits
+
+
+@pytest.mark.parametrize("shifts", [False, True], ids=["", "shifts"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scales", ["row", "group", "block"])
+def test_whole_numbers_of_any_format_are_at_most_half_a_step_away(shifts, bits, scales):
+    form = WeightFormat("it", bits, 4 if scales != "row" else 0, scales, shifts, float=False)
+    form = dataclasses.replace(form, offset=2 ** (bits - 1))
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+
+    found = quantize(values, form)
+
+    steps = found.scale
+    if scales == "block":
+        steps = steps.repeat_interleave(4, 0)[: SHAPE[0]]
+    steps = steps[:, None] if scales == "row" else steps.repeat_interleave(4, 1)[:, : SHAPE[1]]
+    assert bool(((found.dequantize() - values).abs() <= 0.501 * steps).all())

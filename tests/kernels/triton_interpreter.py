@@ -37,6 +37,8 @@ _MODULES = (
     "kernels.norms.gpu.quantize_rows",
     "kernels.rope.gpu.rope_cache",
     "kernels.linear.gpu.vector",
+    "kernels.linear.gpu.arrange",
+    "kernels.linear.gpu.dequantize",
     "kernels.linear.gpu.invariant",
     "kernels.collective.one_shot",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late

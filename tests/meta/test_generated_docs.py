@@ -11,6 +11,7 @@ from docs.generate import (
     flash_attention_page,
     http_page,
     kernels_page,
+    models_page,
     plots,
     settings_page,
 )
@@ -29,6 +30,10 @@ def test_the_page_of_other_servers_names_is_up_to_date():
 
 def test_the_kernels_page_shows_the_current_plans_and_the_newest_results():
     assert (ROOT / "docs" / "kernels.md").read_text() == kernels_page(), "run `make docs`"
+
+
+def test_the_page_of_models_shows_the_newest_comparison_with_transformers():
+    assert (ROOT / "docs" / "models.md").read_text() == models_page(), "run `make docs`"
 
 
 def test_the_http_page_shows_what_becomes_of_other_servers_parameters():

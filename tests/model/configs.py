@@ -20,8 +20,11 @@ def model_config(
     norm="rms",
     norm_eps=1e-6,
     norms_add_one=False,
+    norm_bias=True,
     post_norms=False,
     pre_norms=True,
+    parallel=False,
+    shared_norm=False,
     activation="silu",
     gated_mlp=True,
     rope=Rotary(),  # noqa: B008 - immutable
@@ -36,7 +39,9 @@ def model_config(
     mlp_bias=False,
     qk_norm=False,
     joint_qk_norm=False,
+    qk_norm_by_head=False,
     tie_word_embeddings=False,
+    head_bias=False,
     sliding_window=None,
     layer_types=(),
     dtype="float32",
@@ -51,7 +56,7 @@ def model_config(
         layer_types: of each layer, "sliding_attention" for one with the window; by default all have it.
     """
     arguments = dict(locals())
-    norm = Norm(norm_eps, norm, norms_add_one)
+    norm = Norm(norm_eps, norm, norms_add_one, norm_bias)
     dim = head_dim or hidden_size // num_heads
     mixer = Attention(
         num_heads,
@@ -60,8 +65,9 @@ def model_config(
         (query_pre_attn_scalar or dim) ** -0.5,
         None,
         rope,
-        norm if qk_norm or joint_qk_norm else None,
+        norm if qk_norm or joint_qk_norm or qk_norm_by_head else None,
         joint_qk_norm,
+        qk_norm_by_head,
         attention_softcap,
         attention_bias,
         attention_output_bias,
@@ -72,7 +78,7 @@ def model_config(
         window = sliding_window if kind == "sliding_attention" else None
         rotary = rope if window is None else local_rope or rope
         attention = dataclasses.replace(mixer, window=window, rotary=rotary)
-        layers.append(Layer(attention, mlp, norm, post_norms, pre_norms))
+        layers.append(Layer(attention, mlp, norm, post_norms, pre_norms, parallel, shared_norm))
     network = Network(
         vocab_size,
         hidden_size,
@@ -82,6 +88,7 @@ def model_config(
         Positions(max_position_embeddings, position_offset) if rope is None else None,
         logit_softcap,
         tie_word_embeddings,
+        head_bias,
     )
     return ModelConfig(
         architecture=architecture,

@@ -12,8 +12,9 @@ from model import files
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.shards import find_shards, open_shard
+from model.checkpoint_files import read_text
 from model.errors import ChatTemplateError, ModelError, TokenizerError, WeightsError
-from model.files import open_file, read_file, read_given, read_text
+from model.files import open_file, read_file, read_given
 from model.hub.resolve import BUNDLED, resolve
 from model.text.chat_template import ChatTemplate
 from model.text.template_files import find_templates, read_config, read_template

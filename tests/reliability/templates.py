@@ -108,12 +108,13 @@ def _try_one(
             findings.stopped[text.partition(_HOOK)[2][:40]] += 1
         if isinstance(error, TemplateLimitError):
             outcome += f": {text}"
-    findings.seconds.append(time.monotonic() - began)
+    seconds_passed = time.monotonic() - began
+    findings.seconds.append(seconds_passed)
     findings.outcomes[outcome] += 1
     if _ESCAPED.search(text) or any(map(_has_more, renderers.pids)):
         findings.escapes.append(source)
-    # The processor time of a process that still runs is added when it ends, so this bound is of ended ones.
-    if _processor_time() - used > MOST_SECONDS:
+    # That of a process is added when it ends, with what earlier templates took, but only one process computes at once.
+    if min(_processor_time() - used, seconds_passed) > MOST_SECONDS:
         findings.slow.append(source)
 
 

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.linear.checks import check_linear, check_weights
+from kernels.linear.gpu.dequantize import dequantize
 from kernels.linear.gpu.vector import widen
 from kernels.weight_format import FP8_ROWS
 
@@ -135,7 +136,7 @@ class InvariantLinear:
         check_linear(x, choice, out, arguments)
         bias, scale, numbers = self._bias, self._scale, self._numbers
         if numbers is None:
-            numbers = self._weight.dequantize(x.dtype)
+            numbers = dequantize(self._weight, x.dtype, unpacks=choice.unpacks)
         rows, stacked = len(x), len(numbers)
         if self._in_parts:
             shape, dtype = (self._splits, rows, stacked), torch.float32

@@ -7,6 +7,9 @@ multiplies. It writes partial sums; the norm that follows adds them to the resid
 
 Weights in FP8 take half of the bytes. The tensor cores multiply only numbers of one dtype, so a thread loads its part
 of a chunk to registers and converts it, exactly, while the chunk before is multiplied; the scales are applied to sums.
+Weights of 4 bits are converted likewise, with their scales and shifts, and rounded to the inputs' dtype. They are
+multiplied by rows whose columns are ordered before (`kernels.linear.gpu.arrange`), so that a thread converts four
+adjacent bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
+from kernels.gpu.functions import LINE_BYTES
+from kernels.gpu.unpack import dequantize, twice
 from kernels.gpu.widen import widen
 from kernels.linear.checks import check_weights
+from kernels.linear.gpu.arrange import arrange
 from kernels.linear.matrix_tiles import MANY_ROWS, ROW_COUNTS, plan_invariant_matrix, plan_matrix
 
 if TYPE_CHECKING:
@@ -41,8 +47,9 @@ if TYPE_CHECKING:
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def matrix_linear(
-    x_desc, w_desc, bias, scale, out, num_rows,
-    N: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    x_desc, w_desc, bias, scale, shift, out, num_rows,
+    N: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr,
+    SHIFTED: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, IN_PARTS: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -52,11 +59,16 @@ def matrix_linear(
 
     Args:
         x_desc: [num_rows, K] in boxes of [ROWS, COLUMNS].
-        w_desc: [N, K], gate above up where GATED, in boxes of OUTPUTS rows and COLUMNS.
+        w_desc: [N, K], gate above up where GATED, in boxes of OUTPUTS rows and COLUMNS; two columns in a uint8 where
+            BITS is 4.
         bias: [N]; where BIAS, which excludes IN_PARTS and GATED.
-        scale: [N] float32; where the weights are in FP8.
+        scale: [N] float32 where BITS is 8; [N, K / GROUP], rounded up, where BITS is 4.
+        shift: as `scale`; where SHIFTED.
         out: [num_rows, N], or N / 2 where GATED; [SPLITS, num_rows, N] float32 where IN_PARTS.
         num_rows: of x.
+        BITS: 16; 8 for weights in FP8; 4 for integers.
+        GROUP: columns with one scale, a multiple of 32 that divides COLUMNS or is divided by it; where BITS is 4.
+        OFFSET: subtracted from a number; where BITS is 4.
         OUTPUTS: rows of weights per program, 16 for each of its warps.
         ROWS: rows of x per program, a power of two from 16 to 256.
         COLUMNS: columns that are multiplied at once.
@@ -65,11 +77,12 @@ def matrix_linear(
     CHUNKS: gl.constexpr = K // COLUMNS // SPLITS
     dtype: gl.constexpr = x_desc.dtype
     w_dtype: gl.constexpr = w_desc.dtype
-    FP8: gl.constexpr = w_dtype != dtype
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, COLUMNS], w_dtype)
+    IN_BYTE: gl.constexpr = 2 if BITS == 4 else 1
+    BYTES: gl.constexpr = COLUMNS // IN_BYTE
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, BYTES], w_dtype)
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    w = gl.allocate_shared_memory(w_dtype, [STAGES, OUTPUTS, COLUMNS], w_layout)
+    w = gl.allocate_shared_memory(w_dtype, [STAGES, OUTPUTS, BYTES], w_layout)
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for s in gl.static_range(STAGES):
@@ -85,21 +98,63 @@ def matrix_linear(
     first = part * (CHUNKS * COLUMNS)
     for s in gl.static_range(STAGES):
         expect_copies(w_desc, x_desc, full.index(s), w.index(s), x.index(s))
-        copy_weights(w_desc, tile, first + s * COLUMNS, full.index(s), w.index(s), GATED)
+        copy_weights(w_desc, tile, first // IN_BYTE + s * BYTES, full.index(s), w.index(s), GATED)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     factors = ()
-    if FP8:
+    if BITS == 8:
         factors = (load_scales(scale, tile, layout, N, OUTPUTS, GATED),)  # type: ignore[assignment]
+    groups = ()
+    if BITS == 4:
+        fetch_groups(scale, tile, first, CHUNKS * COLUMNS, N, K, GROUP, OUTPUTS, GATED)
+        if SHIFTED:
+            fetch_groups(shift, tile, first, CHUNKS * COLUMNS, N, K, GROUP, OUTPUTS, GATED)
+        for i in gl.static_range(2):
+            column = gl.minimum(first + i * COLUMNS, K - COLUMNS)
+            groups = groups + (  # type: ignore[assignment]
+                load_groups(
+                    scale,
+                    shift,
+                    tile,
+                    column,
+                    layout,
+                    N,
+                    K,
+                    GROUP,
+                    OUTPUTS,
+                    COLUMNS,
+                    GATED,
+                    SHIFTED,
+                ),
+            )
     if PDL:
         gdc_wait()
     for s in gl.static_range(STAGES):
         copy_rows(x_desc, first_row, first + s * COLUMNS, full.index(s), x.index(s))
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
-    if FP8:
+    if BITS < 16:
         acc = warpgroup_mma_init(acc)
     for i in range(CHUNKS):
-        acc = multiply(w, x, full, acc, i, layout)
+        if BITS == 4:
+            then_column = gl.minimum(first + (i + 2) * COLUMNS, K - COLUMNS)
+            loaded = load_groups(
+                scale,
+                shift,
+                tile,
+                then_column,
+                layout,
+                N,
+                K,
+                GROUP,
+                OUTPUTS,
+                COLUMNS,
+                GATED,
+                SHIFTED,
+            )
+            acc = multiply_groups(w, x, full, acc, i, groups[0], layout, OFFSET, SHIFTED)  # type: ignore[misc]
+            groups = (groups[1], loaded)  # type: ignore[assignment,misc]
+        else:
+            acc = multiply(w, x, full, acc, i, layout)
         following = i - 1 + STAGES
         # Only while chunks are left to copy do the warps wait for each other, so that the stage of the previous
         # products may be filled again.
@@ -108,10 +163,10 @@ def matrix_linear(
             then = following % STAGES
             column = first + following * COLUMNS
             expect_copies(w_desc, x_desc, full.index(then), w.index(then), x.index(then))
-            copy_weights(w_desc, tile, column, full.index(then), w.index(then), GATED)
+            copy_weights(w_desc, tile, column // IN_BYTE, full.index(then), w.index(then), GATED)
             copy_rows(x_desc, first_row, column, full.index(then), x.index(then))
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    if FP8:
+    if BITS == 8:
         acc = acc * factors[0][:, None]  # type: ignore[misc]
     store(acc, bias, out, first_row, tile, part, num_rows, N, OUTPUTS, ROWS, IN_PARTS, GATED, BIAS)
     # The store needs shared memory. Used after it, the barriers keep theirs.
@@ -150,10 +205,92 @@ def load_scales(
 ):
     """Load the scales of a program's rows of weights, [OUTPUTS] float32, in their order in shared memory."""
     row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
+    return gl.load(scale + row_of_weights(row, tile, N, OUTPUTS, GATED))
+
+
+@gluon.jit
+def row_of_weights(row, tile, N: gl.constexpr, OUTPUTS: gl.constexpr, GATED: gl.constexpr):
+    """Return which rows of the weights a program's rows are, in their order in shared memory."""
     place = tile * OUTPUTS + row
     if GATED:
         place = row // 8 % 2 * (N // 2) + tile * (OUTPUTS // 2) + row // 16 * 8 + row % 8
-    return gl.load(scale + place)
+    return place
+
+
+@gluon.constexpr_function
+def bytes_layout(products, outputs, groups, width):
+    """Return the register layout of packed weights [outputs, groups, width].
+
+    Of 16 bytes, a thread has four adjacent ones; its rows are those that it has in `products`, the result's layout.
+    """
+    bits = [[0, group, place] for group, place in _byte_places(groups, width)]
+    warps = products.warps_per_cta[0]
+    return gl.DistributedLinearLayout(
+        [*bits[:2], [8, 0, 0], *bits[4:]],
+        [*bits[2:4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        [],
+        [outputs, groups, width],
+    )
+
+
+@gluon.constexpr_function
+def _byte_places(groups, width):
+    """Return group and place in it of bytes 1, 2, 4 and so on of [groups, width]."""
+    count = (groups * width).bit_length() - 1
+    return [((1 << i) // width, (1 << i) % width) for i in range(count)]
+
+
+@gluon.jit
+def load_groups(
+    scale, shift, tile, column, layout: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, SHIFTED: gl.constexpr,
+):  # fmt: skip
+    """Load scales and shifts of the chunk of 4-bit weights from a column on, [OUTPUTS, groups]."""
+    COUNT: gl.constexpr = (K + GROUP - 1) // GROUP
+    GROUPS: gl.constexpr = COLUMNS // GROUP if GROUP < COLUMNS else 1
+    packed: gl.constexpr = bytes_layout(layout, OUTPUTS, GROUPS, COLUMNS // 2 // GROUPS)
+    of_groups: gl.constexpr = gl.SliceLayout(2, packed)
+    row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, of_groups))[:, None]
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, of_groups))[None, :]
+    place = row_of_weights(row, tile, N, OUTPUTS, GATED) * COUNT + (column // GROUP + group)
+    if COUNT % GROUPS == 0:
+        place = gl.multiple_of(gl.max_contiguous(place, [1, GROUPS]), [1, GROUPS])
+    scales = gl.load(scale + place)
+    shifts = scales
+    if SHIFTED:
+        shifts = gl.load(shift + place)
+    return scales, shifts
+
+
+@gluon.jit
+def fetch_groups(
+    scale, tile, column, COLUMNS: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    OUTPUTS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Prefetch the scales of a program's rows of 4-bit weights, of COLUMNS columns, to the second-level cache."""
+    COUNT: gl.constexpr = (K + GROUP - 1) // GROUP
+    LINE: gl.constexpr = LINE_BYTES // (scale.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: gl.constexpr = lines_of(COLUMNS // GROUP, LINE)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))[:, None]
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(0, layout))[None, :]
+    group = gl.minimum(column // GROUP + line * LINE, COUNT - 1)
+    place = row_of_weights(row, tile, N, OUTPUTS, GATED) * COUNT + group
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [scale + place],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def lines_of(count, line):
+    """Return a power of two of cache lines that is enough for `count` numbers anywhere in them."""
+    return 1 << (count // line + 1).bit_length()
 
 
 @gluon.jit
@@ -173,6 +310,36 @@ def multiply(w, x, full, acc, i, layout: gl.constexpr):
         acc = warpgroup_mma(w.index(stage), rows, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
     return acc
+
+
+@gluon.jit
+def multiply_groups(
+    w, x, full, acc, i, groups, layout: gl.constexpr, OFFSET: gl.constexpr, SHIFTED: gl.constexpr
+):
+    """Start the products of chunk `i` of 4-bit weights, whose scales are `groups`, when those before have ended."""
+    STAGES: gl.constexpr = w.shape[0]
+    OUTPUTS: gl.constexpr = w.shape[1]
+    BYTES: gl.constexpr = w.shape[2]
+    stage = i % STAGES
+    scales, shifts = groups
+    GROUPS: gl.constexpr = scales.shape[1]
+    packed: gl.constexpr = bytes_layout(layout, OUTPUTS, GROUPS, BYTES // GROUPS)
+    flat: gl.constexpr = bytes_layout(layout, OUTPUTS, 1, BYTES)
+    mbarrier.wait(full.index(stage), i // STAGES & 1)
+    rows = x.index(stage).permute((1, 0))
+    numbers = w.index(stage).load(gl.SliceLayout(1, flat))
+    numbers = gl.convert_layout(gl.reshape(numbers, [OUTPUTS, GROUPS, BYTES // GROUPS]), packed)
+    zeros = gl.zeros([OUTPUTS, GROUPS, BYTES // GROUPS], gl.int32, layout=packed)
+    dtype: gl.constexpr = x.dtype
+    scales = twice(scales, dtype)[:, :, None] + zeros
+    shifts = twice(shifts, dtype)[:, :, None] + zeros
+    # The tensor cores may still read the registers of the last chunk's weights.
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    low, high = dequantize(numbers, scales, shifts, dtype, OFFSET, SHIFTED)
+    apart = gl.reshape(gl.join(low, high), [OUTPUTS, BYTES // 16, 4, 2, 2, 2])
+    weights = gl.reshape(gl.permute(apart, [0, 1, 5, 3, 2, 4]), [OUTPUTS, 2 * BYTES])
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
+    return warpgroup_mma(weights, rows, acc, is_async=True)
 
 
 @gluon.jit
@@ -222,22 +389,23 @@ class MatrixLinear:
     def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
         check_weights(weights, problem)
         self._weight, self._scale = weights.weight.numbers, weights.weight.scale
-        self._bias = weights.bias
+        self._shift, self._bias = weights.weight.shift, weights.bias
+        self._form = problem.format
         self._gated, self._in_parts = problem.gated, problem.residual
-        stacked, inputs = self._weight.shape
-        assert stacked % 64 == inputs % 64 == 0, self._weight.shape
+        stacked, inputs = weights.weight.shape
+        assert stacked % 64 == inputs % 64 == 0, (stacked, inputs)
         assert self._bias is None or not (self._gated or self._in_parts)
         self._outputs = stacked // 2 if self._gated else stacked
         self._dtype = getattr(gl, problem.dtype)
-        self._weight_dtype = self._dtype if self._scale is None else gl.float8e4nv
+        bits = problem.format.bits
+        self._weight_dtype = {16: self._dtype, 8: gl.float8e4nv, 4: gl.uint8}[bits]
+        self._shape = stacked, inputs
         if problem.batch_invariant:
             assert self._scale is None, "tiles are planned for weights in the inputs' dtype"
             self._launches = plan_invariant_matrix(stacked, inputs, may_split=self._in_parts)
         else:
             self._launches = {
-                rows: plan_matrix(
-                    stacked, inputs, rows, may_split=self._in_parts, fp8=self._scale is not None
-                )
+                rows: plan_matrix(stacked, inputs, rows, may_split=self._in_parts, bits=bits)
                 for rows in ROW_COUNTS
             }
         shapes = {(it.outputs, it.columns) for it in self._launches.values()}
@@ -259,6 +427,9 @@ class MatrixLinear:
         assert all(it is None for it in arguments[:3]), "it absorbs a gate alone"
         assert out is None or not self._in_parts
         rows, inputs = x.shape
+        form = self._form
+        if form.bits == 4:
+            x = arrange(x, pdl=arguments.pdl)
         launch = self._launches[next((it for it in ROW_COUNTS if rows <= it), MANY_ROWS)]
         if self._in_parts:
             shape = (launch.splits, rows, self._outputs)
@@ -267,20 +438,23 @@ class MatrixLinear:
             out = torch.empty((rows, self._outputs), dtype=x.dtype, device=x.device)
         box = [launch.rows, launch.columns]
         layout = gl.NVMMASharedLayout.get_default_for(box, self._dtype)
-        stacked = self._weight.shape[0]
+        stacked = self._shape[0]
         grid = (-(-rows // launch.rows), stacked // launch.outputs, launch.splits)
+        absent = out
         matrix_linear[grid](
             TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, layout),
-            self._boxes[launch.outputs, launch.columns], out if self._bias is None else self._bias,
-            out if self._scale is None else self._scale, out, rows,
-            N=stacked, K=inputs, OUTPUTS=launch.outputs, ROWS=launch.rows, COLUMNS=launch.columns,
-            STAGES=launch.stages(inputs), IN_PARTS=self._in_parts, SPLITS=launch.splits, GATED=self._gated,
-            BIAS=self._bias is not None, num_warps=launch.outputs // 16, **dependent_launch(arguments.pdl),
+            self._boxes[launch.outputs, launch.columns],
+            *(absent if it is None else it for it in (self._bias, self._scale, self._shift)), out, rows,
+            N=stacked, K=inputs, BITS=form.bits, GROUP=form.group, OFFSET=form.offset, SHIFTED=form.shifts,
+            OUTPUTS=launch.outputs, ROWS=launch.rows, COLUMNS=launch.columns, STAGES=launch.stages(inputs),
+            IN_PARTS=self._in_parts, SPLITS=launch.splits, GATED=self._gated, BIAS=self._bias is not None,
+            num_warps=launch.outputs // 16, **dependent_launch(arguments.pdl),
         )  # fmt: skip
         return out
 
     def _weight_boxes(self, outputs: int, columns: int) -> TensorDescriptor:
         stacked, inputs = self._weight.shape
+        columns //= self._shape[1] // inputs
         shape, strides, box = [stacked, inputs], [inputs, 1], [outputs, columns]
         if self._gated:
             # Eight rows of the gate, then the matching eight of the up projection, so that one thread holds both.

@@ -18,8 +18,9 @@ from triton.experimental.gluon import language as gl
 from kernels.step.gpu.consumer import consume
 from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
-from kernels.step.gpu.ring import FIELDS, MOST_PROGRAMS, StepConstants, make_ring
-from kernels.step.sizes import ROWS, step_sizes
+from kernels.step.gpu.ring import FIELDS, INT4, MOST_PROGRAMS, StepConstants, make_ring
+from kernels.step.packed_scales import MIDDLE, packed_scales
+from kernels.step.sizes import ROWS, part_scales, step_sizes
 from kernels.step.weights import MATRICES, StepWeights
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def whole_step(
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
     TENSOR_CORES: gl.constexpr, POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr,
-    EMBEDDING_FACTOR: gl.constexpr,
+    EMBEDDING_FACTOR: gl.constexpr, PART_SCALES: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
+    WEIGHT_SHIFTS: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
@@ -69,7 +71,8 @@ def whole_step(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
         STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
         TENSOR_CORES=TENSOR_CORES, POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE,
-        EMBEDDING_FACTOR=EMBEDDING_FACTOR,
+        EMBEDDING_FACTOR=EMBEDDING_FACTOR, PART_SCALES=PART_SCALES, WEIGHT_OFFSET=WEIGHT_OFFSET,
+        WEIGHT_SHIFTS=WEIGHT_SHIFTS,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
     ropes = (cos, sin, local_cos, local_sin)
@@ -107,9 +110,10 @@ class BoundStep:
     ) -> None:
         self._weights = weights
         self._rows = rows
-        self._in_table = caches, scales
+        packed = packed_scales(weights)
+        self._in_table = caches, scales, packed
         self._grid = (arch.num_sms,)
-        self._table = address_table(weights, caches, scales)
+        self._table = address_table(weights, caches, scales, packed)
         self._buffers = exchange_buffers(weights, arch, rows)
         self._constants = step_constants(
             weights, caches, scales, arch, rows, tensor_cores=tensor_cores
@@ -129,9 +133,12 @@ class StepKernel(BoundStep):
         tensor_cores: bool = False,
     ) -> None:
         super().__init__(weights, caches, scales, arch, tensor_cores=tensor_cores)
-        first, factor = weights.layers[0], weights.shape.embedding_factor
+        form, factor = weights.layers[0].qkv.format, weights.shape.embedding_factor
         self._constants |= {
-            "FP8_WEIGHTS": first.qkv.scale is not None,
+            "FP8_WEIGHTS": INT4.value if form.bits == 4 else form.is_quantized,
+            "PART_SCALES": part_scales(form),
+            "WEIGHT_OFFSET": MIDDLE if form.shifts else form.offset,
+            "WEIGHT_SHIFTS": form.shifts,
             "TENSOR_CORES": tensor_cores,
             "POST_NORMS": weights.shape.post_norms,
             "GELU_TANH": weights.shape.activation == "gelu_tanh",
@@ -220,7 +227,8 @@ def step_constants(
 ) -> dict[str, Any]:
     """Return the constants and options of a launch; arguments as for `BoundStep` and `exchange_buffers`."""
     shape, first = weights.shape, weights.layers[0]
-    sizes = step_sizes(shape, arch, rows, tensor_cores=tensor_cores)
+    form = first.qkv.format
+    sizes = step_sizes(shape, arch, rows, tensor_cores=tensor_cores, weight_format=form)
     little = shape.hidden_size <= _LITTLE_HIDDEN
     return {
         "LAYERS": len(weights.layers),
@@ -253,18 +261,24 @@ def step_constants(
 
 
 def address_table(
-    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+    weights: StepWeights,
+    caches: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    packed: list[dict[str, Tensor]],
 ) -> Tensor:
     """Return the table of a step on the weights' device; 0 for tensors that a layer does not have."""
     addresses = [
         [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in row]
-        for row in table_rows(weights, caches, scales)
+        for row in table_rows(weights, caches, scales, packed)
     ]
     return torch.tensor(addresses, dtype=torch.int64).to(weights.embedding.device)
 
 
 def table_rows(
-    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+    weights: StepWeights,
+    caches: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    packed: list[dict[str, Tensor]],
 ) -> list[tuple[Tensor | int | None, ...]]:
     """Return the tensors and numbers to which the rows of the table of a step refer."""
     rows = []
@@ -273,9 +287,8 @@ def table_rows(
         tensors = {**layer._asdict(), **numbers, "keys": kv[0], "values": kv[1]}
         tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
         rows.append(tensors)
-    for layer in weights.layers:
-        has_scales = layer.qkv.scale is not None
-        second = {name: getattr(layer, name).scale for name in MATRICES} if has_scales else {}
+    for layer, own_scales in zip(weights.layers, packed, strict=True):
+        second: dict[str, Tensor | None] = {**own_scales}
         if layer.output_norm is not None:
             second |= {"input_norm": layer.output_norm, "mlp_norm": layer.down_norm}
         rows += [second] if second else []

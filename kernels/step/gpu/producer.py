@@ -14,6 +14,7 @@ from kernels.step.gpu.ring import (
     COLUMNS,
     DOWN,
     GATE_UP,
+    INT4,
     OUTPUT,
     PRODUCER_WARPS,
     QKV,
@@ -32,9 +33,11 @@ from kernels.step.gpu.ring import (
     parts_sent,
     projected_row,
     projected_tiles,
+    scale_stride,
     scales_of,
     sent,
     stages_of,
+    stored_size,
     wait_empty,
 )
 
@@ -59,6 +62,8 @@ def produce_step(ring, table, head, past, block_table, c):
     """Copy weights, keys and values; `past` and `block_table` are of the sequence that this program attends."""
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
+    HIDDEN: gl.constexpr = stored_size(c.HIDDEN, c.FP8_WEIGHTS)
+    STRIDE: gl.constexpr = scale_stride(c.HIDDEN, c.FP8_WEIGHTS, c.PART_SCALES)
     used = 0
     if c.TENSOR_CORES or c.FP8_WEIGHTS:
         table = computed_again(table)
@@ -66,9 +71,17 @@ def produce_step(ring, table, head, past, block_table, c):
         weight, scales = matrix_of(table, layer, QKV, dtype, c)
         for number in range(projected_tiles(c)):
             row = projected_row(number, c)
-            place = weight + row * c.HIDDEN
+            place = weight + row * HIDDEN
             used = send_rows(
-                ring, place, scales + row, ROWS - 1, used, c.HIDDEN, c.FLYING, c.FP8_WEIGHTS, c
+                ring,
+                place,
+                scales + row * STRIDE,
+                ROWS - 1,
+                used,
+                c.HIDDEN,
+                c.FLYING,
+                c.FP8_WEIGHTS,
+                c,
             )
         cache = cache_of(table, layer, dtype, c)
         seen = first_key(table, layer, past, c)
@@ -79,13 +92,13 @@ def produce_step(ring, table, head, past, block_table, c):
         weight, scales = matrix_of(table, layer, GATE_UP, dtype, c)
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         for tile in range(first, c.INNER // ROWS, gl.num_programs(0)):
-            place = weight + tile * ROWS * c.HIDDEN
-            scale = scales + tile * ROWS
+            place = weight + tile * ROWS * HIDDEN
+            scale = scales + tile * ROWS * STRIDE
             used = send_rows(
                 ring, place, scale, ROWS - 1, used, c.HIDDEN, c.FLYING, c.FP8_WEIGHTS, c
             )
-            place += c.INNER * c.HIDDEN
-            scale += c.INNER
+            place += c.INNER * HIDDEN
+            scale += c.INNER * STRIDE
             used = send_rows(
                 ring, place, scale, ROWS - 1, used, c.HIDDEN, c.FLYING, c.FP8_WEIGHTS, c
             )
@@ -108,12 +121,16 @@ def send_matrix(
     `matrix` is a result of `matrix_of`, of FP8 weights or others.
     """
     weight, scales = matrix
+    UNITS: gl.constexpr = stored_size(INPUTS, FP8)
+    STRIDE: gl.constexpr = scale_stride(INPUTS, FP8, c.PART_SCALES)
     for tile in range(first, (OUTPUTS + ROWS - 1) // ROWS, gl.num_programs(0)):
-        place = weight + tile.to(gl.int64) * (ROWS * INPUTS)  # type: ignore[attr-defined]
+        place = weight + tile.to(gl.int64) * (ROWS * UNITS)  # type: ignore[attr-defined]
         last = ROWS - 1
         if OUTPUTS % ROWS > 0:
             last = gl.minimum(OUTPUTS - 1 - tile * ROWS, ROWS - 1)
-        used = send_rows(ring, place, scales + tile * ROWS, last, used, INPUTS, FLYING, FP8, c)
+        used = send_rows(
+            ring, place, scales + tile * ROWS * STRIDE, last, used, INPUTS, FLYING, FP8, c
+        )
     return used
 
 
@@ -126,20 +143,21 @@ def send_rows(
     A stage of FP8 weights gets the scales of its rows too.
     """
     AT_ONCE: gl.constexpr = flying_of(INPUTS, FLYING, FP8)
-    FULL: gl.constexpr = INPUTS // (COLUMNS * parts_per_stage(FP8))
+    UNITS: gl.constexpr = stored_size(INPUTS, FP8)
+    FULL: gl.constexpr = UNITS // (COLUMNS * parts_per_stage(FP8))
     for i in range(FULL):
         stage = wait_empty(ring, used, c)
         send_parts(
-            ring, stage, weight, i, last, INPUTS, gl.constexpr(False), parts_per_stage(FP8), FP8, c
+            ring, stage, weight, i, last, UNITS, gl.constexpr(False), parts_per_stage(FP8), FP8, c
         )
-        send_scales(ring, stage, scales, FP8)
+        send_scales(ring, stage, scales, i, FP8, c)
         sent(ring, stage, AT_ONCE)
         used += 1
     if stages_of(INPUTS, FP8) > FULL:
         stage = wait_empty(ring, used, c)
         COUNT: gl.constexpr = parts_sent(INPUTS, FULL, c.BATCH, FP8)
-        send_parts(ring, stage, weight, FULL, last, INPUTS, gl.constexpr(True), COUNT, FP8, c)
-        send_scales(ring, stage, scales, FP8)
+        send_parts(ring, stage, weight, FULL, last, UNITS, gl.constexpr(True), COUNT, FP8, c)
+        send_scales(ring, stage, scales, FULL, FP8, c)
         sent(ring, stage, AT_ONCE)
         used += 1
     return used
@@ -150,7 +168,10 @@ def send_parts(
     ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr,
     FP8: gl.constexpr, c,
 ):  # fmt: skip
-    """Copy COUNT parts of ROWS rows, those of their stage `number`; zeros behind the rows' end if ENDS."""
+    """Copy COUNT parts of ROWS rows, those of their stage `number`; zeros behind the rows' end if ENDS.
+
+    A row has INPUTS stored numbers.
+    """
     WIDE: gl.constexpr = 16 if FP8 else 8
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [WIDE // 8, 256 // WIDE], [PRODUCER_WARPS, 1], [1, 0]
@@ -192,9 +213,17 @@ def computed_again(numbers):
 
 
 @gluon.jit
-def send_scales(ring, stage, scales, FP8: gl.constexpr):
-    """Copy the scales of ROWS rows of FP8 weights; nothing for others."""
-    if FP8:
+def send_scales(ring, stage, scales, number, FP8: gl.constexpr, c):
+    """Copy the scales of ROWS rows of FP8 weights, or those of their stage `number` of 4-bit weights."""
+    if FP8 == INT4:
+        SIZE: gl.constexpr = parts_per_stage(FP8) * ROWS * c.PART_SCALES
+        EACH: gl.constexpr = max(1, min(4, SIZE // (32 * PRODUCER_WARPS)))
+        place = gl.arange(0, SIZE, layout=gl.BlockedLayout([EACH], [32], [PRODUCER_WARPS], [0]))
+        place = gl.max_contiguous(scales + number * SIZE + place, EACH)
+        async_copy.async_copy_global_to_shared(
+            ring.scales.index(stage), gl.multiple_of(place, 4 * EACH)
+        )
+    elif FP8:
         row = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [PRODUCER_WARPS], [0]))
         async_copy.async_copy_global_to_shared(ring.scales.index(stage), scales + row)
 

@@ -31,8 +31,10 @@ SUMS = gl.constexpr(sizes.SUMS)
 MOST_TENSOR_TILES = gl.constexpr(sizes.MOST_TENSOR_TILES)
 WARP_SUMS = gl.constexpr(sizes.WARP_SUMS)
 MOST_PROGRAMS = gl.constexpr(256)
+INT4 = gl.constexpr(2)
+"""Value of FP8_WEIGHTS, and of the arguments FP8 of products, for 4-bit weights."""
 PRODUCER_WARPS = gl.constexpr(4)
-CONSUMER_WARPS = gl.constexpr(8)
+CONSUMER_WARPS = gl.constexpr(sizes.WARPS)
 
 FIELDS = (
     "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
@@ -72,7 +74,11 @@ class StepConstants:
         BIAS: whether the QKV projection has a bias.
         WINDOWS: whether a layer has a sliding window.
         FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
-        FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row.
+        FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row; INT4 if they are of 4
+            bits in groups. A stage holds as many bytes of these, so its parts have 2 * COLUMNS columns.
+        PART_SCALES: scales of a row in a part of 4-bit weights, each in an int32 with its shift; 0 of other weights.
+        WEIGHT_OFFSET: subtracted from 4-bit numbers.
+        WEIGHT_SHIFTS: whether 4-bit weights have shifts.
         TENSOR_CORES: whether they multiply one sequence (`kernels.step.gpu.tensor_products`).
         OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
         POST_NORMS: whether the outputs of attention and MLP are normalized before they are added to the residual stream
@@ -121,6 +127,9 @@ class StepConstants:
     GELU_TANH: gl.constexpr
     LOCAL_ROPE: gl.constexpr
     EMBEDDING_FACTOR: gl.constexpr
+    PART_SCALES: gl.constexpr
+    WEIGHT_OFFSET: gl.constexpr
+    WEIGHT_SHIFTS: gl.constexpr
     KEYS: gl.constexpr
     HEAD_ROWS: gl.constexpr
     HELD_P: gl.constexpr
@@ -137,7 +146,7 @@ class StepConstants:
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
         BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
         FP8_WEIGHTS=False, TENSOR_CORES=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False,
-        EMBEDDING_FACTOR=1.0,
+        EMBEDDING_FACTOR=1.0, PART_SCALES=0, WEIGHT_OFFSET=0, WEIGHT_SHIFTS=False,
     ) -> None:  # fmt: skip
         self.BATCH = gl.constexpr(BATCH)
         self.LAYERS = gl.constexpr(LAYERS)
@@ -171,6 +180,9 @@ class StepConstants:
         self.GELU_TANH = gl.constexpr(GELU_TANH)
         self.LOCAL_ROPE = gl.constexpr(LOCAL_ROPE)
         self.EMBEDDING_FACTOR = gl.constexpr(EMBEDDING_FACTOR)
+        self.PART_SCALES = gl.constexpr(PART_SCALES)
+        self.WEIGHT_OFFSET = gl.constexpr(WEIGHT_OFFSET)
+        self.WEIGHT_SHIFTS = gl.constexpr(WEIGHT_SHIFTS)
         self.KEYS = gl.constexpr(PARTS.value * ROWS.value * COLUMNS.value // 2 // DP)
         self.HEAD_ROWS = gl.constexpr(max(4, 2 * HELD_P))
         self.W = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
@@ -198,7 +210,8 @@ class Ring:
         x: [INPUTS / 256, 256], the input of a linear layer.
         sums: float32, each consumer warp's sums of a tile; on tensor cores only. Of several sequences
             [MOST_TILES, ROWS, SUMS], of one [MOST_TENSOR_TILES, ROWS, WARP_SUMS].
-        scales: [STAGES, ROWS] float32, of the rows of weights in a stage; of FP8 weights only.
+        scales: [STAGES, ROWS] float32, of the rows of weights in a stage, of FP8 weights; of 4-bit weights int32,
+            [STAGES, 2 * PARTS * ROWS * PART_SCALES].
         heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
     """
@@ -245,7 +258,11 @@ def make_ring(dtype: gl.constexpr, c):
         in_fours: gl.constexpr = gl.SwizzledSharedLayout(4, 1, ROWS, [1, 0])
         sums = gl.allocate_shared_memory(gl.float32, [MOST_TENSOR_TILES, ROWS, WARP_SUMS], in_fours)
     scales = totals
-    if c.FP8_WEIGHTS:
+    if c.PART_SCALES > 0:
+        scales = gl.allocate_shared_memory(
+            gl.int32, [c.STAGES, 2 * PARTS * ROWS * c.PART_SCALES], flat
+        )
+    elif c.FP8_WEIGHTS:
         scales = gl.allocate_shared_memory(gl.float32, [c.STAGES, ROWS], flat)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
@@ -284,6 +301,8 @@ def parts_of(ring, stage, FP8: gl.constexpr, c):
 @gluon.constexpr_function
 def stored_dtype(dtype, fp8):
     """Return the dtype of the cache or the weights of a model in `dtype`, if they are in FP8 or not."""
+    if fp8 == INT4.value:
+        return gl.uint8
     return gl.float8e4nv if fp8 else dtype
 
 
@@ -327,7 +346,7 @@ def lines_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
 def row_scales(ring, used, FP8: gl.constexpr, c):
     """Return the scales of the rows in use number `used` of the ring, which has arrived, [ROWS]; 1 without FP8."""
     scales = 1.0
-    if FP8:
+    if FP8 == 1:
         scales = ring.scales.index(used % c.STAGES).load(gl.SliceLayout(1, c.W))
     return scales
 
@@ -377,7 +396,8 @@ def matrix_of(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr, c):
     weight = address(table, layer, FIELD, stored_dtype(dtype, c.FP8_WEIGHTS))
     scales = weight
     if c.FP8_WEIGHTS:
-        scales = address(table, c.LAYERS + layer, FIELD, gl.float32)
+        kind: gl.constexpr = gl.int32 if c.FP8_WEIGHTS == INT4 else gl.float32
+        scales = address(table, c.LAYERS + layer, FIELD, kind)
     return weight, scales
 
 
@@ -439,15 +459,29 @@ def parts_per_stage(fp8):
 
 
 @gluon.constexpr_function
+def stored_size(inputs, fp8):
+    """Return how many stored numbers a row of weights has: bytes of 4-bit weights."""
+    return inputs // 2 if fp8 == INT4.value else inputs
+
+
+@gluon.constexpr_function
+def scale_stride(inputs, fp8, part_scales):
+    """Return how many scales a row of weights has; those of 4 bits as `kernels.step.packed_scales` arranges them."""
+    if fp8 != INT4.value:
+        return 1
+    return stages_of(inputs, fp8) * parts_per_stage(fp8) * part_scales
+
+
+@gluon.constexpr_function
 def stages_of(inputs, fp8=False):
     """Return how many stages ROWS rows of weights take."""
-    return -(-inputs // (parts_per_stage(fp8) * COLUMNS.value))
+    return -(-stored_size(inputs, fp8) // (parts_per_stage(fp8) * COLUMNS.value))
 
 
 @gluon.constexpr_function
 def parts_in(inputs, stage, fp8=False):
     """Return how many parts of ROWS rows of weights are in one of their stages."""
-    parts = -(-inputs // COLUMNS.value)
+    parts = -(-stored_size(inputs, fp8) // COLUMNS.value)
     return min(parts_per_stage(fp8), parts - stage * parts_per_stage(fp8))
 
 
@@ -465,7 +499,7 @@ def flying_of(inputs, flying, fp8):
     `flying` stages of the model's dtype; twice as many where FP8 weights fill each only up to the half, one more where
     every second stage holds a single part, so that two full stages are under way as with other sizes.
     """
-    if fp8 and inputs <= PARTS.value * COLUMNS.value:
+    if fp8 and stored_size(inputs, fp8) <= PARTS.value * COLUMNS.value:
         return 2 * flying
     small = stages_of(inputs, fp8) == 2 and parts_in(inputs, 1, fp8) == 1
     return flying + 1 if small and flying > 1 else flying

@@ -23,19 +23,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.gpu.unpack import number_bias, number_unit, unpack
 from kernels.step.gpu.ring import (
     COLUMNS,
     CONSUMER_WARPS,
+    INT4,
     PARTS,
     ROWS,
     WARP_SUMS,
     part_columns_log2,
     parts_in,
+    parts_of,
     parts_per_stage,
     release,
     row_scales,
     stages_of,
     stored_dtype,
+    stored_size,
     wait_full,
 )
 
@@ -48,13 +52,13 @@ WIDTH = gl.constexpr(PARTS.value * COLUMNS.value)
 @gluon.constexpr_function
 def vector_dtype(dtype, fp8):
     """Return the dtype of a vector that is multiplied by weights in FP8 or not, of a model in `dtype`."""
-    return gl.float16 if fp8 else dtype
+    return gl.float16 if fp8 == 1 else dtype
 
 
 @gluon.constexpr_function
 def vector_factor(dtype, fp8):
     """Return the factor of a vector that is multiplied by weights in FP8 or not, of a model in `dtype`."""
-    return 2.0**-VECTOR_EXPONENT.value if fp8 and dtype == gl.bfloat16 else 1.0
+    return 2.0**-VECTOR_EXPONENT.value if fp8 == 1 and dtype == gl.bfloat16 else 1.0
 
 
 @gluon.jit
@@ -75,6 +79,9 @@ def column_places(fp8):
     """Return what each bit of a column's number in a part selects: (warp, half, inner index of the product)."""
     inner, warp = [(0, 0, 1 << i) for i in range(4)], [(1 << i, 0, 0) for i in range(3)]
     half = (0, 1, 0)
+    if fp8 == INT4.value:
+        # 32 columns, half of a warp's, share a scale. A thread has 4 adjacent bytes, in the order of `unpack`.
+        return [inner[3], inner[0], inner[1], inner[2], half, *warp]
     # A thread has inner indices 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of both halves; bits 4 and 5 of bfloat16's columns,
     # and 3 and 6 of FP8's, select t: 16 threads of FP8 or 8 of bfloat16, with 4 or 2 rows, read different banks.
     if fp8:
@@ -105,7 +112,11 @@ def vector_numbers(size, fp8):
     while place < size:
         numbers.append(place)
         place *= 2
-    added = {6: 1 << 4, 8: 1 << 5} if fp8 else {8: 1 << 3}
+    if fp8 == INT4.value:
+        numbers[:2] = [2, 1]
+        added = {8: 1 << 5}
+    else:
+        added = {6: 1 << 4, 8: 1 << 5} if fp8 else {8: 1 << 3}
     return [number ^ added.get(i, 0) for i, number in enumerate(numbers)]
 
 
@@ -160,6 +171,30 @@ def store_vector(ring, number, values, FP8: gl.constexpr, c):
     `values` are [WIDTH] or [blocks, size], a power of two in all, of the model's dtype or float32; `number` of the
     same shape are before them.
     """
+    if FP8 == INT4:
+        store_halves(ring, number, values, c)
+    else:
+        store_whole(ring, number, values, FP8, c)
+
+
+@gluon.jit
+def store_halves(ring, number, values, c):
+    """Store elements that 4-bit weights multiply: even ones in the first half of the memory, odd ones behind."""
+    SIZE: gl.constexpr = elements(values.shape) // 2
+    even, odd = gl.split(gl.reshape(values, in_pairs(values.shape)))
+    store_whole(ring, number, even, INT4, c)
+    store_whole(ring, number + c.INPUTS // 2 // SIZE, odd, INT4, c)
+
+
+@gluon.constexpr_function
+def in_pairs(shape):
+    """Return the shape of pairs of adjacent elements."""
+    return [*shape[:-1], shape[-1] // 2, 2]
+
+
+@gluon.jit
+def store_whole(ring, number, values, FP8: gl.constexpr, c):
+    """Store elements as `store_vector`, in the order for the products."""
     dtype: gl.constexpr = ring.x.dtype
     layout: gl.constexpr = vector_layout(values.shape, FP8)
     view = part_of_vector(ring, number, elements(values.shape), FP8, c)
@@ -176,6 +211,155 @@ def no_products():
         zeros = gl.zeros([CONSUMER_WARPS, 2 * ROWS, 8], gl.float32, layout=layout)
         products = products + (zeros,)  # type: ignore[assignment]
     return products
+
+
+@gluon.jit
+def multiply_packed(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, c):
+    """Multiply the next tiles of 4-bit weights by the vector in shared memory, as `multiply`.
+
+    Their conversion takes so many instructions that these would not stay in a cache if tiles or stages were unrolled.
+    """
+    EACH: gl.constexpr = stages_of(INPUTS, INT4)
+    COUNT: gl.constexpr = (stored_size(INPUTS, INT4) + COLUMNS - 1) // COLUMNS
+    FULL: gl.constexpr = COUNT // PARTS
+    # All have read the sums before.
+    gl.thread_barrier()
+    for t in range(TILES):
+        sums = gl.zeros([ROWS, WARP_SUMS], gl.float32, layout=packed_sums())
+        for n in range(FULL):
+            wait_full(ring, used + n // 2, c)
+            sums = add_packed(ring, sums, n, used + n // 2, PARTS, c)
+        if COUNT % PARTS > 0:
+            wait_full(ring, used + FULL // 2, c)
+            sums = add_packed(ring, sums, FULL, used + FULL // 2, COUNT % PARTS, c)
+        ring.sums.index(t).store(sums)
+        release(ring, used, EACH, c)
+        used += EACH
+    totals = ()
+    for t in gl.static_range(TILES):
+        totals = totals + (gl.sum(ring.sums.index(t).load(c.W), 1),)  # type: ignore[assignment]
+    return totals, used
+
+
+@gluon.jit
+def add_packed(ring, sums, number, used, COUNT: gl.constexpr, c):
+    """Add the products of COUNT parts of 4-bit weights, from part `number` * PARTS of their rows on.
+
+    The numbers are multiplied as they are converted, and a group's sum gets scale and shift:
+
+        sum of ((n - offset) * scale + shift) * x = scale * sum(m * x) + (shift - (bias + offset) * scale) * sum(x)
+
+    with m = n + bias, in units of 1 or 2^-24. The sum of x is a product by ones.
+    """
+    dtype: gl.constexpr = ring.x.dtype
+    first: gl.constexpr = gl.DotOperandLayout(0, accumulators(), 2)
+    second: gl.constexpr = gl.DotOperandLayout(1, accumulators(), 2)
+    ODD: gl.constexpr = c.INPUTS // WIDTH // 2
+    parts = parts_of(ring, used % c.STAGES, INT4, c)
+    start = number % 2 * PARTS
+    even = part_of_vector(ring, number, WIDTH, INT4, c)
+    even = even._reinterpret(dtype, [CONSUMER_WARPS, 16, 8], vector_operand(INT4)).load(second)
+    odd = part_of_vector(ring, number + ODD, WIDTH, INT4, c)
+    odd = odd._reinterpret(dtype, [CONSUMER_WARPS, 16, 8], vector_operand(INT4)).load(second)
+    none = gl.zeros([CONSUMER_WARPS, 2 * ROWS, 8], gl.float32, layout=accumulators())
+    ones = gl.full([CONSUMER_WARPS, 2 * ROWS, 16], 1.0, dtype, layout=first)
+    loaded = ()
+    for j in gl.static_range(COUNT):
+        loaded = loaded + (parts.index(start + j).load(whole_layout()),)  # type: ignore[assignment]
+    products = ()
+    for j in gl.static_range(PARTS):
+        product = none
+        if j < COUNT:
+            low, high = unpack(loaded[j], dtype)
+            product = mma_v2(packed_operand(low, first), even, none)
+            product = mma_v2(packed_operand(high, first), odd, product)
+        products = products + (product,)  # type: ignore[assignment]
+    of_x = mma_v2(ones, odd, mma_v2(ones, even, none))
+    left, right = halves_of_warps(own_parts(products))
+    x_left, x_right = halves_of_warps(of_x)
+    if COUNT < PARTS:
+        # Behind the vector the memory may hold anything.
+        layout: gl.constexpr = x_left.type.layout
+        part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[
+            None, None, :
+        ]
+        x_left = gl.where(part < COUNT, x_left, 0.0)
+        x_right = gl.where(part < COUNT, x_right, 0.0)
+    scale, zero, right_scale, right_zero = group_scales(ring, used, number % 2, left, c)
+    added = left * scale + right * right_scale + (x_left * zero + x_right * right_zero)
+    return sums + gl.convert_layout(gl.reshape(added, [ROWS, WARP_SUMS]), packed_sums())
+
+
+@gluon.jit
+def group_scales(ring, used, half, like, c):
+    """Return scale and summand of each warp's first half of columns of each part, then of the second halves.
+
+    All are [ROWS, CONSUMER_WARPS, PARTS] in the layout of `like`; `half` is that of the stage in use number `used`.
+    """
+    GROUPS: gl.constexpr = c.PART_SCALES
+    EACH: gl.constexpr = CONSUMER_WARPS // GROUPS if GROUPS < CONSUMER_WARPS else 1
+    layout: gl.constexpr = like.type.layout
+    stage = ring.scales.index(used % c.STAGES)
+    if GROUPS > CONSUMER_WARPS:
+        shape: gl.constexpr = [4, ROWS, CONSUMER_WARPS, PARTS]
+        view = stage._reinterpret(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        left = view.index(half * 2)
+        right = view.index(half * 2 + 1)
+        scale, zero = scale_and_summand(left.load(layout), ring.x.dtype, c)
+        right_scale, right_zero = scale_and_summand(right.load(layout), ring.x.dtype, c)
+    else:
+        halves: gl.constexpr = [2, ROWS, GROUPS, PARTS]
+        view = stage._reinterpret(gl.int32, halves, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        apart = gl.reshape(like, [ROWS, GROUPS, EACH, PARTS])
+        apart_layout: gl.constexpr = apart.type.layout
+        both = view.index(half).load(gl.SliceLayout(2, apart_layout))
+        zeros = gl.zeros([ROWS, GROUPS, EACH, PARTS], gl.int32, layout=apart_layout)
+        both = gl.reshape(both[:, :, None, :] + zeros, [ROWS, CONSUMER_WARPS, PARTS])
+        both = gl.convert_layout(both, layout)
+        scale, zero = scale_and_summand(both, ring.x.dtype, c)
+        right_scale = scale
+        right_zero = zero
+    return scale, zero, right_scale, right_zero
+
+
+@gluon.jit
+def scale_and_summand(both, dtype: gl.constexpr, c):
+    """Return the factors of a group's products and of its sum of x, from a scale of `kernels.step.packed_scales`."""
+    if c.WEIGHT_SHIFTS:
+        scale = (both & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True).to(gl.float32)
+        shift = ((both >> 16) & 0xFFFF).to(gl.uint16).to(dtype, bitcast=True).to(gl.float32)
+        zero = shift - scale * (number_bias(dtype) + c.WEIGHT_OFFSET)
+    else:
+        scale = both.to(gl.float32, bitcast=True)
+        zero = scale * (-number_bias(dtype) - c.WEIGHT_OFFSET)
+    return scale * number_unit(dtype), zero
+
+
+@gluon.constexpr_function
+def packed_sums():
+    """Return the register layout of sums of 4-bit weights, [ROWS, WARP_SUMS]: those of warps, of 4 parts each."""
+    return gl.BlockedLayout([1, 1], [ROWS.value, PARTS.value], [1, CONSUMER_WARPS.value], [1, 0])
+
+
+@gluon.constexpr_function
+def whole_layout():
+    """Return `packed_layout` without groups, [ROWS, COLUMNS]."""
+    places = [[0, 1 << i] for i in range(8)]
+    return gl.DistributedLinearLayout(
+        [*places[:2], places[4]],
+        [*places[2:4], [1, 0], [2, 0], [4, 0]],
+        places[5:],
+        [],
+        [ROWS.value, COLUMNS.value],
+    )
+
+
+@gluon.jit
+def packed_operand(weights, layout: gl.constexpr):
+    """Return converted weights of a part as a first operand, [warp, 16, 16]."""
+    apart = gl.reshape(weights, [ROWS, CONSUMER_WARPS, 2, 4, 2, 2])
+    ordered = gl.permute(apart, [1, 2, 0, 4, 3, 5])
+    return gl.convert_layout(gl.reshape(ordered, [CONSUMER_WARPS, 2 * ROWS, 16]), layout)
 
 
 @gluon.jit
@@ -211,6 +395,16 @@ def add_stage(ring, products, number, used, COUNT: gl.constexpr, FP8: gl.constex
 @gluon.jit
 def multiply(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next tiles of weights by the vector in shared memory; returns TILES tensors of [ROWS] float32."""
+    if FP8 == INT4:
+        totals, used = multiply_packed(ring, used, INPUTS, TILES, c)
+    else:
+        totals, used = multiply_whole(ring, used, INPUTS, TILES, FP8, c)
+    return totals, used
+
+
+@gluon.jit
+def multiply_whole(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, c):
+    """Multiply the next tiles of weights of 16 bits or in FP8, as `multiply`."""
     EACH: gl.constexpr = stages_of(INPUTS, FP8)
     ALL: gl.constexpr = TILES * EACH
     scales = ()
@@ -264,29 +458,47 @@ def multiply(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.cons
 @gluon.jit
 def sums_of_warps(ring, tiles, scales, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
     """Add the warps' products of each tile, [ROWS] each, and release COUNT stages from use number `used` on."""
-    layout: gl.constexpr = accumulators()
     FACTOR: gl.constexpr = 1.0 / vector_factor(ring.x.dtype, FP8)
-    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     # All have read the sums before.
     gl.thread_barrier()
     for t in gl.static_range(len(tiles)):
-        # The sums of part p are in columns 2 p and 2 p + 1.
-        own = tiles[t][0]
-        for p in gl.static_range(1, PARTS):
-            own = gl.where(column // 2 == p, tiles[t][p], own)
-        halves = gl.reshape(own, [CONSUMER_WARPS, 2, ROWS, PARTS, 2])
-        left, right = gl.split(gl.permute(halves, [2, 0, 3, 1, 4]))
-        first, _ = gl.split(left)
-        _, second = gl.split(right)
-        ring.sums.index(t).store(gl.reshape(first + second, [ROWS, WARP_SUMS]))
+        store_sums(ring, t, tiles[t])
     release(ring, used, COUNT, c)
     totals = ()
     for t in gl.static_range(len(tiles)):
         total = gl.sum(ring.sums.index(t).load(c.W), 1)
-        if FP8:
+        if FP8 == 1:
             total *= scales[t] * FACTOR
         totals = totals + (total,)  # type: ignore[assignment]
     return totals
+
+
+@gluon.jit
+def store_sums(ring, t, products):
+    """Store each warp's sums of tile `t`."""
+    first, second = halves_of_warps(own_parts(products))
+    ring.sums.index(t).store(gl.reshape(first + second, [ROWS, WARP_SUMS]))
+
+
+@gluon.jit
+def own_parts(products):
+    """Return [warp, 16, 8] with the sums of part p, of all parts' `products`, in columns 2 p and 2 p + 1."""
+    layout: gl.constexpr = accumulators()
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    own = products[0]
+    for p in gl.static_range(1, PARTS):
+        own = gl.where(column // 2 == p, products[p], own)
+    return own
+
+
+@gluon.jit
+def halves_of_warps(own):
+    """Return the sums of the first and the second halves of each warp's columns, [ROWS, CONSUMER_WARPS, PARTS]."""
+    halves = gl.reshape(own, [CONSUMER_WARPS, 2, ROWS, PARTS, 2])
+    left, right = gl.split(gl.permute(halves, [2, 0, 3, 1, 4]))
+    first, _ = gl.split(left)
+    _, second = gl.split(right)
+    return first, second
 
 
 @gluon.constexpr_function

@@ -30,15 +30,27 @@ _ITEM_BYTES: Final = {
     "I8": 1,
     "U8": 1,
     "F8_E4M3": 1,
+    "F8_E8M0": 1,
 }
+_DTYPES: Final = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
+UNUSED: Final = (
+    "input_scale", "input_scale_ub", "input_zero_point", "activation_scale", "output_scale", "output_zero_point",
+    "prob_output_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
+)  # fmt: skip
+"""Last components of the names of tensors of quantized checkpoints that round activations or the KV cache."""
 
 
 class StoredTensor(NamedTuple):
-    """One tensor's entry in the header of a file."""
+    """One tensor's entry in the header of a file.
+
+    Attributes:
+        values: of a small tensor that formats read ahead of the others, see `Format.ahead`; else None.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    values: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -46,28 +58,11 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def canonical_shape(form: WeightFormat, tensors: Mapping[str, StoredTensor]) -> tuple[int, int]:
-    """Return the shape of a matrix whose tensors are those of `Weight`; scales may have one more dimension, of 1.
-
-    Raises:
-        ValueError: the tensors do not fit each other; says what was expected.
-    """
-    outputs, inputs = tensors["numbers"].shape
-    scale, wanted = tensors["scale"], form.scale_shape((outputs, inputs))
-    if scale.dtype not in FLOATS or scale.shape not in (wanted, (*wanted, 1)):
-        raise ValueError(f"for which there must be {list(wanted)} scales, floats")
-    return outputs, inputs
-
-
-def read_canonical(
-    form: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor]
-) -> Weight:
-    """Return the matrix whose tensors are those of `Weight`, except that scales may have any float dtype."""
-    from kernels.weights import Weight  # noqa: PLC0415 - imports PyTorch
-
-    return Weight(
-        form, shape, tensors["numbers"], tensors["scale"].float().view(form.scale_shape(shape))
-    )
+def as_configured(
+    form: WeightFormat, _shape: tuple[int, int], _tensors: Mapping[str, StoredTensor]
+) -> WeightFormat:
+    """Return the format of a matrix of which config.json says everything."""
+    return form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +70,26 @@ class Format:
     """A format of checkpoints, a row of `model.checkpoint.formats.table.FORMATS`.
 
     Attributes:
-        name: of the `WeightFormat`s that `detect` returns.
+        name: for tables; the `WeightFormat`s that `detect` returns have their own.
         identity: what `quantization_config` says of a checkpoint in this format: "quant_method" and, where a method has
             several formats, "format".
-        detect: reads `quantization_config`, whose key is the second argument; refuses by name what is not read.
+        detect: reads `quantization_config`, whose key is the second argument; refuses by name what is not read. That of
+            compressed-tensors has one group (`model.checkpoint.formats.compressed_tensors.split`).
         tensors: the last components of the names of a matrix's tensors: that of "numbers", and others that `shape` and
-            `read` know by these keys.
+            `read` know by these keys. That of "order" has the group of each input, and is not for `read`: numbers that
+            it returns are in the order of the inputs, and are sorted by group then.
         dtype: of the numbers, as safetensors files name it.
         optional: keys of `tensors` that a matrix may lack.
         dtypes: of other tensors, besides those of full numbers.
         is_kept: whether a model holds the matrices in this format; else they are multiplied by their scales as they
             are loaded.
-        shape: returns the shape of a matrix, see `canonical_shape`.
-        read: returns a matrix of a shape from its tensors.
+        ahead: keys of `tensors` whose values `shape` reads.
+        shape: returns the shape of a matrix, see `model.checkpoint.formats.scaled.scaled_shape`.
+        refine: returns the format of one matrix, by its shape and tensors, from that of `detect`.
+        read: returns a matrix of a format and a shape from its tensors.
+
+    Raises:
+        ValueError: by `shape` and `read`: the tensors do not fit each other. The text is the end of a sentence.
     """
 
     name: str
@@ -96,10 +98,19 @@ class Format:
     tensors: Mapping[str, str]
     dtype: str
     is_kept: bool
+    shape: Callable[[WeightFormat, Mapping[str, StoredTensor]], tuple[int, int]]
+    read: Callable[[WeightFormat, tuple[int, int], Mapping[str, Tensor]], Weight]
     optional: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    shape: Callable[[WeightFormat, Mapping[str, StoredTensor]], tuple[int, int]] = canonical_shape
-    read: Callable[[WeightFormat, tuple[int, int], Mapping[str, Tensor]], Weight] = read_canonical
+    ahead: tuple[str, ...] = ()
+    refine: Callable[[WeightFormat, tuple[int, int], Mapping[str, StoredTensor]], WeightFormat] = (
+        as_configured
+    )
+
+    @property
+    def dtype_name(self) -> str:
+        """PyTorch's name of the dtype of the numbers."""
+        return _DTYPES[self.dtype]
 
 
 def require(found: object, required: Mapping[str, object], where: str) -> Mapping[str, Any]:

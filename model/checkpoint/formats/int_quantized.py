@@ -1,8 +1,7 @@
-"""Weights of 8 bits in the compressed-tensors format of Hugging Face checkpoints, `int-quantized`.
+"""Integers of 8 bits in compressed-tensors checkpoints, `int-quantized`: W8A8 and W8A16.
 
-A matrix is stored as int8, with a scale for each row in a tensor of its own. The scales are multiplied in when a
-checkpoint is loaded, so the model is one of ordinary weights: the format saves disk space and downloads
-(docs/decisions/0039-weights-on-disk.md).
+A matrix is stored as int8, with scales, and of an asymmetric one zero points, in tensors of their own.
+`save_checkpoint` writes the format too (docs/decisions/0039-weights-on-disk.md).
 
 Source: the `compressed-tensors` package of the vLLM project.
 """
@@ -13,45 +12,42 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kernels.weight_format import WeightFormat
-from model.checkpoint.formats.format import Format, require
-from model.errors import UnsupportedModelError
-from model.json_input import refuse
+from model.checkpoint.formats.compressed_tensors import METHOD, read_weights, unsupported
+from model.checkpoint.formats.format import Format
+from model.checkpoint.formats.scaled import read_scaled, scaled_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_IDENTITY: Final = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-_WEIGHTS: Final = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "channel"}
-_HARMLESS: Final = (((), ("kv_cache_scheme",)),)
-_HARMLESS_OF_GROUP: Final = (((), ("output_activations",)), ((_IDENTITY["format"],), ("format",)))
-_WEIGHT_FORMAT: Final = WeightFormat(_IDENTITY["format"], 8, scales="row", float=False)
+_IDENTITY: Final = {"quant_method": METHOD, "format": "int-quantized"}
 _LARGEST: Final = 127
 
 
 def _detect(found: Mapping[str, Any], key: str) -> WeightFormat:
-    refuse(found, _HARMLESS, f"{key}.")
-    groups = found.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise UnsupportedModelError(f"{key} has no config_groups, which describe the weights")
-    for name, group in groups.items():
-        prefix = f"{key}.config_groups.{name}"
-        require(group, {}, prefix)
-        require(group.get("weights"), _WEIGHTS, f"{prefix}.weights")
-        refuse(group, _HARMLESS_OF_GROUP, f"{prefix}.")
-        activations = group.get("input_activations")
-        if activations is not None:
-            # Activations that the checkpoint's author rounds for speed are not rounded here.
-            require(activations, {"dynamic": True}, f"{prefix}.input_activations")
-    return _WEIGHT_FORMAT
+    weights = read_weights(found, key)
+    if weights.kind != "int":
+        raise unsupported(f"{weights.where}.type", weights.kind, ("int",))
+    if weights.strategy == "block":
+        weights.require(strategy=("tensor", "channel", "group"))
+    end = "" if weights.symmetric else "-asymmetric"
+    if weights.strategy == "group":
+        name = f"int8-groups{end}"
+        return WeightFormat(name, 8, weights.group, "group", not weights.symmetric, float=False)
+    return WeightFormat(
+        f"int8-rows{end}", 8, scales="row", shifts=not weights.symmetric, float=False
+    )
 
 
 INT_QUANTIZED: Final = Format(
-    name=_WEIGHT_FORMAT.name,
+    name=_IDENTITY["format"],
     identity=_IDENTITY,
     detect=_detect,
-    tensors={"numbers": "weight", "scale": "weight_scale"},
+    tensors={"numbers": "weight", "scale": "weight_scale", "zero": "weight_zero_point"},
     dtype="I8",
-    is_kept=False,
+    optional=("zero",),
+    is_kept=True,
+    shape=scaled_shape,
+    read=read_scaled,
 )
 
 
@@ -64,8 +60,13 @@ def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_config() -> dict[str, Any]:
-    """Return the value of `quantization_config` for layers whose matrices `compress` returned."""
-    weights = {**_WEIGHTS, "dynamic": False, "group_size": None}
+    """Return the value of `quantization_config` for layers whose matrices `compress` returned.
+
+    With "dequantize", as `transformers` reads it too, a model holds full numbers: the format saves disk space and
+    downloads, and no product converts.
+    """
+    weights = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "channel", "dynamic": False,
+               "group_size": None}  # fmt: skip
     # Without a format of its own a group of weights alone is taken for packed by compressed-tensors 0.20.
     group = {
         "format": _IDENTITY["format"],
@@ -75,4 +76,4 @@ def to_config() -> dict[str, Any]:
         "output_activations": None,
     }
     return {**_IDENTITY, "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
-            "quantization_status": "compressed"}  # fmt: skip
+            "quantization_status": "compressed", "dequantize": True}  # fmt: skip

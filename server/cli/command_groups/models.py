@@ -14,6 +14,12 @@ def pull_flags(parser: Parser) -> None:
     """Add the flags of `tessera pull`."""
     parser.add_argument("model", metavar="MODEL", help="of the Hugging Face Hub")
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit")
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "safetensors", "pickle"),
+        default="auto",
+        help="pickle downloads pytorch_model.bin where there are no safetensors files; default: auto",
+    )
 
 
 def pull(call: Invocation) -> None:

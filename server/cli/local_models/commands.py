@@ -64,7 +64,7 @@ def pull(options: argparse.Namespace) -> None:
             print(f"{name.name} is on this machine already", file=sys.stderr)
         # First, because weights that cannot be served need not be downloaded.
         ModelConfig.from_folder(resolve(options.model, options.revision, config_only=True))
-        folder = resolve(options.model, options.revision)
+        folder = resolve(options.model, options.revision, pickle=options.load_format == "pickle")
     except ModelError as error:
         fail(str(error), "pull")
     write_result(str(folder))
@@ -107,8 +107,13 @@ def _cached_name(model: str, revision: str | None) -> tuple[str, str | None]:
     if cached in cached_repositories():
         return cached, revision
     found = read_name(model, revision)
+    if found.tag:
+        fail(
+            f"{found.name} is a part of {found.repository}, which is deleted as a whole: give that",
+            "rm",
+        )
     if found.repository is None:
-        what = "part of Tessera" if found.name == BUNDLED else "a folder"
+        what = "part of Tessera" if found.name == BUNDLED else "a folder or a file"
         fail(f"{found.name} is {what}; only models of the Hugging Face cache are deleted", "rm")
     return found.repository, found.revision
 

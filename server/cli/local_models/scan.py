@@ -10,6 +10,8 @@ import msgspec
 
 from model.checkpoint.config import ModelConfig
 from model.errors import ModelError
+from model.gguf.select import checkpoints, gguf_in
+from model.hub.installed_models import INSTALLED
 from model.hub.resolve import BUNDLED, resolve
 from model.json_input import read_json_object
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
 _INSTEAD = {
-    "*.gguf": "GGUF is not read",
     "adapter_config.json": "it is an adapter, not a whole model",
     "model_index.json": "it is not a model of text",
 }
@@ -31,13 +32,13 @@ class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: as `tessera serve` takes it.
-        size_bytes: of all its files, also of other revisions.
+        size_bytes: of all its files, also of other revisions; of a GGUF checkpoint, of its files.
         revisions: branches and tags, and the commits that have none.
         commit: of the revision that `supported` is about; None for a model that has no commits.
         last_used: time in ISO 8601 at which a file was last read; None if it is not known.
         supported: whether this version can serve it.
         why: the reason if it cannot.
-        path: of the folder with its config.json.
+        path: of the folder with its config.json, or of its GGUF file.
     """
 
     name: str
@@ -51,9 +52,9 @@ class LocalModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def local_models(cache: HFCacheInfo | None) -> list[LocalModel]:
-    """Return the bundled model and those in the cache of the Hub, by name."""
-    cached = (_describe(repo) for repo in cached_models(cache).values())
-    return [*_bundled(), *sorted(cached, key=lambda it: it.name.casefold())]
+    """Return the bundled model, those of installed packages and those in the cache of the Hub, by name."""
+    cached = (it for repo in cached_models(cache).values() for it in _describe(repo))
+    return [*_bundled(), *_installed(), *sorted(cached, key=lambda it: it.name.casefold())]
 
 
 def scan_cache() -> HFCacheInfo | None:
@@ -77,21 +78,34 @@ def newest(repo: CachedRepoInfo) -> CachedRevisionInfo:
     return max(repo.revisions, key=lambda it: ("main" in it.refs, it.last_modified))
 
 
-def _describe(repo: CachedRepoInfo) -> LocalModel:
+def _describe(repo: CachedRepoInfo) -> list[LocalModel]:
+    """Return the model of a repository; of one with GGUF files, each of its checkpoints."""
     revision = newest(repo)
     refs = sorted({ref for it in repo.revisions for ref in it.refs})
     loose = sorted(it.commit_hash[:12] for it in repo.revisions if not it.refs)
-    why = why_not(revision.snapshot_path, repo.repo_id)
-    return LocalModel(
-        name=repo.repo_id,
-        size_bytes=repo.size_on_disk,
-        revisions=refs + loose,
-        commit=revision.commit_hash,
-        last_used=_time(repo.last_accessed),
-        supported=why is None,
-        why=why,
-        path=str(revision.snapshot_path),
-    )
+    folder, gguf = revision.snapshot_path, {}
+    if not (folder / "config.json").exists():
+        gguf = checkpoints(gguf_in(folder), [f"{repo.repo_id}:{{}}"] * 2)
+    found = [(repo.repo_id, repo.size_on_disk, folder)]
+    if gguf:
+        found = [
+            (name, sum((folder / it).stat().st_size for it in files), folder / files[0])
+            for name, files in gguf.items()
+        ]
+    reasons = [why_not(path, repo.repo_id) for _, _, path in found]
+    return [
+        LocalModel(
+            name=name,
+            size_bytes=size,
+            revisions=refs + loose,
+            commit=revision.commit_hash,
+            last_used=_time(repo.last_accessed),
+            supported=why is None,
+            why=why,
+            path=str(path),
+        )
+        for (name, size, path), why in zip(found, reasons, strict=True)
+    ]
 
 
 def _bundled() -> list[LocalModel]:
@@ -99,42 +113,51 @@ def _bundled() -> list[LocalModel]:
         folder = resolve(BUNDLED)
     except ModelError:
         return []
-    why = why_not(folder, BUNDLED)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return [
-        LocalModel(
-            name=BUNDLED,
-            size_bytes=size,
-            revisions=[],
-            commit=None,
-            last_used=None,
-            supported=why is None,
-            why=why,
-            path=str(folder),
-        )
-    ]
+    return [_of_package(BUNDLED, folder, size)]
+
+
+def _installed() -> list[LocalModel]:
+    paths = {name: it.path() for name, it in INSTALLED.items()}
+    return [_of_package(name, it, it.stat().st_size) for name, it in paths.items() if it]
+
+
+def _of_package(name: str, path: Path, size: int) -> LocalModel:
+    why = why_not(path, name)
+    return LocalModel(
+        name=name,
+        size_bytes=size,
+        revisions=[],
+        commit=None,
+        last_used=None,
+        supported=why is None,
+        why=why,
+        path=str(path),
+    )
 
 
 def why_not(folder: Path, name: str) -> str | None:
     """Return why a checkpoint cannot be served, in one line; None if nothing that its files show is against it.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint, or its GGUF file.
         name: of the model, for the command that completes it.
     """
-    if not (folder / "config.json").is_file():
+    is_gguf = folder.is_file()
+    if not is_gguf and not (folder / "config.json").is_file():
         found = (why for pattern, why in _INSTEAD.items() if next(folder.glob(pattern), None))
         return next(found, "it has no config.json")
     try:
         ModelConfig.from_folder(folder)
-        missing = _missing(folder)
+        missing = None if is_gguf else _missing(folder)
     except ModelError as error:
-        return " ".join(str(error).removeprefix(f"{folder / 'config.json'}: ").split())
-    if missing is None and (folder / "tokenizer.json").is_file():
+        file = f"{folder} " if is_gguf else f"{folder / 'config.json'}: "
+        return " ".join(str(error).removeprefix(file).split())
+    if missing is None and (is_gguf or (folder / "tokenizer.json").is_file()):
         return None
     missing = missing or "tokenizer.json"
     if missing == "model.safetensors" and next(folder.glob("*.bin"), None):
-        return "its weights are pickle files, which are never opened"
+        return "its weights are pickle files, which only --load-format pickle reads"
     return f"{missing} is missing; `tessera pull {name}` downloads it"
 
 

@@ -75,16 +75,6 @@ def gib_of_bytes(text: str | None) -> str:
     return repr(int(plain) / (1 << 30))
 
 
-def repository(text: str | None) -> str | None:
-    """Take a repository of the Hub; one with a quantization is of GGUF files."""
-    name, colon, kind = (text or "").partition(":")
-    if colon and not name.lower().startswith("http"):
-        raise ValueError(
-            f":{kind} selects a GGUF file, which Tessera does not read; name a repository with safetensors"
-        )
-    return text
-
-
 def gpu_layers(text: str | None) -> str | None:
     """Make a device of a number of layers that a GPU computes; None for all."""
     if text in ("all", "auto", "-1", "-2") or (

@@ -11,7 +11,7 @@ LLAMA_CPP: Final = Peer(
     "llama.cpp",
     (
         understood("model", "-m --model", "LLAMA_ARG_MODEL"),
-        understood("model", "-hf -hfr --hf-repo", "LLAMA_ARG_HF_REPO", form=forms.repository),
+        understood("model", "-hf -hfr --hf-repo", "LLAMA_ARG_HF_REPO"),
         understood("served_model_name", "-a --alias", "LLAMA_ARG_ALIAS"),
         understood("host", "--host", "LLAMA_ARG_HOST"),
         understood("port", "--port", "LLAMA_ARG_PORT"),

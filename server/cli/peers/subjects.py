@@ -74,8 +74,8 @@ ROUTER: Final = Subject("service with several models", "start one service for ea
 WEIGHT_UPDATES: Final = Subject("exchange of weights while it runs", "start the service again")
 SLEEP: Final = Subject("sleep mode", "end the service")
 GGUF: Final = Subject(
-    "loader of GGUF files or of such sources",
-    "name a repository or folder with safetensors",
+    "such source of a model",
+    "name a repository, `repository:quantization` or `repository:file` of one with GGUF files, or a path",
     matters=True,
 )
 LOADING: Final = Subject("such setting of loading weights")

@@ -16,7 +16,7 @@ SPELLINGS: Final = {
         "llama3_json": "llama3", "qwen": "hermes", "qwen25": "hermes", "qwen3_coder": "qwen3-coder",
         "qwen3_xml": "qwen3-coder",
     },
-    "load_format": {"hf": "auto"},
+    "load_format": {"hf": "auto", "pt": "pickle"},
     "log_level": {"warn": "warning", "critical": "error", "fatal": "error"},
 }  # fmt: skip
 """For each setting, its value for that of a peer with the same meaning."""

@@ -58,13 +58,13 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         config,
         _dtype(settings.dtype, config, arch),
         "meta",
-        loaded_format(quantization, config.weight_format),
+        loaded_format(quantization, config.stored_format),
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels
     if in_library:
         assert quantization is not None
-        model.weight_format, model.is_in_library = quantization, True
+        model.assign_to_library(quantization)
     return PlannedModel(model, quantization, quantized_kv_dtype(settings.kv_cache_dtype))
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from model.checkpoint.dtypes import gpu_dtype_name, resolve_quantization
-from model.checkpoint.formats.table import kept
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
 from model.network.sizes import ModelSizes, dtype_bytes
@@ -111,7 +110,7 @@ def resolve_sizes(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Mo
     Raises:
         ModelError: the model is not supported, or the GPU does not support the quantization.
     """
-    num_ranks, stored = config.tensor_parallel, kept(model.weight_format)
+    num_ranks, stored = config.tensor_parallel, model.weight_format
     if reasons := model.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
     quantization = resolve_quantization(config.quantization, arch, config.dtype, tuple, stored)

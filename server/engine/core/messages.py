@@ -38,7 +38,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a started engine; constant until it is restarted.
 
     Attributes:
-        quantization: of the weights: "none", "fp8", "int8", "int4", or the format in which the checkpoint has them.
+        quantization: of the weights: "none", "fp8", "int8", "int4", or the formats in which the checkpoint has them.
         max_model_len: limit of prompt and output tokens by the model.
         max_total_tokens: limit of one request's tokens: the smaller of `max_model_len` and the KV cache's capacity.
         num_blocks: blocks of `block_size` tokens in the KV cache.

@@ -6,8 +6,10 @@ import os
 import pytest
 from huggingface_hub import constants
 
+from model.hub.installed_models import INSTALLED
 from model.hub.names import read_name
 from model.hub.resolve import BUNDLED, resolve
+from tests.model.gguf.written import add_bytes, write
 
 MAIN = "0123456789abcdef0123456789abcdef01234567"
 OLD = "fedcba9876543210fedcba9876543210fedcba98"
@@ -51,7 +53,7 @@ def listed(tessera):
 def test_without_a_cache_only_the_bundled_model_is_listed(tessera):
     models = listed(tessera)
 
-    assert list(models) == [BUNDLED]
+    assert models.keys() - installed(models) == {BUNDLED}
     assert models[BUNDLED]["supported"]
     assert models[BUNDLED]["size_bytes"] > 1e6
 
@@ -63,14 +65,14 @@ def test_a_cached_model_is_listed_with_its_size_revisions_and_use(tessera, add):
 
     models = listed(tessera)
 
-    assert set(models) == {BUNDLED, "org/name"}
+    assert set(models) - installed(models) == {BUNDLED, "org/name"}
     model = models["org/name"]
     assert model["supported"]
     assert (model["commit"], model["revisions"]) == (MAIN, ["main", OLD[:12]])
     assert model["size_bytes"] == 2 * (len(CONFIG) + 4)
     assert model["last_used"].endswith("+00:00")
     _, out, _ = tessera("ls")
-    header, bundled, row = out.splitlines()
+    header, bundled, *_, row = out.splitlines()
     assert header.split() == ["name", "size", "revision", "last", "used", "served"]
     assert bundled.split()[0] == BUNDLED
     assert row.split()[0] == "org/name"
@@ -84,7 +86,6 @@ def test_a_cached_model_is_listed_with_its_size_revisions_and_use(tessera, add):
         (["config.json"], CONFIG, "model.safetensors is missing; `tessera pull org/name`"),
         (["config.json", "model.safetensors"], CONFIG, "tokenizer.json is missing"),
         (["config.json", "pytorch_model.bin"], CONFIG, "pickle files"),
-        (["x.gguf"], CONFIG, "GGUF is not read"),
         (["adapter_config.json"], CONFIG, "it is an adapter"),
         (["README.md"], CONFIG, "it has no config.json"),
         (
@@ -105,6 +106,31 @@ def test_what_cannot_be_served_is_listed_with_the_reason(tessera, add, files, co
     assert len(model["why"].splitlines()) == 1
 
 
+def test_each_gguf_checkpoint_is_listed_with_its_own_size(tessera, add, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(file, "llama", "Q8_0", tokenizer=add_bytes)
+    folder = add("org/x-GGUF", ("x-Q8_0.gguf", "x-Q4_0.gguf", "mmproj-x.gguf"))
+    (folder / "blobs" / f"{MAIN[:6]}-x-Q8_0.gguf").write_bytes(file.read_bytes())
+
+    models = listed(tessera)
+
+    assert set(models) == {BUNDLED, "org/x-GGUF:Q8_0", "org/x-GGUF:Q4_0"} | installed(models)
+    good, bad = models["org/x-GGUF:Q8_0"], models["org/x-GGUF:Q4_0"]
+    assert (good["supported"], good["size_bytes"]) == (True, file.stat().st_size)
+    assert good["path"].endswith("x-Q8_0.gguf")
+    assert not bad["supported"]
+    assert "does not begin with GGUF" in bad["why"]
+    status, _, err = tessera("rm", "org/x-GGUF:Q8_0")
+    assert status == 1
+    assert "is a part of org/x-GGUF, which is deleted as a whole" in err
+    assert tessera("rm", "org/x-GGUF")[0] == 0
+
+
+def installed(models):
+    """Return the models of packages, of which there are as many as are installed."""
+    return models.keys() & INSTALLED.keys()
+
+
 def test_a_shard_that_is_missing_is_named(tessera, add):
     folder = add("org/name", ("config.json", "tokenizer.json", "model.safetensors.index.json"))
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
@@ -121,7 +147,8 @@ def test_a_folder_that_cannot_be_read_is_left_out_and_named(tessera, add, cache)
     status, out, err = tessera("list", "--json")
 
     assert status == 0
-    assert [model["name"] for model in json.loads(out)] == [BUNDLED, "org/name"]
+    names = [model["name"] for model in json.loads(out)]
+    assert [it for it in names if it not in INSTALLED] == [BUNDLED, "org/name"]
     assert err.startswith("[not listed: ")
     assert "models--broken" in err
 
@@ -195,7 +222,8 @@ def hub(monkeypatch, add):
         config = CONFIG
         fetched = ()
 
-        def resolve(self, model, revision=None, *, config_only=False):
+        def resolve(self, model, revision=None, *, config_only=False, pickle=None):
+            self.pickle = pickle
             name = read_name(model, revision)
             if name.folder is not None:
                 return name.folder
@@ -227,6 +255,14 @@ def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched
     assert (status, out) == (1, "")
     assert "'BertModel' is not supported" in err
     assert hub.fetched == (("org/bert", None, "config.json"),)
+
+
+def test_pickle_files_are_pulled_only_with_the_flag(tessera, hub):
+    assert tessera("pull", "org/name")[0] == 0
+    assert hub.pickle is False
+
+    assert tessera("pull", "org/other", "--load-format", "pickle")[0] == 0
+    assert hub.pickle is True
 
 
 def test_a_model_that_is_here_already_is_said_to_be(tessera):

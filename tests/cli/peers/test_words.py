@@ -69,7 +69,6 @@ def test_origins_in_lists_in_json_are_separated_by_commas():
         ("--mem-fraction-static 0.9", "--gpu-memory-utilization is "),
         ("--fit-target 1024", "--gpu-memory-utilization is "),
         ("--max-input-tokens 5", "--max-model-len limits prompt and output together"),
-        ("-hf org/name:Q4_K_M", "-hf org/name:Q4_K_M: :Q4_K_M selects a GGUF file"),
         ("-ngl 20", "-ngl 20: Tessera computes all layers on one device"),
         ("--flash-attn off", "--flash-attn off: Tessera has no such choice"),
         ("--tp", "--tp needs a value"),

@@ -304,7 +304,9 @@ def test_a_model_on_the_hub_is_planned_without_its_weights(tessera, checkpoint, 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
 
     assert tessera("plan", "--arch=l4", "--model=org/name")[0] == 0
-    assert asked == [("org/name", "config.json", "generation_config.json")]
+    assert asked == [
+        ("org/name", "config.json", "generation_config.json", "hf_quant_config.json", "README.md")
+    ]
 
 
 def test_a_closed_output_pipe_is_no_error():

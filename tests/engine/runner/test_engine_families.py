@@ -16,7 +16,7 @@ from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE, longrope
 
 NOT_OF_THE_LIBRARY = [
     "gpt2", "opt", "gemma1", "gemma2", "gemma3 ropes", "smollm3 windows untied biases", "stablelm biases tied",
-    "olmo2",
+    "olmo2", "gpt_neox", "gptj", "cohere2", "falcon", "gpt_bigcode",
 ]  # fmt: skip
 FAMILIES = [*NOT_OF_THE_LIBRARY, "phi3"]
 NEW_TOKENS = 24

@@ -10,6 +10,7 @@ from model.text.chat_template import ChatTemplate
 from tests.http.fakes import INFO
 from tests.http.page.messages import Messages
 from tests.http.serving import Server
+from tests.waiting import GIVE_UP
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -81,7 +82,7 @@ async def visit(browser, serve):
         async def start(wrap=lambda app: app, **options):
             context = await browser.new_context(**options)
             stack.push_async_callback(context.close)
-            context.set_default_timeout(20_000)
+            context.set_default_timeout(GIVE_UP * 1000)
             return Visit(await context.new_page(), await serve(wrap))
 
         yield start
@@ -104,7 +105,7 @@ async def open_chat(browser, make_app, engine, tokenizer):
             server = await stack.enter_async_context(Server(app, "httptools"))
             context = await browser.new_context(accept_downloads=True, **(options or {}))
             stack.push_async_callback(context.close)
-            context.set_default_timeout(20_000)
+            context.set_default_timeout(GIVE_UP * 1000)
             if init:
                 await context.add_init_script(init)
             here = Visit(await context.new_page(), f"http://127.0.0.1:{server.port}/")

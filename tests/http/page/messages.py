@@ -60,18 +60,18 @@ class Messages:
         await self.page.evaluate(script, message)
 
     async def stream(self, *parts, flush=False):
-        """Show parts of a stream, each in a frame of its own; a part is a text or a record."""
+        """Show parts of a stream, each painted before the next one; a part is a text or a record."""
         made = [{"text": part} if isinstance(part, str) else {"text": ""} | part for part in parts]
         rest = {"logprob": None, "special": False, "alternatives": [], "name": ""}
         script = """async ([parts, flush]) => {
-          const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
-          document.view = document.helpers.make();
+          const view = (document.view = document.helpers.make());
           for (const part of parts) {
-            document.view.append(part);
-            await frame();
-            await frame();
+            const painted = new Promise((resolve) => (view.onflush = resolve));
+            view.append(part);
+            await painted;
           }
-          if (flush) document.view.flush();
+          view.onflush = () => {};
+          if (flush) view.flush();
         }"""
         await self.page.evaluate(script, [[rest | part for part in made], flush])
 

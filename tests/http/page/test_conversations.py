@@ -7,8 +7,11 @@ import pytest
 from server.engine.core.request import FinishReason
 from tests.http.fakes import EOS_ID, event, put, say
 from tests.http.page.conftest import answered, taken
+from tests.waiting import GIVE_UP
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+expect = pytest.importorskip("playwright.async_api").expect
+expect.set_options(timeout=GIVE_UP * 1000)
 
 USERS = "#chat-messages .user .output"
 REPLIES = "#chat-messages .assistant .output"
@@ -61,7 +64,7 @@ async def test_a_conversation_is_the_same_after_a_reload(open_chat, engine, toke
     await page.reload()
 
     await page.locator("#chat-messages > li").nth(3).wait_for()
-    await page.locator("#chat-messages strong").first.wait_for()
+    await page.locator("#chat-messages strong").nth(1).wait_for()
     assert await texts(page, USERS) == ["Hello there", "And now?"]
     assert await texts(page, REPLIES) == ["Good day", "Good day"]
     assert await page.locator("#conversations .open .title").all_inner_texts() == ["Hello there"]
@@ -169,12 +172,11 @@ async def test_conversations_are_searched_renamed_and_deleted_with_undo(
     await page.click("#conversations .new")
     engine.script = speak(tokenizer, "Granite")
     await send(page, "Stones")
-    assert await titles.all_inner_texts() == ["Stones", "Animals"]
+    await expect(titles).to_have_text(["Stones", "Animals"])
 
     for words, found in (("WALRUS mammal", ["Animals"]), ("stone", ["Stones"]), ("zebra", [])):
         await page.fill("#conversations-search", words)
-        await page.wait_for_timeout(400)
-        assert await titles.all_inner_texts() == found
+        await expect(titles).to_have_text(found)
     assert "Nothing found" in await page.inner_text("#conversations .empty")
     await page.fill("#conversations-search", "")
     await titles.nth(1).wait_for()
@@ -185,7 +187,7 @@ async def test_conversations_are_searched_renamed_and_deleted_with_undo(
     await titles.filter(has_text="Beasts").wait_for()
     await page.click("[aria-label='Delete Beasts']")
     await page.locator("#chat-notice", has_text="Deleted: Beasts").wait_for()
-    assert await titles.all_inner_texts() == ["Stones"]
+    await expect(titles).to_have_text(["Stones"])
     await page.click("#chat-notice button:has-text('Undo')")
     await page.locator(USERS, has_text="Animals").wait_for()
     assert await page.inner_text("#chat-title") == "Beasts"

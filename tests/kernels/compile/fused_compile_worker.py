@@ -17,14 +17,15 @@ from kernels.attention.training.hopper import backward
 from kernels.attention.training.portable import launch as training
 from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
+from kernels.linear.gpu.groups import GroupsLinear
 from kernels.linear.gpu.invariant import InvariantLinear
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.gpu.persistent import PersistentLinear
 from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
-from kernels.linear.registry import VECTOR
+from kernels.linear.registry import GROUPS, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
-from kernels.linear.weights import LinearArguments, Norm
+from kernels.linear.weights import LinearArguments, LinearWeights, Norm
 from kernels.norms.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
 from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
@@ -78,7 +79,21 @@ STEPS = {
 LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
 STEPS |= {("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}
-STEPS |= {(*around, "fp8 weights"): shape for around, shape in STEPS.items()}
+INT4 = WeightFormat("int4", 4, 32, "group", True, False, 0)
+INT4_STEPS = [("norm",), ("8B",), ("bias", "groups of 6")]
+WEIGHT_FORMATS = {
+    "fp8 weights": FP8_ROWS,
+    "4-bit weights": WeightFormat("int4", 4, 128, "group", False, False, 8, "float16"),
+    "4-bit weights and shifts": INT4,
+}
+"""Of the layers' matrices."""
+_PLAIN_STEPS = dict(STEPS)
+STEPS |= {(*around, "fp8 weights"): shape for around, shape in _PLAIN_STEPS.items()}
+STEPS |= {
+    (*around, name): _PLAIN_STEPS[around]
+    for around in INT4_STEPS
+    for name in list(WEIGHT_FORMATS)[1:]
+}
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
 "fp8 weights" the layers' matrices. "gemma" has
 norms after attention and MLP, weights of norms in float32, and a rotation of its own for layers with a window."""
@@ -110,13 +125,14 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
-        operation: "linear", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed", "rope",
-            "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
+        operation: "linear", "groups", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed",
+            "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`, of
-            the former also "fp8", of the latter "invariant"; of "invariant" some of "parts", "fp8", "float32"; of
+            the former also "fp8" or "int4", of the latter "invariant"; of "groups" see
+            `MATRICES`; of "invariant" some of "parts", "fp8", "float32"; of
             "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window", "softcap", "alibi",
             "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
@@ -234,13 +250,16 @@ class FusedCompiler(Compiler):
         self._many_rows(job, PersistentLinear, pdl, batch_invariant="invariant" in job.around)
 
     def _many_rows(self, job: FusedJob, layer: Any, pdl: bool, *, batch_invariant: bool) -> None:
-        outputs, inputs = MATRICES[tuple(it for it in job.around if it not in {"invariant", "fp8"})]
+        features = {"invariant", "fp8", "int4"}
+        outputs, inputs = MATRICES[tuple(it for it in job.around if it not in features)]
         weight, scale = torch.empty((outputs, inputs), dtype=torch.bfloat16), None
         bias = weight[:, 0] if "bias" in job.around else None
         if "fp8" in job.around:
             weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(outputs)
         gated = "gated" in job.around
         weights = linear_weights(weight, bias, scale)
+        if "int4" in job.around:
+            weights = LinearWeights(Weight.empty(INT4, (outputs, inputs), "cpu"), bias)
         problem = LinearProblem(
             job.tokens,
             outputs // (1 + gated),
@@ -252,6 +271,19 @@ class FusedCompiler(Compiler):
         )
         x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
         layer(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
+
+    def _groups(self, job: FusedJob, pdl: bool) -> None:
+        outputs, inputs = MATRICES[job.around]
+        gated = "gated" in job.around
+        weight = Weight.empty(INT4, (outputs, inputs), "cpu")
+        problem = LinearProblem(
+            job.tokens, outputs // (1 + gated), inputs, gated=gated, format=INT4, residual="parts" in job.around
+        )  # fmt: skip
+        x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
+        hidden = torch.empty((job.tokens, problem.outputs), dtype=x.dtype)
+        choice = LinearChoice(problem, GROUPS, None, "job")
+        arguments = LinearArguments(residual=hidden if problem.residual else None, pdl=pdl)
+        GroupsLinear(LinearWeights(weight), problem)(x, choice, hidden, arguments)
 
     def _invariant(self, job: FusedJob, pdl: bool) -> None:
         dtype = torch.float32 if "float32" in job.around else torch.bfloat16
@@ -341,10 +373,11 @@ class FusedCompiler(Compiler):
         norm = gain(dim) if "norm" in job.around else None
         bias = empty(stacked) if "bias" in job.around else None
         matrices = (empty(stacked, c), empty(c, heads * dim), empty(2 * inner, c), empty(c, inner))
-        is_fp8 = "fp8 weights" in job.around
+        forms = (form for name, form in WEIGHT_FORMATS.items() if name in job.around)
+        form = next(forms, None)
         layer = LayerWeights(
             *(
-                Weight.empty(FP8_ROWS, tuple(it.shape), "cpu") if is_fp8 else Weight.full(it)
+                Weight.empty(form, tuple(it.shape), "cpu") if form else Weight.full(it)
                 for it in matrices
             ),
             *(gain(c), gain(c), norm, norm, bias),
@@ -372,7 +405,7 @@ class FusedCompiler(Compiler):
         inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
         self.compiled = []
         if rows == 1:
-            tensor_cores = on_tensor_cores(shape, fp8_weights=is_fp8)
+            tensor_cores = on_tensor_cores(shape, quantized=form is not None)
             caches = (cache,) * layers, (scales,) * layers
             StepKernel(weights, *caches, arch, tensor_cores=tensor_cores)(*inputs)
         else:

@@ -124,6 +124,17 @@ def jobs_for(sm: int) -> list[FusedJob]:
             if sm == HOPPER and rows <= most
         ),
         *(
+            FusedJob(sm, "matrix", around=(*around, "int4"), tokens=rows, function="matrix_linear")
+            for around in (("wide",), ("gated",), ("parts",))
+            for rows in (16, 64, 256)
+            if sm == HOPPER
+        ),
+        *(
+            FusedJob(sm, "groups", around=around, tokens=rows)
+            for around in (("wide",), ("gated", "wide"), ("parts", "long"))
+            for rows in (1, 16)
+        ),
+        *(
             FusedJob(sm, "persistent", around=(*around, *invariant), tokens=rows)
             for around in MATRICES
             for invariant in ((), ("invariant",))

@@ -114,6 +114,36 @@ class MatrixDevice(Device):
         assert products_in_flight() == 0, "an earlier product may read these registers"
         return numbers.to(dtype)
 
+    def unchanged(self, x: Any, *_: Any) -> Any:
+        return x
+
+    int32 = torch.int32
+    multiple_of = max_contiguous = unchanged
+
+    def join(self, a: Array, b: Array) -> Array:
+        return array(torch.stack([a, b], -1))
+
+    def dequantize(
+        self,
+        numbers: Array,
+        scale: Array,
+        shift: Array,
+        dtype: torch.dtype,
+        offset: int,
+        shifted: bool,
+    ) -> tuple[Array, Array]:
+        """Convert 4-bit weights, of four bytes 0, 2, 1 and 3, in registers as `widen`."""
+        assert products_in_flight() == 0, "an earlier product may read these registers"
+        numbers, scale, shift = (
+            it.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
+            for it in (numbers, scale, shift)
+        )
+        found = []
+        for half in (numbers & 15, numbers >> 4):
+            value = (half.to(dtype) - offset) * scale
+            found.append(array((value + shift if shifted else value).to(dtype)))
+        return found[0], found[1]
+
     def convert_layout(self, value: Array, layout: Any, assert_trivial: bool = False) -> Array:
         return super().convert_layout(value, layout, assert_trivial)
 
@@ -178,6 +208,10 @@ def _in_place_of_gluon(device: MatrixDevice) -> AbstractContextManager[None]:
         "gdc_launch_dependents": device.launch_dependents,
         "gdc_wait": device.wait_for_earlier,
         "widen": device.widen,
+        "dequantize": device.dequantize,
+        "twice": lambda scale, dtype: scale.to(dtype),
+        "bytes_layout": lambda *_: None,
+        "fetch_groups": lambda *_: None,
         "warpgroup_mma_wait": functools.partial(device.wait_products, names["warpgroup_mma_wait"]),
     }
     return in_place_of_gluon((matrix,), device, replaced)

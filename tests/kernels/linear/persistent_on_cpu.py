@@ -29,6 +29,7 @@ from tests.kernels.gluon_on_cpu import (
     issue_product,
     names_of_hopper,
     run_roles,
+    undefined,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class Device:
         del layout
         if dtype is self.int64:
             return MBarrier() if len(shape) == 1 else MBarriers(int(shape[0]))
-        return Shared(torch.full([int(size) for size in shape], torch.nan, dtype=dtype.of_torch))
+        kind = dtype.of_torch
+        return Shared(torch.full([int(size) for size in shape], undefined(kind), dtype=kind))
 
     def minimum(self, a: Any, b: Any) -> Array:
         return array(torch.minimum(array(a), array(b)))

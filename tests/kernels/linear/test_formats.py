@@ -9,9 +9,10 @@ import torch
 
 from kernels.arch import CATALOGUE, CPU
 from kernels.errors import ShapeError
+from kernels.linear import group_tiles
 from kernels.linear.problem import LinearProblem
 from kernels.linear.pytorch import PyTorchLinear
-from kernels.linear.registry import INVARIANT, LIBRARY, LIBRARY_FP8, REGISTRY
+from kernels.linear.registry import GROUPS, INVARIANT, LIBRARY, LIBRARY_FP8, REGISTRY
 from kernels.linear.select import LinearChoice, select_linear
 from kernels.linear.weights import LinearArguments, LinearWeights
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
@@ -35,12 +36,14 @@ def test_a_row_takes_a_format_or_refuses_it_by_name(spec, form):
     more = set(spec.unsupported(dataclasses.replace(full, format=form), arch))
 
     more -= set(spec.limits(dataclasses.replace(full, format=form), arch))
-    if spec.formats is None or form in spec.formats:
+    in_groups = spec.reads_groups and group_tiles.reads(form)
+    if spec.formats is None or form in spec.formats or in_groups:
         assert not more
     else:
-        assert more == {f"no weights in {form.name}" if spec.formats else "weights are quantized"}
+        reads_some = spec.formats or spec.reads_groups
+        assert more == {f"no weights in {form.name}" if reads_some else "weights are quantized"}
     refused = "weights are not quantized" in spec.unsupported(full, arch)
-    assert refused == (spec is LIBRARY_FP8)
+    assert refused == (spec in (LIBRARY_FP8, GROUPS))
 
 
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda it: it.key)

@@ -17,8 +17,9 @@ from kernels.linear.matrix_tiles import (
     plan_matrix,
 )
 from kernels.linear.problem import LinearProblem
-from kernels.linear.weights import LinearArguments
-from kernels.weight_format import FP8_ROWS
+from kernels.linear.weights import LinearArguments, LinearWeights
+from kernels.weight_format import FP8_ROWS, WeightFormat
+from kernels.weights import Weight
 from tests.kernels.linear.weights import linear_weights
 from tests.kernels.references import reference
 from tests.kernels.triton_interpreter import HAS_TRITON
@@ -148,7 +149,7 @@ def test_every_output_is_the_formula(
     kernel, plan, kind, splits, fp8, ring, rows, row_tile, dtype, pdl
 ):
     outputs, columns, chunks, stages = RINGS[ring]
-    launch = MatrixLaunch(outputs, row_tile, columns, splits, fp8)
+    launch = MatrixLaunch(outputs, row_tile, columns, splits, 8 if fp8 else 16)
     plan(launch, stages)
     inputs = splits * chunks * columns
     layer = Layer(kind, 2 * outputs, inputs, dtype, fp8=fp8)
@@ -201,6 +202,47 @@ def test_a_gate_far_from_zero_does_not_overflow(kernel):
     assert gate.min() < -90 < 90 < gate.max()
 
     layer.check(x, layer(x))
+
+
+def arranged(x, *, pdl):
+    """Order columns as `kernels.linear.gpu.arrange` does; 32 have dimensions thread, pair, byte of it and half."""
+    del pdl
+    return x.unflatten(1, (-1, 4, 2, 2, 2)).permute(0, 1, 5, 4, 2, 3).flatten(1)
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [5, 65, 256])
+@pytest.mark.parametrize(
+    ("group", "shifts", "offset"), [(32, True, 0), (64, False, 8), (128, True, 8), (256, False, 0)]
+)
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inputs"),
+    [("plain", 192, 320), ("bias", 64, 64), ("gated", 128, 640), ("residual", 256, 1024)],
+)
+def test_4_bit_weights_are_multiplied_as_they_are_defined(
+    kernel, monkeypatch, kind, outputs, inputs, group, shifts, offset, rows
+):
+    monkeypatch.setattr(matrix, "arrange", arranged)
+    form = WeightFormat("int4", 4, group, "group", shifts, False, offset, "float16")
+    weight = Weight.empty(form, (outputs, inputs), "cpu")
+    generator = torch.Generator().manual_seed(1)
+    weight.numbers.random_(0, 256, generator=generator)
+    for scale in weight.scales.values():
+        scale.copy_(torch.randint(1, 3, scale.shape, generator=generator) * SCALE)
+    layer = Layer(kind, outputs, inputs)
+    layer.weight = weight.dequantize()
+    gated = kind == "gated"
+    problem = LinearProblem(
+        1, outputs // (1 + gated), inputs, gated=gated, format=form, bias=kind == "bias",
+        residual=kind == "residual", layer_weights=1,
+    )  # fmt: skip
+    layer.linear = matrix.MatrixLinear(LinearWeights(weight, layer.bias), problem)
+    x = whole_numbers(rows, inputs, seed=3)
+
+    found = layer(x, pdl=True)
+
+    ((_, _, splits),) = kernel.grids
+    layer.check(x, found, splits)
 
 
 @needs_triton
@@ -281,8 +323,8 @@ def test_a_ring_of_one_stage_and_more_chunks_would_wait_forever(kernel, plan):
 )
 def test_a_planned_ring_holds_all_chunks_or_more_than_one(outputs, inputs, may_split):
     for rows in (*ROW_COUNTS, MANY_ROWS):
-        for fp8 in (False, True):
-            launch = plan_matrix(outputs, inputs, rows, may_split=may_split, fp8=fp8)
+        for bits in (16, 8, 4):
+            launch = plan_matrix(outputs, inputs, rows, may_split=may_split, bits=bits)
             chunks = inputs // launch.splits // launch.columns
 
             assert launch.stages(inputs) >= min(2, chunks)

@@ -38,12 +38,12 @@ def test_tiles_divide_the_layer_and_fit_shared_memory(outputs, inputs, rows, may
     assert 2 * stages * (launch.outputs + launch.rows) * launch.columns < HOPPER_SHARED_BYTES
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("rows", ROW_COUNTS)
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
-def test_a_layer_that_may_be_split_has_a_program_for_nearly_every_sm(model, rows, fp8):
+def test_a_layer_that_may_be_split_has_a_program_for_nearly_every_sm(model, rows, bits):
     for outputs, inputs in (LAYERS[model][1], LAYERS[model][3]):
-        launch = plan_matrix(outputs, inputs, rows, may_split=True, fp8=fp8)
+        launch = plan_matrix(outputs, inputs, rows, may_split=True, bits=bits)
 
         programs = -(-rows // launch.rows) * (outputs // launch.outputs) * launch.splits
         assert 100 <= programs <= 132, launch
@@ -68,8 +68,12 @@ def test_large_layers_use_the_library_beyond_128_rows():
 def test_large_layers_in_fp8_use_the_library_beyond_64_rows():
     weights = {name: sum(n * k for n, k in layers) for name, layers in LAYERS.items()}
 
-    assert most_rows(weights["qwen3-0.6b"], fp8=True) == 256
-    assert most_rows(weights["llama-3.1-8b"], fp8=True) == 64
+    assert most_rows(weights["qwen3-0.6b"], bits=8) == 256
+    assert most_rows(weights["llama-3.1-8b"], bits=8) == 64
+
+
+def test_layers_of_4_bits_use_the_library_beyond_256_rows():
+    assert most_rows(1 << 30, bits=4) == 256
 
 
 @pytest.mark.parametrize("may_split", [False, True])

@@ -11,7 +11,7 @@ from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, select_linear
 from kernels.linear.tuned import find, linear_table, tuned_linear
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, WeightFormat
 from tests.kernels.tuning_check import linear_launch_mistakes, linear_mistakes
 
 H100 = CATALOGUE["h100"]
@@ -89,6 +89,47 @@ def test_problems_that_the_vector_kernel_does_not_support_give_the_reason(asked,
 
 
 LAYER = 15_000_000
+INT4 = WeightFormat("int4", 4, 128, "group", False, False, 8, "float16")
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "chosen", "why"),
+    [
+        (1, "h100", "groups", None),
+        (8, "h100", "groups", None),
+        (9, "h100", "matrix", "9 rows: Hopper's tensor cores are faster"),
+        (256, "h100", "matrix", "256 rows: Hopper's tensor cores are faster"),
+        (257, "h100", "library", "257 rows: others are faster from 17 on"),
+        (16, "a100", "groups", None),
+        (17, "a100", "library", "17 rows: others are faster from 17 on"),
+        (1, "t4", "pytorch", "this is sm_75"),
+    ],
+)
+def test_the_number_of_rows_decides_the_kernel_for_4_bit_weights(rows, arch, chosen, why):
+    choice = select_linear(problem(rows, format=INT4, layer_weights=4 * LAYER), CATALOGUE[arch])
+
+    assert choice.spec.name == chosen
+    assert "no weights in int4" in dict(choice.refusals)["vector"]
+    if why is not None:
+        assert why in "; ".join(dict(choice.refusals)["groups"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"inputs": 1016}, "1016 inputs are not a multiple of 32"),
+        ({"dtype": "float32"}, "no product on tensor cores with float32"),
+        ({"format": dataclasses.replace(INT4, group=96)}, "no weights in int4"),
+        ({"format": dataclasses.replace(INT4, bits=8)}, "no weights in int4"),
+        ({"format": dataclasses.replace(INT4, scales="row", group=0)}, "no weights in int4"),
+        ({"batch_invariant": True}, "for few rows only"),
+    ],
+    ids=str,
+)
+def test_other_problems_with_4_bit_weights_give_the_reason(change, why):
+    asked = problem(1, **{"format": INT4, "layer_weights": LAYER, **change})
+
+    assert why in "; ".join(dict(select_linear(asked, H100).refusals)["groups"])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from kernels.gpu import unpack
 from kernels.step.gpu import (
     attend,
     attend_rows,
@@ -35,6 +36,7 @@ from kernels.step.gpu import (
     score_rows,
     tensor_products,
 )
+from kernels.step.packed_scales import packed_scales
 from tests.kernels.gluon_on_cpu import (
     Array,
     MBarrier,
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 
 _MODULES = (
     attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
-    score, score_rows, tensor_products,
+    score, score_rows, tensor_products, unpack,
 )  # fmt: skip
 
 
@@ -131,6 +133,7 @@ class Device:
     """What the kernel uses of Gluon, for all programs of a launch; a thread has its own program and copies."""
 
     float32, int16, int32, int64 = torch.float32, torch.int16, torch.int32, torch.int64
+    uint8, uint16 = torch.uint8, torch.uint16
     float8e4nv, float16, bfloat16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
     static_range = range
 
@@ -317,7 +320,7 @@ class StepOnCPU:
     """
 
     def __init__(self, weights: Any, caches: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
-        self._rows = kernel.table_rows(weights, caches, scales)
+        self._rows = kernel.table_rows(weights, caches, scales, packed_scales(weights))
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         """Return a function that runs the programs of a grid."""
@@ -393,7 +396,9 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         heads=shared(dtype, c.HEAD_ROWS, c.DP),
         maxima=shared(torch.float32, c.HELD_P, c.LINES),
         totals=shared(torch.float32, c.HELD_P, c.LINES),
-        scales=shared(torch.float32, c.STAGES, rows),
+        scales=shared(torch.int32, c.STAGES, 2 * ring.PARTS.value * rows * c.PART_SCALES)
+        if c.PART_SCALES
+        else shared(torch.float32, c.STAGES, rows),
         sums=shared(
             torch.float32,
             ring.MOST_TENSOR_TILES.value,
@@ -406,6 +411,14 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         full=MBarriers(c.STAGES, 1),
         empty=MBarriers(c.STAGES, 1),
     )
+
+
+def unpacked(numbers: Array, dtype: torch.dtype) -> tuple[Array, Array]:
+    """Convert as `kernels.gpu.unpack.unpack`: of four bytes, 0, 2, 1 and 3."""
+    ordered = numbers.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
+    bias, unit = (128, 1) if dtype is torch.bfloat16 else (0, 2.0**-24)
+    low, high = (((it + bias).float() * unit).to(dtype) for it in (ordered & 15, ordered >> 4))
+    return array(low), array(high)
 
 
 @contextlib.contextmanager
@@ -423,6 +436,7 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
         ),
         "mma_v2": device.mma,
         "widen": lambda numbers, dtype: numbers.to(dtype),
+        "unpack": unpacked,
         "computed_again": lambda x: x,
         "publish": device.publish,
         "clear": device.clear,

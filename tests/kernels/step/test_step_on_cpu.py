@@ -16,7 +16,7 @@ from kernels.step.single_launch import (
 )
 from kernels.step.sizes import on_tensor_cores
 from kernels.step.weights import MATRICES
-from kernels.weight_format import FP8_ROWS
+from kernels.weight_format import FP8_ROWS, WeightFormat
 from kernels.weights import Weight, quantize
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.references.reference_fp8 import dequantize_rows
@@ -63,6 +63,7 @@ class Case:
     fp8_weights: bool = False
     parts: tuple[str, ...] = ()
     on_tensor_cores: bool = False
+    form: WeightFormat | None = None
 
     @property
     def shape(self):
@@ -76,13 +77,28 @@ class Case:
     @property
     def tensor_cores(self):
         """Whether they multiply one sequence, because a test wants it or the kernel does it."""
-        return self.on_tensor_cores or on_tensor_cores(self.shape, fp8_weights=self.fp8_weights)
+        return self.on_tensor_cores or on_tensor_cores(
+            self.shape, quantized=self.fp8_weights or self.form is not None
+        )
 
     @property
     def arch(self):
         return dataclasses.replace(ARCHES[90], num_sms=self.num_sms)
 
 
+INT4, INT4_SHIFTS, INT4_WIDE, INT4_64 = (
+    WeightFormat("int4", 4, 128, "group", False, False, 8, "float16"),
+    WeightFormat("int4", 4, 32, "group", True, False, 0, "float32"),
+    WeightFormat("int4", 4, 512, "group", True, False, 8, "bfloat16"),
+    WeightFormat("int4", 4, 64, "group", False, False, 0, "bfloat16"),
+)
+INT4_WEIGHTS = (
+    Case(1, form=INT4, dim=128, inner=1088, layers=3),
+    Case(1, form=INT4_SHIFTS, hidden=320, inner=576, heads=8, dim=64, num_sms=23),
+    Case(1, form=INT4_WIDE, hidden=2112, inner=4160, heads=8, dim=64, layers=1, num_sms=20),
+    Case(1, form=INT4_SHIFTS, hidden=1088, inner=2176, dim=128, layers=1, early=False, num_sms=20),
+    Case(1, form=INT4_64, hidden=4096, inner=2048, dim=256, kv_heads=1, layers=1, num_sms=20),
+)
 FP8_WEIGHTS = (
     Case(1, fp8_weights=True),
     Case(1, fp8_weights=True, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
@@ -140,6 +156,7 @@ CASES = (
     Case(2, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
     Case(4, heads=10, num_sms=40, vocab=640),
     Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
+    *INT4_WEIGHTS,
     *FP8_WEIGHTS,
     *FP8_WEIGHTS_OF_ROWS,
     *GEMMAS,
@@ -164,9 +181,26 @@ def in_fp8(layer):
     return layer._replace(**quantized)
 
 
+def in_int4(layer, form):
+    """Return a layer with random 4-bit matrices of the same shapes and standard deviations."""
+    made = {}
+    for name in MATRICES:
+        matrix = getattr(layer, name)
+        weight = Weight.empty(form, matrix.shape, "cpu")
+        weight.numbers.random_(0, 256, generator=GENERATOR)
+        size = torch.rand(weight.scale.shape, generator=GENERATOR) + 0.5
+        weight.scale.copy_(size * matrix.numbers.float().std() / 4.6)
+        if weight.shift is not None:
+            weight.shift.copy_(weight.scale.float() * (form.offset - 7.5))
+        made[name] = weight
+    return layer._replace(**made)
+
+
 def wide_matrix(layer, name):
     """Return a layer's matrix, float64."""
     weight = getattr(layer, name)
+    if weight.format.bits == 4:
+        return weight.dequantize().double()
     numbers = weight.numbers.double()
     return numbers if weight.scale is None else numbers * weight.scale.double()[:, None]
 
@@ -196,6 +230,8 @@ class Model:
         layers = [layer(number) for number in range(case.layers)]
         if case.fp8_weights:
             layers = [in_fp8(it) for it in layers]
+        if case.form is not None:
+            layers = [in_int4(it, case.form) for it in layers]
         embedding = random(case.vocab, c, std=1.0)
         head = random(case.vocab, c, std=0.5 * c**-0.5)
         self.weights = StepWeights(case.shape, layers, embedding, head, gain(c))
@@ -318,7 +354,7 @@ def model(request, monkeypatch):
     case = request.param
     if not case.early:
         monkeypatch.setattr(kernel, "_LITTLE_HIDDEN", 0)
-    form = FP8_ROWS if case.fp8_weights else None
+    form = FP8_ROWS if case.fp8_weights else case.form
     assert not unsupported(case.shape, torch.bfloat16, case.arch, case.rows, form)
     return Model(case)
 
@@ -326,7 +362,14 @@ def model(request, monkeypatch):
 @pytest.mark.parametrize(
     "model",
     slow_except(
-        (*CASES[:2], *FP8_WEIGHTS[:1], *FP8_WEIGHTS_OF_ROWS[:1], *TENSOR_CORES[:1], *GEMMAS[:3]),
+        (
+            *CASES[:2],
+            *INT4_WEIGHTS[:2],
+            *FP8_WEIGHTS[:1],
+            *FP8_WEIGHTS_OF_ROWS[:1],
+            *TENSOR_CORES[:1],
+            *GEMMAS[:3],
+        ),
         CASES,
     ),
     indirect=True,

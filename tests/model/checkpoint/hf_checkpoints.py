@@ -307,4 +307,52 @@ CASES = {
         "StableLm",
         {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     ),
+    "stablelm parallel": Case("StableLm", {"use_parallel_residual": True}),
+    "gpt_neox": Case("GPTNeoX", in_half=True),
+    "gpt_neox sequential tied without biases": Case(
+        "GPTNeoX",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_fast",
+            "rotary_pct": 1.0,
+            "rotary_emb_base": 500,
+        },
+    ),
+    "gptj": Case("GPTJ", {"rotary_dim": 8}, in_half=True),
+    "gptj whole heads tied": Case(
+        "GPTJ", {"rotary_dim": 16, "tie_word_embeddings": True, "n_inner": 96}
+    ),
+    "phi": Case("Phi", {"num_key_value_heads": 4}, in_half=True),
+    "phi few key-value heads tied": Case(
+        "Phi", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True}
+    ),
+    "cohere": Case("Cohere", {"logit_scale": 0.25}, in_half=True),
+    "cohere norms by head": Case("Cohere", {"use_qk_norm": True}, in_half=True),
+    "cohere untied biases": Case(
+        "Cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 2.0}
+    ),
+    "cohere2": Case("Cohere2", _layers(4, sliding_window=16, logit_scale=0.25), in_half=True),
+    "cohere2 windows by layer biases": Case(
+        "Cohere2", _layers(3, sliding_window=16, layer_types=_KINDS, attention_bias=True)
+    ),
+    "falcon": Case("Falcon", {"ffn_hidden_size": 96}, in_half=True),
+    "falcon few key-value heads biases": Case(
+        "Falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 1,
+            "num_kv_heads": 2,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon sequential all heads": Case(
+        "Falcon", {"parallel_attn": False, "multi_query": False, "bias": True}
+    ),
+    "gpt_bigcode": Case("GPTBigCode", in_half=True),
+    "gpt_bigcode all heads untied": Case(
+        "GPTBigCode", {"multi_query": False, "n_inner": 96, "tie_word_embeddings": False}
+    ),
 }

@@ -49,6 +49,11 @@ PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 STABLELM = LLAMA | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+PHI = LLAMA | {"architectures": ["PhiForCausalLM"], "model_type": "phi"}
+COHERE = LLAMA | {"architectures": ["CohereForCausalLM"], "model_type": "cohere"}
+COHERE2 = LLAMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2"}
+FALCON = LLAMA | {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
 STARCODER2 = LLAMA | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
@@ -59,6 +64,8 @@ GPT2 = {
     "n_head": 4,
     "n_positions": 512,
 }
+GPTJ = GPT2 | {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "rotary_dim": 8}
+BIGCODE = GPT2 | {"architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode"}
 OPT = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -422,6 +429,90 @@ def test_the_files_of_olmo2_are_read(hidden, inner, layers, heads, parameters):
     assert config.network.num_parameters == parameters
 
 
+LAYER_NORM = {"layer_norm_epsilon": 1e-05}
+PARALLEL_FILES = {
+    "Pythia 160M": (
+        NEOX,
+        {"hidden_act": "gelu", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+        | {"num_hidden_layers": 12, "rotary_emb_base": 10000, "rotary_pct": 0.25, "vocab_size": 50304}
+        | {"use_parallel_residual": True, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048},
+        162_322_944,
+    ),
+    "GPT-J 6B": (
+        GPTJ,
+        {"n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28, "n_positions": 2048, "rotary": True}
+        | {"rotary_dim": 64, "tie_word_embeddings": False, "vocab_size": 50400, "scale_attn_weights": True},
+        6_050_882_784,
+    ),
+    "Phi-2": (
+        PHI,
+        {"hidden_act": "gelu_new", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.4}
+        | {"qk_layernorm": False, "vocab_size": 51200, "tie_word_embeddings": False},
+        2_779_683_840,
+    ),
+    "Command R7B": (
+        COHERE2,
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "logit_scale": 0.25}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 4096}
+        | {"sliding_window_pattern": 4, "rotary_pct": 1.0, "vocab_size": 256000, "rope_theta": 50000}
+        | {"order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True},
+        8_028_033_024,
+    ),
+    "Falcon 7B": (
+        FALCON,
+        {"alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True, "parallel_attn": True}
+        | {"new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32}
+        | {"vocab_size": 65024} | LAYER_NORM,
+        6_921_720_704,
+    ),
+    "StarCoderBase 1B": (
+        BIGCODE,
+        {"n_embd": 2048, "n_head": 16, "n_inner": 8192, "n_layer": 24, "n_positions": 8192}
+        | {"attention_softmax_in_fp32": True, "multi_query": True, "vocab_size": 49152} | LAYER_NORM,
+        1_137_207_296,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "parameters"), PARALLEL_FILES.values(), ids=PARALLEL_FILES
+)
+def test_the_files_of_families_with_parallel_layers_and_of_starcoder_are_read(
+    base, changes, parameters
+):
+    config = ModelConfig.from_dict(base | changes)
+
+    assert config.network.num_parameters == parameters
+
+
+def test_absent_keys_of_families_with_parallel_layers_have_the_defaults_of_transformers():
+    absent = "rope_theta", "rotary_pct", "rotary_dim", "num_key_value_heads"
+    heads = {"num_attention_heads": 2, "hidden_size": 256, "n_head": 2, "n_embd": 256}
+    neox, gptj, phi, cohere, cohere2, falcon, bigcode = (
+        ModelConfig.from_dict(without(it, *absent) | heads).network
+        for it in (NEOX, GPTJ, PHI, COHERE, COHERE2, FALCON, BIGCODE)
+    )
+
+    assert [it.rotaries for it in (neox, gptj, phi, cohere, falcon)] == [
+        ((Rotary(dims=32), 128),),
+        ((Rotary(dims=64), 128),),
+        ((Rotary(dims=64), 128),),
+        ((Rotary(theta=500_000.0), 128),),
+        ((Rotary(), 128),),
+    ]
+    assert [it.mixer.window for it in cohere2.layers] == [4096, 4096]
+    assert [it.tied for it in (neox, gptj, phi, cohere, cohere2, falcon, bigcode)] == [
+        False, False, False, True, True, True, True,
+    ]  # fmt: skip
+    assert [it.layers[0].mixer.num_kv_heads for it in (cohere, falcon, bigcode)] == [2, 1, 1]
+    assert [it.layers[0].parallel for it in (neox, gptj, phi, cohere2, falcon, bigcode)] == [
+        True, True, True, True, True, False,
+    ]  # fmt: skip
+    assert bigcode.layers[0].mlp.activation == gptj.layers[0].mlp.activation == "gelu_tanh"
+    assert neox.layers[0].mlp.activation == falcon.layers[0].mlp.activation == "gelu"
+
+
 def test_the_file_of_gemma_2b_is_read():
     config = ModelConfig.from_dict(
         GEMMA
@@ -481,7 +572,14 @@ def test_the_context_of_learned_positions_is_the_length_of_their_table():
             "auto_map.AutoModelForCausalLM = 'modeling.PhiMoEForCausalLM'",
         ),
         (PHI3, {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map.AutoModelForCausalLM = None"),
-        (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True"),
+        (NEOX, {"hidden_act": "quick_gelu"}, "hidden_act = 'quick_gelu'"),
+        (GPTJ, {"activation_function": "silu"}, "activation_function = 'silu'"),
+        (PHI, {"qk_layernorm": True}, "qk_layernorm = True"),
+        (COHERE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (FALCON, {"alibi": True}, "alibi = True"),
+        (FALCON, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2"),
+        (FALCON, {"new_decoder_architecture": True}, "num_ln_in_parallel_attn"),
+        (BIGCODE, {"scale_attn_weights": False}, "scale_attn_weights"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True"),
         (OLMO2, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         (OLMO2, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -525,6 +623,12 @@ def test_an_unsupported_variant_of_a_family_is_rejected_with_its_key(base, chang
         (STABLELM, {"partial_rotary_factor": 0.1}, "even number, 4 or more, .*, found 1"),
         (PHI3, {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be"),
         (STARCODER2, {"norm_epsilon": "x"}, "norm_epsilon must be a number, found 'x'"),
+        (NEOX, {"rotary_pct": 2}, "rotary_pct must be"),
+        (GPTJ, {"rotary_dim": 7}, "rotary_dim must be an even number .* 16 dimensions .*, found 7"),
+        (GPTJ, {"rotary_dim": 18}, "rotary_dim must be an even number .*, found 18"),
+        (COHERE, {"logit_scale": 0}, "logit_scale must be"),
+        (FALCON, {"ffn_hidden_size": 0}, "ffn_hidden_size must be"),
+        (BIGCODE, {"multi_query": 1}, "multi_query must be"),
     ],
 )
 def test_the_error_for_an_invalid_value_names_the_key_of_the_family(base, changes, message):
@@ -579,10 +683,10 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
     ("changes", "named"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "GPTNeoXForCausalLM"),
+        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "BloomForCausalLM"),
         ({"architectures": None, "model_type": "gemma3n"}, "gemma3n"),
         ({"model_type": "mistral"}, "mistral"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -613,7 +717,7 @@ def test_the_error_for_an_unsupported_architecture_lists_the_supported_ones():
         UnsupportedModelError,
         match="LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
     ):
-        ModelConfig.from_dict(LLAMA | {"architectures": ["PhiForCausalLM"]})
+        ModelConfig.from_dict(LLAMA | {"architectures": ["BloomForCausalLM"]})
 
 
 @pytest.mark.parametrize(
@@ -785,7 +889,7 @@ ROPE = st.fixed_dictionaries(
 
 BASES = [
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, MULTIMODAL, GPT2, OPT, GRANITE, STARCODER2, PHI3, SMOLLM3,
-    STABLELM, OLMO2,
+    STABLELM, OLMO2, NEOX, GPTJ, PHI, COHERE, COHERE2, FALCON, BIGCODE,
 ]  # fmt: skip
 FURTHER_KEYS = (
     "attn_logit_softcapping",
@@ -794,15 +898,23 @@ FURTHER_KEYS = (
     "embedding_multiplier",
     "final_logit_softcapping",
     "hidden_activation",
+    "logit_scale",
     "logits_scaling",
+    "multi_query",
     "n_inner",
     "no_rope_layer_interval",
+    "new_decoder_architecture",
     "no_rope_layers",
+    "num_ln_in_parallel_attn",
+    "parallel_attn",
     "partial_rotary_factor",
     "qk_layernorm",
     "query_pre_attn_scalar",
     "rope_local_base_freq",
     "rope_parameters",
+    "rotary_dim",
+    "rotary_emb_base",
+    "rotary_pct",
     "sliding_window",
     "sliding_window_pattern",
     "text_config",

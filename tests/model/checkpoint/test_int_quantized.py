@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.formats.int_quantized import compress, to_config
-from model.checkpoint.formats.table import detect
+from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
+from model.checkpoint.formats.table import detect, stored_formats
 from model.checkpoint.weights import load_model, save_checkpoint
-from model.errors import UnsupportedModelError, WeightsError
+from model.errors import ModelError, WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 SINGLE = "model.safetensors"
@@ -144,30 +144,32 @@ def changed(path, value):
     return {"quantization_config": config}
 
 
-WEIGHTS = ("config_groups", "group_0", "weights")
+def test_a_model_holds_full_numbers_of_what_we_save():
+    assert stored_formats({"quantization_config": CONFIG}).formats[0].row is INT_QUANTIZED
+    assert detect({"quantization_config": CONFIG}) is None
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("quant_method",), "awq", r"quantization_config\.quant_method = 'awq' is not supported; supported is 'comp"),
-        (("format",), "pack-quantized", r"format = 'pack-quantized' .* supported is 'int-quantized'"),
-        (("config_groups", "group_0", "format"), "pack-quantized", r"group_0\.format = 'pack-quantized'"),
-        (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
+        (
+            ("config_groups", "group_0", "format"),
+            "other",
+            r"\.format = 'other' is not supported; supported is 'int-qu",
+        ),
         (("config_groups",), {}, "no config_groups"),
         (("config_groups",), None, "no config_groups"),
         (("config_groups", "group_0"), 3, r"config_groups\.group_0 must be an object, found 3"),
-        (WEIGHTS, None, r"group_0\.weights must be an object, found None"),
-        ((*WEIGHTS, "num_bits"), 4, r"weights\.num_bits = 4 is not supported; supported is 8"),
-        ((*WEIGHTS, "type"), "float", r"weights\.type = 'float'"),
-        ((*WEIGHTS, "symmetric"), False, r"weights\.symmetric = False"),
-        ((*WEIGHTS, "strategy"), "group", r"weights\.strategy = 'group' is not supported; supported is 'channel'"),
-        (("config_groups", "group_0", "input_activations"), {"dynamic": False}, r"input_activations\.dynamic = False"),
-        (("config_groups", "group_0", "output_activations"), {"num_bits": 8}, "output_activations"),
+        (
+            ("config_groups", "group_0", "weights"),
+            None,
+            r"group_0\.weights must be an object, found None",
+        ),
+        (("dequantize",), 3, r"dequantize must be true or false, found 3"),
     ],
-)  # fmt: skip
-def test_other_formats_are_refused_by_name(path, value, message):
-    with pytest.raises(UnsupportedModelError, match=message):
+)
+def test_other_configurations_are_refused_by_name(path, value, message):
+    with pytest.raises(ModelError, match=message):
         detect(changed(path, value))
 
 

@@ -48,6 +48,7 @@ GEMMA = {
     "logit_softcap": 2.0,
 }
 UNNORMED = "layers without norms"
+PARALLEL = "attention and MLP in parallel"
 FAMILIES = {
     "llama": {"num_layers": 2},
     "llama tied": {"tie_word_embeddings": True},
@@ -98,6 +99,36 @@ FAMILIES = {
         "num_layers": 2,
     },
     UNNORMED: {"pre_norms": False, "num_layers": 2},
+    "gpt_neox": {
+        "architecture": "GPTNeoXForCausalLM",
+        "norm": "layer",
+        "activation": "gelu",
+        "gated_mlp": False,
+        "rope": Rotary(dims=8),
+        "parallel": True,
+        "num_layers": 2,
+    }
+    | dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True),
+    "gptj": {
+        "architecture": "GPTJForCausalLM",
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated_mlp": False,
+        "mlp_bias": True,
+        "num_layers": 2,
+    }
+    | dict.fromkeys(("parallel", "shared_norm", "head_bias"), True),
+    "cohere": {
+        "architecture": "CohereForCausalLM",
+        "norm": "layer",
+        "norm_bias": False,
+        "parallel": True,
+        "shared_norm": True,
+        "num_layers": 2,
+        "tie_word_embeddings": True,
+    },
+    "norms by head": {"qk_norm_by_head": True, "num_layers": 2},
+    PARALLEL: {"parallel": True, "num_layers": 2},
     "phi3": {
         "architecture": "Phi3ForCausalLM",
         "sliding_window": 3,
@@ -240,7 +271,8 @@ class Product:
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3", "olmo2"]
+    "family",
+    ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3", "olmo2", "gptj", "cohere"],
 )
 def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, monkeypatch):
     """With a bias and a gate or the residual stream, the library computes a projection."""
@@ -269,7 +301,9 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     layers = SHAPE["num_layers"] if "num_layers" not in changes else changes["num_layers"]
-    assert products.count("matrix") == layers * {"llama biases": 1, "gpt2": 2}.get(family, 4)
+    assert products.count("matrix") == layers * {"llama biases": 1, "gpt2": 2, "gptj": 3}.get(
+        family, 4
+    )
     assert fused.row_counts == (1, 2, 4, 16, 32, 64, 128, 256)
 
 
@@ -302,7 +336,10 @@ class OneRank(AbsentRanks):
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("one_launch", [True, False])
-@pytest.mark.parametrize("family", ["llama", "llama biases", "opt", "gemma3", "olmo2", UNNORMED])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "llama biases", "opt", "gemma3", "olmo2", UNNORMED, "gptj", "cohere", PARALLEL],
+)
 def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
     """Layer norms, biases and norms of the sum follow it in launches of their own."""
     expected = drive(build(**FAMILIES[family]), (1, 3))
@@ -314,7 +351,7 @@ def test_sums_of_ranks_match_separate_operations(family, one_launch, on_a_gpu):
 
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert bool(rank.launches) == (one_launch and family in ("llama", UNNORMED))
+    assert bool(rank.launches) == (one_launch and family in ("llama", UNNORMED, PARALLEL))
 
 
 @triton_interpreter.interpreted

@@ -150,10 +150,10 @@ def test_models_are_supported_up_to_a_hidden_size_of_4096_on_tensor_cores(name, 
 def test_tensor_cores_multiply_large_models_weights_in_fp8_and_models_with_norms_of_outputs():
     little = QWEN._replace(hidden_size=2048)
 
-    assert not on_tensor_cores(little, fp8_weights=False)
-    assert on_tensor_cores(little._replace(hidden_size=2112), fp8_weights=False)
-    assert on_tensor_cores(little, fp8_weights=True)
-    assert on_tensor_cores(little._replace(post_norms=True), fp8_weights=False)
+    assert not on_tensor_cores(little, quantized=False)
+    assert on_tensor_cores(little._replace(hidden_size=2112), quantized=False)
+    assert on_tensor_cores(little, quantized=True)
+    assert on_tensor_cores(little._replace(post_norms=True), quantized=False)
 
 
 def test_several_sequences_are_for_smaller_models_than_one():

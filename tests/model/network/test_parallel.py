@@ -48,6 +48,21 @@ FAMILIES = {
         "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "num_key_value_heads": 4,
         "use_qkv_bias": True,
     },
+    "gpt_neox": {
+        "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox",
+    },
+    "gptj, odd vocabulary": {
+        "architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4,
+        "n_positions": 64, "rotary_dim": 8, "activation_function": "gelu_new", "vocab_size": 263,
+    },
+    "cohere": {
+        "architectures": ["CohereForCausalLM"], "model_type": "cohere", "num_key_value_heads": 4,
+        "use_qk_norm": True,
+    },
+    "cohere2": {
+        "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_key_value_heads": 4,
+        "sliding_window": 5, "sliding_window_pattern": 2,
+    },
 }  # fmt: skip
 PROMPTS = [{"a": [1, 2, 3, 4, 5, 6, 7, 8, 9], "b": [5]}, {"a": [3], "b": [7]}, {"c": [9, 8, 7]}]
 

@@ -15,7 +15,7 @@ from server.cli.bench.engine.options import SHAPES, shapes
 from tests.model.configs import model_config
 
 BLOCKS = WeightFormat("blocks", 8, group=128, scales="block")
-GROUPS = WeightFormat("groups", 4, group=32, scales="group", zeros=True, float=False)
+GROUPS = WeightFormat("groups", 4, group=32, scales="group", shifts=True, float=False)
 SIZES = {
     "vocab_size": 51,
     "hidden_size": 64,
@@ -37,7 +37,17 @@ PARTS = {
     },
     "float32 norms": {"norms_add_one": True, "post_norms": True, "qk_norm": True},
     "joint norms": {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True},
+    "norms by head": {"qk_norm_by_head": True},
     "tied": {"tie_word_embeddings": True},
+    "parallel": {"norm": "layer", "parallel": True, "mlp_bias": True},
+    "one norm without a bias": {
+        "norm": "layer",
+        "norm_bias": False,
+        "norms_add_one": True,
+        "parallel": True,
+        "shared_norm": True,
+        "head_bias": True,
+    },
 }
 
 

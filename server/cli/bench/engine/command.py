@@ -18,7 +18,6 @@ import torch
 from kernels import FP8, GPUArch, KernelError, detect
 from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.formats.table import kept
 from model.decoder import DecoderLM
 from model.device.quantizations import QUANTIZATIONS, loaded_format
 from model.progress import Status, watched
@@ -70,7 +69,7 @@ def main(
         freeze_startup_objects()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
-        quantization = QUANTIZATIONS.get(engine.info.quantization, kept(model.weight_format))
+        quantization = QUANTIZATIONS.get(engine.info.quantization, model.weight_format)
         # The C library's cache in float16 and its weights count as the model's dtype: a CPU's peaks are not known.
         work = ModelWork(
             DecoderLM(

@@ -155,7 +155,7 @@ class ModelWork:
         self._dtype = form.dtype
         self._head = head_rows(network.vocab, model.num_ranks) * network.hidden
         layers = sum(layer.num_parameters(network.hidden) for layer in network.layers)
-        self._inner = layers + network.hidden * (2 if network.norm.kind == "layer" else 1)
+        self._inner = layers + network.norm.num_parameters(network.hidden)
         # A step reads only the rows of its tokens of the tables, but all of the head, which may be one of them.
         unread = table_bytes(network, dtype, model.num_ranks)
         self._read_bytes = model.weight_bytes - unread + self._head * dtype_bytes(dtype)

@@ -10,7 +10,6 @@ from kernels.collective.communicator import AbsentRanks
 from kernels.gpu.absent_gpu import AbsentGPUError, absent_gpu
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype
-from model.checkpoint.formats.table import kept
 from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import ModelError
@@ -53,7 +52,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 model_config,
                 dtype,
                 device,
-                loaded_format(quantization, kept(model_config.weight_format)),
+                loaded_format(quantization, model_config.stored_format),
                 AbsentRanks(size, fuses_norm=True) if size > 1 else None,
             )
             model.optimize()

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.cpu.library import load
 from model.checkpoint.dtypes import resolve_quantization
-from model.checkpoint.formats.table import kept
-from model.device.quantizations import is_for_library
+from model.device.quantizations import is_for_library, quantization_name
 from model.executors import cpu_library
 
 if TYPE_CHECKING:
@@ -45,13 +44,13 @@ def resolved_quantization(
             log.warning("the weights are not in int8, so steps take longer: %s", reasons[0])
         return reasons
 
-    stored = kept(model.weight_format)
+    stored = model.weight_format
     found = resolve_quantization(config.quantization, arch, config.dtype, unsupported, stored)
     is_in_library = is_for_library(found, arch, config.dtype, unsupported)
     if arch.is_cpu and found is not None and not is_in_library:
         log.warning(
             "every step converts the weights from %s, which is slow: --quantization int8 or int4 is faster, where a "
             "CPU supports it",
-            found.name,
+            quantization_name(found),
         )
     return ResolvedQuantization(found, is_in_library)

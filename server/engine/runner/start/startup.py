@@ -98,7 +98,7 @@ def start_engine(
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization_name(quantization),
+        quantization=quantization_name(quantization, model.weight_format, *model.other_formats),
         vocab_size=model_config.network.vocab,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
@@ -201,7 +201,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
             device,
             config.load_format,
             progress,
-            weight_format=loaded_format(quantization, model_config.weight_format),
+            weight_format=loaded_format(quantization, model_config.stored_format),
             communicator=communicator,
         )
         phases.tell("packing the weights")

@@ -1,8 +1,6 @@
-"""Checkpoints with matrices in FP8 with scales for blocks: held as they are stored, with the values of the formula."""
+"""Checkpoints in Hugging Face's FP8: held as they are stored, with the values of the formula."""
 
 import dataclasses
-import json
-import shutil
 
 import pytest
 import safetensors.torch
@@ -11,8 +9,7 @@ import torch
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import INT4_GROUPS, INT8_GROUPS, WeightFormat
-from kernels.weights import quantize
+from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_GROUPS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.table import detect
@@ -25,48 +22,31 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.core.start_checks import StartupError
+from tests.model.checkpoint import format_samples
 from tests.model.checkpoint.hf_checkpoints import CASES, Case
 from tests.model.executors.paged import PagedDriver, logits_in_chunks
 from tests.model.network.ranks import ThreadRanks
 
 FILE = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
-MATRICES = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 TOKENS = [(7 * i) % 120 + 2 for i in range(40)]
 IN_BLOCKS = [
     "llama", "llama mqa", "qwen3 tied biases", "gemma2", "gemma3", "phi3 partial longrope tied", "stablelm biases tied",
 ]  # fmt: skip
 
 
-def in_blocks(group):
-    return WeightFormat("fp8-blocks", 8, group, "block")
+in_blocks = format_samples.blocks
 
 
 def store(folder, group=16, keep=(), dtype=torch.float32):
-    """Round the matrices of a checkpoint's layers to FP8 in blocks, those whose names have a part of `keep` excepted.
-
-    Returns a checkpoint beside it with the same values as full numbers.
-    """
-    exact = folder.with_name(f"{folder.name} exact")
-    shutil.copytree(folder, exact)
-    tensors = safetensors.torch.load_file(folder / FILE)
-    values = dict(tensors)
-    for name, tensor in list(tensors.items()):
-        if name.endswith(MATRICES) and not any(part in name for part in keep):
-            weight = quantize(tensor, in_blocks(group))
-            scale = weight.scale.to(dtype)
-            tensors |= {name: weight.numbers, f"{name}_scale_inv": scale}
-            spread = scale.float().repeat_interleave(group, 0).repeat_interleave(group, 1)
-            values[name] = weight.numbers.float() * spread[: tensor.shape[0], : tensor.shape[1]]
-    safetensors.torch.save_file(tensors, folder / FILE)
-    safetensors.torch.save_file(values, exact / FILE)
-    config = json.loads((folder / "config.json").read_text())
-    described = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [group, group],
-        "modules_to_not_convert": ["lm_head", *keep],
+    """Round the matrices of a checkpoint's layers to FP8 in blocks; return a checkpoint of full numbers beside it."""
+    described = format_samples.HF_FP8 | {
+        "fmt": "e4m3", "weight_block_size": [group, group], "modules_to_not_convert": ["lm_head", *keep],
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
-    return exact
+    change = lambda scale: scale.to(dtype)  # noqa: E731 - short
+    return format_samples.store(
+        folder, in_blocks(group), "weight_scale_inv", described, change, keep
+    )
 
 
 def load(folder, *, kept=True, dtype=torch.float32, pack=False, **options):
@@ -360,26 +340,42 @@ def test_what_does_not_change_the_weights_is_accepted():
     for changes in (
         {},
         {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "float"},
+        {"activation_scheme": "static", "scale_fmt": "ue8m0", "expert_dtype": "fp8"},
         {"modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]},
         {"ignored_layers": None, "activation_scheme": None},
     ):
         assert detect(described(**changes)) == in_blocks(128)
     assert detect(described(weight_block_size=[64, 64])) == in_blocks(64)
+    assert detect(described(weight_block_size=[1, 64])) == WeightFormat(
+        "fp8-groups", 8, 64, "group"
+    )
+    assert detect(described(weight_block_size=None)) == FP8_ROWS
+
+
+def test_scales_may_be_powers_of_two_in_a_byte(tmp_path):
+    CASES["llama"].save(tmp_path / "fp8")
+    exact = store(tmp_path / "fp8", dtype=torch.float8_e8m0fnu)
+
+    held, plain = load(tmp_path / "fp8"), load(exact)
+
+    assert held.layers[0].down.scale.dtype is torch.float32
+    assert torch.equal(logits_in_chunks(held, TOKENS, 16), logits_in_chunks(plain, TOKENS, 16))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "awq"}, r"quant_method = 'awq' .* supported is 'compressed-tensors' or 'fp8'"),
-        ({"weight_block_size": None}, "weight_block_size = None is not supported; supported are squares"),
-        ({"weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\]"),
+        ({"quant_method": "other"}, r"quant_method = 'other' is not supported; supported is 'compressed-tensors' or"),
+        ({"weight_block_size": [64, 128]}, r"weight_block_size = \[64, 128\] is not supported; supported are null, sq"),
+        ({"weight_block_size": [1, 0]}, r"weight_block_size = \[1, 0\]"),
         ({"weight_block_size": 128}, "weight_block_size = 128"),
         ({"weight_block_size": [0, 0]}, r"\[0, 0\] must be whole numbers from 1 to 65536"),
         ({"weight_block_size": [True, True]}, r"\[True, True\] must be whole numbers"),
         ({"weight_block_size": ["a", "a"]}, r"\['a', 'a'\] must be whole numbers"),
-        ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
+        ({"activation_scheme": "other"}, "activation_scheme = 'other'"),
         ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0'"),
+        ({"scale_fmt": "other"}, "scale_fmt = 'other'"),
+        ({"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
     ],
 )  # fmt: skip
 def test_other_formats_are_refused_by_name(changes, message):
@@ -390,7 +386,7 @@ def test_other_formats_are_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(f"{QUERY}_scale_inv"), f"{QUERY} is float8_e4m3fn with 64 rows; {QUERY}_scale_inv, .* miss"),
+        (lambda t: t.pop(f"{QUERY}_scale_inv"), f"{QUERY} is float8_e4m3fn with 64 rows, .* there are none"),
         (lambda t: t.update({f"{QUERY}_scale_inv": torch.ones(4, 3)}), r"must be \[4, 4\] scales, .* is \[4, 3\] F32"),
         (lambda t: t.update({f"{QUERY}_scale_inv": torch.ones(4, 4).to(torch.float8_e4m3fn)}), r"is \[4, 4\] F8_E4M3"),
         (lambda t: t.update({QUERY: t[QUERY].float()}), f"{QUERY}_scale_inv belongs to no float8_e4m3fn tensor"),

@@ -1,0 +1,51 @@
+"""The launches of `kernels.linear.gpu.groups`, without Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from kernels.linear.problem import LinearProblem
+    from kernels.weight_format import WeightFormat
+
+MOST_ROWS: Final = 16
+COLUMNS_UNIT: Final = 32
+"""Of which numbers of columns and groups are multiples."""
+COLUMNS: Final = 128
+"""Of a chunk of a warp."""
+_MOST_STEPS: Final = 64
+"""Chunks of a warp: they are unrolled."""
+_FEW_COLUMNS: Final = 1024
+
+
+class GroupLaunch(NamedTuple):
+    """Sizes of a launch.
+
+    Attributes:
+        rows: of a program, 8 or 16.
+        num_warps: of a program, which divide the columns.
+        ahead: chunks that are loaded before the wait.
+    """
+
+    rows: int
+    num_warps: int
+    ahead: int
+
+
+def reads(form: WeightFormat) -> bool:
+    """Whether the kernels for 4-bit weights in groups read a format."""
+    return (
+        form.bits == 4
+        and form.scales == "group"
+        and not form.float
+        and (form.group in (32, 64) or (form.group > 0 and form.group % COLUMNS == 0))
+    )
+
+
+def plan_groups(problem: LinearProblem) -> GroupLaunch:
+    """Return the launch of a layer with at most `MOST_ROWS` rows; sizes were the fastest of several on an H200."""
+    gated = problem.gated
+    warps = 4 if gated or problem.inputs < _FEW_COLUMNS else 8
+    while problem.inputs > warps * COLUMNS * _MOST_STEPS:
+        warps *= 2
+    return GroupLaunch(8 if problem.rows <= 8 else MOST_ROWS, warps, 2 if gated else 4)
