@@ -10,7 +10,8 @@ ARGS ?=
 # processors, because many tests wait for services that they have started
 TESTS ?= tests
 JOBS ?= 3
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
+PYTEST_ARGS = -n $(JOBS) --dist=worksteal $(TESTS)
+PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 # Tests whose numbers come from the C library, or from the loops and products of NumPy and PyTorch, and the kernels in
 # emulators that failed for the latter's. Other kernels in emulators multiply in an order of their own.
 AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_quantized_reference.py \
@@ -19,7 +20,8 @@ AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_
 	$(addprefix tests/kernels/linear/test_,cpu.py formats.py invariant_interpreted.py) \
 	$(addprefix tests/model/,network test_decoder.py test_parity.py) \
 	$(addprefix tests/model/executors/test_,cpu_library.py fp8_cache.py fp8_weights.py) \
-	$(addprefix tests/model/checkpoint/test_,cpu_dtype.py fp8_blocks.py int_quantized.py weights.py) \
+	$(addprefix tests/model/checkpoint/test_,compressed_tensors.py cpu_dtype.py fp8.py int_quantized.py \
+	weights.py) \
 	$(addprefix tests/model/sampling/test_,sampler.py stability.py) \
 	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
 
@@ -69,11 +71,13 @@ test-avx2: export OPENBLAS_CORETYPE = Haswell
 test-avx2: dev ## Run the tests that depend on the processor's instructions as on one without AVX-512
 	$(PYTEST)
 
-# For the processors that CI lacks; the second run has the best build for those without AVX-512.
+# For the processors that CI lacks; the second run has the best build for those without AVX-512, and the third is where no
+# other can test AVX-VNNI.
 test-library: TESTS = tests/kernels/cpu tests/model/executors/test_cpu_library.py
 test-library: dev ## Test the builds of the C library that this processor runs, and record that they pass
 	$(PYTEST) --record-build
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --record-build
+	$(BIN)/python -m tests.kernels.cpu.evex $(PYTEST_ARGS) --record-build
 
 # Of these, many load a processor, and some measure how long a process has been silent.
 test-slow: JOBS = 2

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernels.weight_format import WeightFormat
     from model.decoder import DecoderLM
 
 _BLOCK_SIZE: Final = 16
@@ -67,15 +68,15 @@ class ServedModel:
     """A model with quantized weights as it is served on a CPU: steps of one prompt over a KV cache.
 
     Args:
-        path: the checkpoint folder.
-        config: its configuration; `model.executors.cpu_library.unsupported` must be empty for it.
-        quantization: "int8" or "int4".
+        model: not yet packed; `model.executors.cpu_library.unsupported` must be empty for it.
+        quantization: "int8", "int4", or the format of its matrices.
     """
 
-    def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
-        self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
-        self._model.optimize(QUANTIZATIONS[quantization], torch.get_num_threads())
-        state = config.network.state(self._model.cache_dtype)
+    def __init__(self, model: DecoderLM, quantization: str | WeightFormat) -> None:
+        self._model = model
+        form = QUANTIZATIONS[quantization] if isinstance(quantization, str) else quantization
+        model.optimize(form, torch.get_num_threads())
+        state = model.network.state(model.cache_dtype)
         self._cache = KVCache(state, -(-CONTEXT_LENGTH // _BLOCK_SIZE), _BLOCK_SIZE, "cpu")
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -114,6 +115,7 @@ class Choice(NamedTuple):
             "layers": f"int{layers.bits}",
             "head": f"int{self.head.bits}",
             "group": layers.group,
+            "weight_scales": "of outputs" if layers.by_row else "of groups",
             "activations": "int8" if layers.activations else "float32",
             "scales": "refined" if layers.refined and layers.bits == 4 else "largest",
         }
@@ -125,19 +127,23 @@ def _both(scheme: Scheme) -> Choice:
 
 PRECISIONS: Final[Mapping[str, Choice]] = {
     "int8": _both(Scheme(8)),
-    "int4": _both(Scheme(4, group=32)),
+    "int4": Choice(Scheme(4), Scheme(8)),
 }
 """The values of `--quantization` besides none, rounded as the C library does."""
 
 _INT8: Final = Scheme(8)
-_INT8_WEIGHTS: Final = Scheme(8, activations=False)
 CHOICES: Final[Mapping[str, tuple[Choice, ...]]] = {
-    "int8": (_both(_INT8_WEIGHTS),),
+    "int8": (
+        _both(Scheme(8, activations=False)),
+        _both(Scheme(8, by_row=True)),
+        _both(Scheme(8, 64)),
+        _both(Scheme(8, 64, by_row=True)),
+    ),
     "int4": (
-        _both(Scheme(4, 32, activations=False)),
-        _both(Scheme(4, 32, refined=False)),
-        Choice(Scheme(4, 32), _INT8),
-        _both(Scheme(4, 64)),
+        Choice(Scheme(4, activations=False), Scheme(8, activations=False)),
+        Choice(Scheme(4, refined=False), _INT8),
+        _both(Scheme(4)),
+        Choice(Scheme(4, 64), _INT8),
     ),
 }
 """Other ways to round, which show what each choice of a precision costs."""
@@ -323,7 +329,15 @@ def _precisions(
             entries.append(
                 {"quantization": name, "computed": computed, **PRECISIONS[name].describe()}
             )
-            models.append(ServedModel(path, config, name))
+            held = load_model(
+                path,
+                config,
+                stored_dtype(config),
+                "cpu",
+                pack=False,
+                weight_format=config.stored_format,
+            )
+            models.append(ServedModel(held, name))
         rounded = (PRECISIONS[name],) if reasons or options.choices else ()
         for choice in (*rounded, *(CHOICES[name] if options.choices else ())):
             entries.append({"quantization": name, "computed": "float32", **choice.describe()})

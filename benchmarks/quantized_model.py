@@ -34,20 +34,22 @@ class Scheme:
 
     Attributes:
         bits: of a weight, 8 or 4.
-        group: inputs that share a scale: of activations with int8 weights, of both with int4 weights.
+        group: inputs that share a scale, of weights and of activations.
         activations: whether activations are rounded too.
+        by_row: whether the weights have a scale for each output instead.
         refined: whether int4 scales are improved by least squares.
     """
 
     bits: int
     group: int = ACTIVATION_GROUP
     activations: bool = True
+    by_row: bool = False
     refined: bool = True
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Quantize and dequantize a matrix [N, C]; returns float32."""
         if self.bits == 8:
-            return dequantize_int8(*quantize_int8(weight))
+            return dequantize_int8(*quantize_int8(weight, None if self.by_row else self.group))
         return quantize_int4(weight, self.group, refined=self.refined).dequantize()
 
     def round_input(self, x: Tensor) -> Tensor:

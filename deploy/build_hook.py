@@ -87,8 +87,8 @@ def builds(platform: str) -> list[tuple[str, str, str]]:
     return [(name, target, processor) for name, processor in processors.items()]
 
 
-def compile_library(source: Path, output: Path, target: str, processor: str) -> None:
-    """Compile one library.
+def compile_library(source: Path, output: Path, target: str, processor: str, *options: str) -> None:
+    """Compile one library; `options` are further ones of the compiler.
 
     Raises:
         subprocess.CalledProcessError: the compiler failed; its messages are on stderr.
@@ -96,7 +96,7 @@ def compile_library(source: Path, output: Path, target: str, processor: str) -> 
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target, f"-mcpu={processor}"]
         subprocess.run(  # noqa: S603 - no shell, and no argument comes from outside
-            [*command, *_FLAGS, str(source), "-o", str(output)],
+            [*command, *_FLAGS, *options, str(source), "-o", str(output)],
             check=True,
             env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
         )

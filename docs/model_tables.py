@@ -12,7 +12,7 @@ from kernels.arch import CATALOGUE
 from kernels.linear.registry import REGISTRY
 from kernels.step.single_launch import unsupported as launch_unsupported
 from kernels.step.weights import StepShape
-from kernels.weight_format import INT8_ROWS, WeightFormat
+from kernels.weight_format import WeightFormat, is_read_by_library
 from model.checkpoint.formats.format import Format
 from model.checkpoint.formats.table import FORMATS
 from model.families.table import FAMILIES
@@ -95,7 +95,7 @@ def _readers(form: WeightFormat | None) -> str:
     h100 = CATALOGUE["h100"]
     if not launch_unsupported(_SHAPE, torch.bfloat16, h100, weight_format=form):
         names.append("single_launch")
-    if form.has_numbers_of(INT8_ROWS):
+    if is_read_by_library(form):
         names.append("cpu_library")
     return ", ".join(f"`{name}`" for name in names) or _CONVERTED
 

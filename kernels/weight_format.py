@@ -67,12 +67,6 @@ class WeightFormat:
             return "float8_e4m3fn"
         return "int8" if self.bits == 8 and not self.offset else "uint8"
 
-    def has_numbers_of(self, other: WeightFormat) -> bool:
-        """Whether a matrix in either format is one in the other with the same values, but for the scales' dtype."""
-        names = ("name", "offset", "scale_dtype")
-        same = dataclasses.replace(self, **{name: getattr(other, name) for name in names})
-        return self.is_quantized and same == other
-
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix of a shape [N, C]; without scales ()."""
         outputs, inputs = shape
@@ -129,10 +123,23 @@ def unquantized(dtype: object) -> WeightFormat:
 FP8_ROWS: Final = WeightFormat("float8_e4m3fn", 8, scales="row")
 """With a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
 INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
-"""Numbers 1 to 255, of some checkpoints also 0, with a float32 scale for each output."""
+"""Numbers 1 to 255, with a float32 scale for each output, as in the bundled model's file but for the offset."""
+INT8_GROUPS: Final = WeightFormat("int8", 8, group=32, scales="group", float=False, offset=128)
+"""Numbers 1 to 255, with a scale of 11 bits for each output and 32 inputs."""
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)
-"""Numbers 0 to 15, with a float32 scale that float16 holds for each output and 32 inputs."""
+"""Numbers 0 to 15, with a scale of 11 bits for each output and 32 inputs."""
 SCALE_BYTES: Final = 4
 """Bytes of the scale of a key or a value in a quantized cache."""
-LIBRARY_FORMATS: Final = (INT8_ROWS, INT4_GROUPS)
-"""Formats of the C library for CPUs (`kernels.cpu`), which has a layout of its own for them."""
+LIBRARY_FORMATS: Final = (INT8_GROUPS, INT4_GROUPS)
+"""Formats to which weights are rounded for the C library for CPUs (`kernels.cpu`), which reads others besides."""
+LIBRARY_GROUP: Final = 32
+"""Inputs whose activations share a scale in the C library, with few exceptions."""
+NARROW_GROUP: Final = 16
+"""The least number of inputs that share a scale of a weight there."""
+
+
+def is_read_by_library(form: WeightFormat) -> bool:
+    """Whether the C library for CPUs multiplies the numbers of a format as they are."""
+    is_divided = form.group % NARROW_GROUP == 0
+    is_integer = form.is_quantized and not form.float and form.bits in (4, 8)
+    return is_integer and is_divided and not form.ordered

@@ -18,10 +18,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX, quantize_rows
-from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
+from kernels.weight_format import (
+    FP8_ROWS,
+    INT4_GROUPS,
+    INT8_GROUPS,
+    INT8_ROWS,
+    WeightFormat,
+    unquantized,
+)
 
-_CANDIDATES: Final = 8
-_LARGEST_HALF: Final = torch.finfo(torch.float16).max
+_DIVISORS: Final = tuple(7.0 + 0.25 * i for i in range(9))
+"""Rough scales of a group in 4 bits are the largest magnitude divided by these."""
+_LOW_BITS: Final = (1 << 13) - 1
+"""Bits of a float32 number that float16 does not have."""
 _ROWS_AT_ONCE: Final = 256
 """Rows whose numbers take several bytes each for a while: 4-bit ones that are sorted, FP8 as indices of a table."""
 
@@ -355,19 +364,6 @@ def _packed(numbers: Tensor, bits: int, dim: int = 1) -> Tensor:
     )
 
 
-def converted(weight: Weight, form: WeightFormat) -> Weight:
-    """Return a matrix in another quantized format: with its own numbers where the format has them, else rounded."""
-    if weight.format == form:
-        return weight
-    if not weight.format.has_numbers_of(form):
-        return quantize(weight.dequantize(), form)
-    numbers, shift = weight.numbers, form.offset - weight.format.offset
-    if shift:
-        numbers = (numbers.short() + shift).to(getattr(torch, form.dtype))
-    scales = {name: it.to(getattr(torch, form.scale_dtype)) for name, it in weight.scales.items()}
-    return Weight(form, weight.shape, numbers, **scales)
-
-
 def quantize(values: Tensor, form: WeightFormat) -> Weight:
     """Round a matrix to a format, which has scales.
 
@@ -383,9 +379,8 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
         own = torch.arange(inputs, dtype=torch.int32, device=values.device)
         plain = quantize(values, dataclasses.replace(form, ordered=False))
         return dataclasses.replace(plain, format=form, order=own)
-    general = _float8_groups if form.float else _integers
-    quantizer = _QUANTIZERS.get(form, functools.partial(general, form=form))
-    numbers, *scales = quantizer(values)
+    quantizer = _QUANTIZERS.get(form, _float8_groups if form.float else _integers)
+    numbers, *scales = quantizer(values, form)
     if not all(bool(scale.isfinite().all()) for scale in scales):
         raise ValueError(_overflow(values, form))
     return Weight(form, (outputs, inputs), numbers, *scales)
@@ -394,8 +389,8 @@ def quantize(values: Tensor, form: WeightFormat) -> Weight:
 def _overflow(values: Tensor, form: WeightFormat) -> str:
     if not bool(values.isfinite().all()):
         return f"has weights that are not finite, which {form.name} cannot hold"
-    largest, limit = values.abs().max().item(), _LARGEST_HALF * (2 ** (form.bits - 1) - 0.5)
-    return f"has weights up to {largest:.3g}; {form.name}, whose scales are float16, holds about {limit:.2g} at most"
+    largest = values.abs().max().item()
+    return f"has weights up to {largest:.3g}, for which {form.name} has no finite scales"
 
 
 def _integers(values: Tensor, form: WeightFormat) -> tuple[Tensor, ...]:
@@ -442,37 +437,65 @@ def _float8_groups(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     return (wide / spread[:outputs, :inputs]).to(torch.float8_e4m3fn), scale
 
 
-def _int8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    values = values.float()
-    scale = values.abs().amax(1) / 127
+def _int8_groups(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Round the largest magnitude of a group or row to 127, or a little less."""
+    groups = values.float().view(len(values), -1, form.group or values.shape[1])
+    # Rounded up, so that the largest number stays within 127.
+    scale = _of_11_bits(groups.abs().amax(-1, keepdim=True) / 127, _LOW_BITS)
     inverse = torch.where(scale > 0, 1 / scale, 0)
-    numbers = torch.round(values * inverse[:, None]).clamp_(-127, 127) + INT8_ROWS.offset
-    return numbers.to(torch.uint8), scale
+    numbers = torch.round(groups * inverse).clamp_(-127, 127) + form.offset
+    return numbers.flatten(1).to(torch.uint8), scale.view(form.scale_shape(values.shape))
 
 
-def _int4_groups(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of several scales for a group use the one with the least squared error."""
-    groups = values.float().view(len(values), -1, INT4_GROUPS.group)
-    index = groups.abs().argmax(-1, keepdim=True)
-    extreme = groups.gather(-1, index)
+def _int4_groups(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Of several scales for a group use the one with the least squared error, weighted by the magnitudes.
+
+    Each candidate is the least-squares scale of the numbers that a rough scale results in. Without weights the error is
+    smaller, but models lose more: large weights matter more than their share of the error.
+    """
+    groups = values.float().view(len(values), -1, form.group)
+    unit = power_of_two(groups.abs().amax(-1, keepdim=True))  # squares of the values may overflow
+    groups = groups / unit
+    weights = groups.abs()
+    extreme = groups.gather(-1, weights.argmax(-1, keepdim=True))
     best_scale, best_numbers = extreme, groups
     best_error = torch.full_like(extreme, torch.inf)
-    for i in range(_CANDIDATES):
-        # -8 has no positive counterpart, so the largest number becomes -8 or less.
-        scale = (extreme / -(8.0 + 0.25 * (i - 2))).half().float()
-        inverse = torch.where(scale != 0, 1 / scale, 0)
-        numbers = torch.round(groups * inverse).clamp_(-8, 7)
-        error = (numbers * scale - groups).square().sum(-1, keepdim=True)
-        better = error < best_error if i else torch.ones_like(error, dtype=torch.bool)
+    for divisor in _DIVISORS:
+        # -8 has no positive counterpart, so the largest number becomes about -8.
+        rough = _int4_numbers(groups, extreme / -divisor)
+        weighted = weights * rough
+        norm = (weighted * rough).sum(-1, keepdim=True)
+        scale = torch.where(norm > 0, (weighted * groups).sum(-1, keepdim=True) / norm, 0)
+        scale = _of_11_bits(scale, _LOW_BITS // 2 + 1)
+        numbers = _int4_numbers(groups, scale)
+        error = (weights * (numbers * scale - groups).square()).sum(-1, keepdim=True)
+        better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
         best_numbers = torch.where(better, numbers, best_numbers)
         best_error = torch.where(better, error, best_error)
-    numbers = (best_numbers + INT4_GROUPS.offset).to(torch.uint8).flatten(1)
-    return _packed(numbers, INT4_GROUPS.bits), best_scale[..., 0]
+    packed = _packed((best_numbers + form.offset).to(torch.uint8).flatten(1), form.bits)
+    return packed, (best_scale * unit)[..., 0]
 
 
-_QUANTIZERS: Final[Mapping[WeightFormat, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
-    FP8_ROWS: quantize_rows,
-    INT8_ROWS: _int8_rows,
+def power_of_two(values: Tensor) -> Tensor:
+    """Return for each value the next power of two above its magnitude; 1 for 0."""
+    return torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent)
+
+
+def _int4_numbers(groups: Tensor, scale: Tensor) -> Tensor:
+    inverse = torch.where(scale != 0, 1 / scale, 0)
+    return torch.round(groups * inverse).clamp_(-8, 7)
+
+
+def _of_11_bits(scale: Tensor, added: int) -> Tensor:
+    """Return scales with 11 significant bits, as float16 has; `added` to the bits below decides the rounding."""
+    return ((scale.view(torch.int32) + added) & ~_LOW_BITS).view(torch.float32)
+
+
+_QUANTIZERS: Final[Mapping[WeightFormat, Callable[[Tensor, WeightFormat], tuple[Tensor, ...]]]] = {
+    FP8_ROWS: lambda values, _: quantize_rows(values),
+    INT8_ROWS: _int8_groups,
+    INT8_GROUPS: _int8_groups,
     INT4_GROUPS: _int4_groups,
 }
+"""Of the formats to which weights are rounded when they are loaded, and of the bundled model's."""

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from kernels.linear.projection import Purpose
-from kernels.weight_format import LIBRARY_FORMATS
 from model.executors.attention_plans import AttentionPlanner, attention_planner
 from model.executors.bound import BoundExecutors
 from model.executors.cpu_library import CACHE_DTYPE, CPULibrary
@@ -65,7 +64,7 @@ class DecoderLM(DecoderParameters):
         self._packed_bytes = 0
         self.executors = BoundExecutors(self, Layers(self, Purpose.TRAINING))
 
-    def optimize(self, quantization: WeightFormat | None = None, threads: int = 1) -> None:
+    def optimize(self, library_format: WeightFormat | None = None, threads: int = 1) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
 
         Afterwards the model cannot be trained. On a CPU it cannot be saved either, because the matrices are replaced by
@@ -73,19 +72,19 @@ class DecoderLM(DecoderParameters):
         row.
 
         Args:
-            quantization: one of `LIBRARY_FORMATS` quantizes all matrices for the C library, on a CPU whose
-                `model.executors.cpu_library.unsupported` is empty; others leave the matrices as they are.
+            library_format: the `quantization` of a `CPULibrary`, which computes the model on a CPU whose
+                `model.executors.cpu_library.unsupported` is empty; None for the other executors.
             threads: that compute a step in the C library.
         """
         if self.is_packed:
             return
         executors = self.executors
         executors.begin_serving()
-        if quantization in LIBRARY_FORMATS:
-            assert quantization is not None
+        if library_format is not None:
             del executors.layers  # it holds the matrices, which are dropped one by one
-            executors.cpu_library = CPULibrary(self, quantization, threads)
-            self.weight_format, self.other_formats, self.lm_head = quantization, (), None
+            executors.cpu_library = CPULibrary(self, library_format, threads)
+            self.assign_to_library(library_format)
+            self.lm_head = None
             # Without rows: it still says that activations are float32 on a CPU.
             rows = torch.empty(0, self.network.hidden)
             self.embed_tokens = nn.Parameter(rows, requires_grad=False)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import load
-from kernels.cpu.matrix import GROUP8, CMatrix, PackedMatrix
+from kernels.cpu.matrix import CMatrix, PackedMatrix
+from kernels.weight_format import LIBRARY_GROUP
 
 _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256
@@ -158,12 +159,10 @@ class _Step(ctypes.Structure):
 def unsupported(shape: DecoderShape) -> tuple[str, ...]:
     """List why the library cannot compute a decoder of this shape here; empty if it can."""
     library = load()
-    odd = next((n for n in (shape.hidden, shape.inner) if n % GROUP8), None)
-    attended = shape.heads * shape.head_dim
+    odd = next((n for n in (shape.hidden, shape.inner) if n % LIBRARY_GROUP), None)
     tests = (
         (isinstance(library, str), str(library)),
-        (odd is not None, f"a size of {odd} is not a multiple of {GROUP8}"),
-        (attended % GROUP8 != 0, f"{attended} is not a multiple of {GROUP8}"),
+        (odd is not None, f"a size of {odd} is not a multiple of {LIBRARY_GROUP}"),
         (shape.head_dim % (2 * _LANES) != 0, f"heads of {shape.head_dim}, no multiple of 32"),
         (
             len(shape.windows) > _MOST_LAYERS,

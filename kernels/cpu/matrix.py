@@ -1,22 +1,27 @@
-"""Weights in `INT8_ROWS` or `INT4_GROUPS`, in the layout of the C library."""
+"""Matrices of integers in the layout of the C library, which multiplies the numbers of a checkpoint as they are."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.weights import Weight, converted
+from kernels.weight_format import LIBRARY_GROUP, NARROW_GROUP, is_read_by_library
+from kernels.weights import Weight, power_of_two, quantize
 
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
 
-GROUP8: Final = 64
-"""Inputs whose activations share a scale, in a product with 8-bit weights."""
 _PAIR: Final = 32
 _ROWS: Final = 4096
+_WIDE_GROUP: Final = 64
+"""Inputs whose activations share a scale with weights of 8 bits that have a scale for each output."""
+_ONE_GROUP: Final = 62
+"""Power of two of the groups that share a scale where an output has only one."""
+_SIGN: Final = 128
+"""Added to signed numbers, which the library stores without a sign."""
 
 
 class CMatrix(ctypes.Structure):
@@ -25,26 +30,37 @@ class CMatrix(ctypes.Structure):
     _fields_ = (
         ("weights", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("padded", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("bits", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("scale_groups", ctypes.c_int64),
+        ("group_bits", ctypes.c_int64),
+        ("has_shifts", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
     )
 
 
 class PackedMatrix:
-    """A matrix of quantized weights; owns its memory.
+    """A matrix of integers with scales; owns its memory.
+
+    The numbers of a weight stay what they are if `is_read_by_library` and they have no more bits than those of `form`,
+    to which other weights are rounded. Scales and shifts of groups are float16, times a float32 factor of the output:
+    they lose at most 2^-12 of the largest of the output.
 
     Args:
         library: from `kernels.cpu.library.load`.
-        weight: [N, C] in any format; C is a multiple of 64.
-        form: `INT8_ROWS` or `INT4_GROUPS`, to which weights are rounded whose numbers are others.
+        weight: [N, C]; C is a multiple of 32.
+        form: one of `LIBRARY_FORMATS`.
         bias: [N] or None.
         gated: whether `weight` is the gate's rows above those of up, which are then interleaved in tiles of 16.
 
     Attributes:
         c: the structure that the C functions take.
+        format: of the numbers.
     """
 
     @torch.no_grad()
@@ -59,13 +75,18 @@ class PackedMatrix:
     ) -> None:
         outputs, inputs = weight.shape
         order = _interleaved(outputs) if gated else None
+        is_kept = is_read_by_library(weight.format) and weight.format.bits <= form.bits
+        self.format = weight.format if is_kept else form
+        layout = _layout(self.format, inputs)
         padded = -(-outputs // _PAIR) * _PAIR
-        self.c = CMatrix(outputs=outputs, padded=padded, inputs=inputs, bits=form.bits)
+        self.c = CMatrix(outputs=outputs, padded=padded, inputs=inputs, **layout)
         reference = ctypes.byref(self.c)
         weights = torch.zeros(library.tessera_weight_bytes(reference), dtype=torch.uint8)
         scales = torch.zeros(library.tessera_scale_bytes(reference), dtype=torch.uint8)
+        factors = torch.zeros(padded)
         self.c.weights, self.c.scales = weights.data_ptr(), scales.data_ptr()
-        self._tensors = [weights, scales]
+        self.c.factors = factors.data_ptr()
+        self._tensors = [weights, scales, factors]
         if bias is not None:
             ordered = bias.float() if order is None else bias.float()[order]
             values = torch.zeros(padded)
@@ -75,21 +96,72 @@ class PackedMatrix:
         for first in range(0, outputs, _ROWS):
             stop = min(first + _ROWS, outputs)
             rows = weight.rows(first, stop) if order is None else weight.permuted(order[first:stop])
-            rows = converted(rows, form)
-            assert rows.scale is not None
-            numbers, row_scales = rows.unpacked().contiguous(), rows.scale.contiguous()
+            arranged = _arranged(
+                rows if is_kept else quantize(rows.dequantize(), form), self.c.scale_groups
+            )
+            factors[first:stop] = arranged.factors
             library.tessera_pack(
                 reference,
                 ctypes.c_int64(first),
                 ctypes.c_int64(stop - first),
-                ctypes.c_void_p(numbers.data_ptr()),
-                ctypes.c_void_p(row_scales.data_ptr()),
+                *(ctypes.c_void_p(None if it is None else it.data_ptr()) for it in arranged[1:]),
             )
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+
+def _layout(form: WeightFormat, inputs: int) -> dict[str, int]:
+    """Return the fields of a matrix in a format that the library reads: scales of a group are a power of two apart."""
+    by_row = form.scales == "row"
+    group = form.group & -form.group
+    is_narrow = not by_row and group < LIBRARY_GROUP
+    # A scale of an output is a factor where nothing else needs scales.
+    only_factors = by_row and form.bits == 8 and not form.shifts and inputs % _WIDE_GROUP == 0
+    return {
+        "bits": 8 if is_narrow else form.bits,
+        "group": NARROW_GROUP if is_narrow else _WIDE_GROUP if only_factors else LIBRARY_GROUP,
+        "scale_groups": 0 if only_factors else 1 if by_row else -(-inputs // group),
+        "group_bits": _ONE_GROUP if by_row else (group // LIBRARY_GROUP or 1).bit_length() - 1,
+        "has_shifts": int(form.shifts),
+        "offset": form.offset + (_SIGN if form.dtype == "int8" else 0),
+    }
+
+
+class _Arranged(NamedTuple):
+    """Rows of a matrix as `tessera_pack` takes them."""
+
+    factors: Tensor
+    numbers: Tensor
+    scale: Tensor | None
+    shift: Tensor | None
+
+
+def _arranged(rows: Weight, scale_groups: int) -> _Arranged:
+    """Return the numbers [N, C] uint8 of a weight, and its scales and shifts [N, scale_groups] by their factors [N]."""
+    numbers = rows.unpacked().contiguous()
+    if numbers.dtype is torch.int8:
+        numbers = numbers.view(torch.uint8) ^ _SIGN
+    assert rows.scale is not None
+    if not scale_groups:
+        return _Arranged(rows.scale.float(), numbers, None, None)
+    parts = [_of_groups(rows, part, scale_groups) for part in rows.scales.values()]
+    largest = torch.cat(parts, 1).abs().amax(1, keepdim=True)
+    factors = power_of_two(largest)
+    scale, *shift = (part / factors for part in parts)
+    return _Arranged(factors[:, 0], numbers, scale, shift[0] if shift else None)
+
+
+def _of_groups(rows: Weight, scale: Tensor, scale_groups: int) -> Tensor:
+    """Return scales or shifts as float32 [N, scale_groups]; groups may have to be repeated."""
+    form, wide = rows.format, scale.float().view(len(scale), -1)
+    if form.scales == "block":
+        wide = wide.repeat_interleave(form.group, 0)[: rows.shape[0]]
+    if form.scales != "row":
+        wide = wide.repeat_interleave(form.group // (form.group & -form.group), 1)
+    return wide[:, :scale_groups].contiguous()
 
 
 def _interleaved(outputs: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from msgspec import Meta
 
 from kernels.weight_format import WeightFormat
-from model.checkpoint.formats.table import CONFIG_KEYS, detect
+from model.checkpoint.formats.table import CONFIG_KEYS, detect, stored_formats
 from model.checkpoint.formats.unsupported import UnsupportedFormatError, unquantized_hint
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
@@ -174,6 +174,14 @@ class ModelConfig:
             network=dataclasses.replace(self.network, tied=False),
             content={**self.content, "tie_word_embeddings": False},
         )
+
+    @property
+    def stored_format(self) -> WeightFormat | None:
+        """The format in which matrices of the layers are stored, of several the first; None for full numbers.
+
+        `weight_format` is None in its place where config.json asks for full numbers.
+        """
+        return stored_formats(self.content).first
 
     def rewrites(self) -> Mapping[str, Rewrite]:
         """Return what loading changes, as `Family.rewrites`."""

@@ -91,8 +91,8 @@ def resolve_quantization(
     """Select the format of the weights.
 
     "auto" and "none" serve a checkpoint in the format that it has. "auto" is "int8" for others, on a CPU that can serve
-    the model so, and for checkpoints with its numbers: 8 bits with a scale for each output. A requested dtype is that
-    of weights, activations and KV cache, which "int8" and "int4" determine themselves; so "auto" with one is "none".
+    the model so. A requested dtype is that of weights, activations and KV cache, which "int8" and "int4" determine
+    themselves; so "auto" with one is "none".
 
     Args:
         requested: the setting.
@@ -110,10 +110,8 @@ def resolve_quantization(
             every reason.
     """
     if requested in ("auto", "none"):
-        int8 = QUANTIZATIONS["int8"]
-        has_others = stored is not None and not stored.has_numbers_of(int8)
-        is_exact = requested == "none" or has_others or not arch.is_cpu or dtype != "auto"
-        return stored if is_exact or unsupported_on_cpu() else int8
+        is_exact = requested == "none" or stored is not None or not arch.is_cpu or dtype != "auto"
+        return stored if is_exact or unsupported_on_cpu() else QUANTIZATIONS["int8"]
     if requested not in QUANTIZATIONS:
         settings = ", ".join(("auto", "none", *QUANTIZATIONS))
         raise ModelError(f"quantization {requested!r} is none of {settings}")

@@ -127,7 +127,7 @@ def load_part(
     if load_format != "dummy":
         stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == config.weight_format:
+    if stored and weight_format is not None and weight_format == config.stored_format:
         formats = _matrix_formats(config, stored, communicator)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 from kernels import NoKernelError, select
 from kernels.selection import VectorProblem, triton_unsupported
-from kernels.weight_format import LIBRARY_FORMATS
 from model.executors import cpu_library, single_launch
 from model.executors.attention_plans import attention_planner
 from model.executors.executor import ModelProblem
@@ -94,7 +93,8 @@ class BoundExecutors:
             model.num_ranks,
             model.unmeasured_kernels,
             self._refusals if self.for_serving or model.is_meta else ("bound for training",),
-            model.other_formats,
+            other_formats=model.other_formats,
+            is_in_library=model.is_in_library,
         )
 
     def replaces_single_launch(self, error: RuntimeError) -> bool:
@@ -127,7 +127,7 @@ def deterministic_unsupported(
         block_size: tokens per cache block.
         kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
     """
-    if model.weight_format in LIBRARY_FORMATS:
+    if model.is_in_library:
         return ()
     if arch.is_cpu:
         in_c = cpu_library.unsupported(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -10,8 +12,9 @@ from kernels.cpu.decoder import CPUDecoder, DecoderShape, LayerMatrices, StepTen
 from kernels.cpu.decoder import unsupported as shape_unsupported
 from kernels.cpu.library import instructions, load
 from kernels.cpu.matrix import PackedMatrix
-from kernels.weight_format import LIBRARY_FORMATS
+from kernels.weight_format import INT8_GROUPS, LIBRARY_FORMATS
 from kernels.weights import Weight
+from model.device.quantizations import quantization_name
 from model.errors import WeightsError
 from model.executors.columns import Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
     from model.network.parameters import DecoderParameters
+
+_logger = logging.getLogger(__name__)
 
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
@@ -71,7 +76,9 @@ class CPULibrary:
 
     Args:
         model: `unsupported` must be empty for its network. Its matrices are dropped one layer after the other.
-        quantization: of all matrices, embedding and head included: one of `LIBRARY_FORMATS`.
+        quantization: of the layers' matrices. One of `LIBRARY_FORMATS` rounds those that have other numbers or more
+            bits; any other is that of the checkpoint, and what the library does not read is rounded to 8 bits. So are
+            the embedding and the head of every model.
         threads: that compute a step.
 
     Raises:
@@ -81,12 +88,19 @@ class CPULibrary:
     def __init__(self, model: DecoderParameters, quantization: WeightFormat, threads: int) -> None:
         library = load()
         assert not isinstance(library, str), library
+        form = quantization if quantization in LIBRARY_FORMATS else INT8_GROUPS
+        rounded: Counter[str] = Counter()
 
         def packed(
-            name: str, weight: Weight, bias: Tensor | None = None, *, gated: bool = False
+            name: str,
+            weight: Weight,
+            form: WeightFormat,
+            bias: Tensor | None = None,
+            *,
+            gated: bool = False,
         ) -> PackedMatrix:
             try:
-                return PackedMatrix(library, weight, quantization, bias, gated=gated)
+                return PackedMatrix(library, weight, form, bias, gated=gated)
             except ValueError as error:
                 raise WeightsError(
                     f"{name} {error}; set --quantization to another format or none"
@@ -94,15 +108,18 @@ class CPULibrary:
 
         def pack(layer: DecoderLayer, name: str, *, gated: bool = False) -> PackedMatrix:
             bias, number = getattr(layer, f"{name}_bias"), model.decoder_layers.index(layer)
-            matrix = packed(f"layers.{number}.{name}", layer.matrices[name], bias, gated=gated)
+            weight = layer.matrices[name]
+            matrix = packed(f"layers.{number}.{name}", weight, form, bias, gated=gated)
+            if matrix.format != weight.format:
+                rounded[weight.format.name] += 1
             layer.drop_matrix(name)
             return matrix
 
         head, embedding, network = model.head, model.embed_tokens, model.network
-        packed_head = packed("lm_head", Weight.full(head))
+        packed_head = packed("lm_head", Weight.full(head), INT8_GROUPS)
         packed_embedding = packed_head
         if embedding is not head:
-            packed_embedding = packed("embed_tokens", Weight.full(embedding))
+            packed_embedding = packed("embed_tokens", Weight.full(embedding), INT8_GROUPS)
         matrices = [
             LayerMatrices(
                 pack(layer, "qkv"),
@@ -116,6 +133,12 @@ class CPULibrary:
             )
             for layer in model.decoder_layers
         ]
+        if form is not quantization and rounded:
+            _logger.warning(
+                "matrices that the C library does not read are rounded to %s: %s",
+                form.name,
+                ", ".join(f"{count} in {name}" for name, count in rounded.items()),
+            )
         self._decoder = CPUDecoder(
             _shape(network), matrices, _float32(model.norm), packed_head, packed_embedding, threads
         )
@@ -164,7 +187,7 @@ class CPULibrary:
 
 
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
-    if problem.weight_format not in LIBRARY_FORMATS:
+    if not problem.is_in_library:
         return ("weights are not in int8 or int4",)
     columns = tuple(f"no {name} of sequences" for name in bucket.extra_columns)
     in_fp8 = problem.kv_dtype is not None
@@ -176,12 +199,15 @@ def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfStat
     return ExecutorOfState(bindings.cpu_library, state)
 
 
-def _describe(_problem: ModelProblem) -> str:
-    return f"one call of the C library computes a step, with {instructions()}"
+def _describe(problem: ModelProblem) -> str:
+    form = problem.weight_format
+    name = quantization_name(form, *problem.other_formats)
+    source = "" if form in LIBRARY_FORMATS else f" from the numbers of the checkpoint in {name}"
+    return f"one call of the C library computes a step{source}, with {instructions()}"
 
 
 CPU_LIBRARY: Final = ExecutorSpec("cpu_library", _unsupported, _bind, _describe)
-"""Computes every step of a model with weights in int8 or int4 on a CPU, in one call each."""
+"""Computes every step of a model whose weights are integers of 8 or 4 bits on a CPU, in one call each."""
 
 
 def _shape(network: spec.Network) -> DecoderShape:

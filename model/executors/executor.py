@@ -43,6 +43,7 @@ class ModelProblem:
         unmeasured: whether kernels may be chosen that were never measured on a GPU.
         refusals: why the driver has refused launches so far.
         other_formats: of the layers' matrices that are not in `weight_format`, each once.
+        is_in_library: whether the C library for CPUs has the matrices.
     """
 
     network: Network
@@ -54,6 +55,7 @@ class ModelProblem:
     unmeasured: bool = False
     refusals: tuple[str, ...] = ()
     other_formats: tuple[WeightFormat, ...] = ()
+    is_in_library: bool = False
 
 
 class StatelessExecutor(Protocol):

@@ -26,7 +26,6 @@ from kernels.norms.pytorch import xielu
 from kernels.rope import registry as rope
 from kernels.sampling.tokens import embed_tokens
 from kernels.selection import VectorProblem, reasons, select_vector
-from kernels.weight_format import LIBRARY_FORMATS
 from kernels.weights import Weight
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
 from model.executors.attention_plans import AttentionPlanner
@@ -425,10 +424,9 @@ class Layers:
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     network, others = problem.network, problem.network.other_mixers
     tables = {part: row.reads for table in (MIXERS, MLPS) for part, row in table.items()}
-    packed = problem.weight_format in LIBRARY_FORMATS
     on_cpu = bucket.deterministic and problem.arch.is_cpu
     return (
-        *(("weights are in the layout of the C library",) if packed else ()),
+        *(("weights are in the layout of the C library",) if problem.is_in_library else ()),
         *(("no deterministic steps on a CPU",) if on_cpu else ()),
         *spec.unread(network, {**READS, **tables}),
         *_layer_norms(network),

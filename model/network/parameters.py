@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kernels import detect
-from kernels.weight_format import unquantized
+from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from model.network.initial_weights import initialize
 from model.network.layers import DecoderLayer, layer_formats, norm_dtype, stacked_rows
 from model.network.parallel import head_rows, shard, shard_network, shard_stacked
@@ -45,9 +45,10 @@ class DecoderParameters(nn.Module):
         whole_network: see `network`.
         network: what this rank computes.
         max_context: see above.
-        weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library has
-            packed them, its format of all matrices.
+        weight_format: of the layers' matrices; if some have full numbers, that of the others. If the C library rounds
+            them, that to which it does.
         other_formats: of the layers' matrices that are in another one, each once.
+        is_in_library: whether the C library for CPUs computes the model.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -82,6 +83,7 @@ class DecoderParameters(nn.Module):
         self.weight_format = next((it for it in forms if it.is_quantized), unquantized(dtype))
         others = (it for it in forms if it != self.weight_format)
         self.other_formats = tuple(dict.fromkeys(others))
+        self.is_in_library = False
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
         self.norm_bias = empty(hidden) if network.norm.has_bias else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)
@@ -125,6 +127,16 @@ class DecoderParameters(nn.Module):
             return shard_stacked(values, stacked[0], stacked[1], rank)
 
         initialize(self, std, generator, shapes, part)
+
+    def assign_to_library(self, quantization: WeightFormat) -> None:
+        """Note that the C library for CPUs computes the model.
+
+        Args:
+            quantization: of the layers' matrices, as `CPULibrary` takes it.
+        """
+        self.is_in_library = True
+        if quantization in LIBRARY_FORMATS:
+            self.weight_format, self.other_formats = quantization, ()
 
     @property
     def arch(self) -> GPUArch:

@@ -18,10 +18,11 @@ class EngineSettings:
         device: auto uses a GPU if there is one, the first that CUDA_VISIBLE_DEVICES allows.
         dtype: dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the checkpoint's
             dtype on a GPU and the faster one on a CPU.
-        quantization: of the weights when they are loaded. On a CPU int8 and int4: all matrices in 8 or 4 bits; auto is
-            int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the layers' weights in
-            float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on, not below sm_80;
-            auto is none there. auto and none keep the format of a checkpoint that is quantized already.
+        quantization: of the weights when they are loaded. On a CPU int8: all matrices in 8 bits, int4: those of the
+            layers in 4; auto is int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the
+            layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on,
+            not below sm_80; auto is none there. auto and none keep the format of a checkpoint that is quantized
+            already.
         load_format: auto and safetensors read safetensors files. pickle also reads pytorch_model.bin, where there are
             none, with PyTorch's loader of tensors alone: it refuses all other content, but a mistake in it could run
             code of the file with the rights of the service, so use it for files whose author you trust. dummy generates

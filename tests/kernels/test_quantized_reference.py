@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import weight_format
-from kernels.weight_format import INT8_ROWS
+from kernels.weight_format import INT8_GROUPS
 from kernels.weights import quantize
 from tests.kernels.references.quantized_reference import (
     INT4_GROUPS,
@@ -65,7 +65,8 @@ def test_an_int4_group_holds_its_largest_value_and_fits_the_others(weight, group
 def test_least_squares_reduces_the_int4_error_of_every_group(weight, group):
     def errors(refined):
         rounded = quantize_int4(weight, group, refined=refined).dequantize()
-        return (rounded - weight).square().unflatten(-1, (-1, group)).sum(-1)
+        error = weight.abs() * (rounded - weight).square()
+        return error.unflatten(-1, (-1, group)).sum(-1)
 
     plain, refined = errors(refined=False), errors(refined=True)
     assert (refined <= plain).all()
@@ -94,7 +95,7 @@ def test_products_have_the_errors_of_their_roundings(weight):
     def relative(result):
         return float((result - exact).norm() / exact.norm())
 
-    assert relative(multiply(x, quantize(weight, INT8_ROWS))) < 0.012
+    assert relative(multiply(x, quantize(weight, INT8_GROUPS))) < 0.012
     assert relative(multiply(x, quantize_int4(weight), group=32)) < 0.1
 
 
@@ -104,19 +105,19 @@ def test_inputs_that_are_no_multiple_of_the_group_are_an_error():
 
 
 def test_the_librarys_8_bit_weights_are_those_of_the_reference(weight):
-    rounded = quantize(weight, INT8_ROWS)
-    expected, expected_scale = quantize_int8(weight)
+    rounded = quantize(weight, INT8_GROUPS)
+    expected, expected_scale = quantize_int8(weight, INT8_GROUPS.group)
 
-    # The inverse of the scale is rounded differently, so a number half-way between two may become the other.
+    # The library's scales have 11 bits, so a number half-way between two may become the other.
     difference = (rounded.numbers.int() - 128 - expected.int()).abs()
     assert difference.max() <= 1
-    assert difference.float().mean() < 1e-3
-    torch.testing.assert_close(rounded.scale, expected_scale[:, 0])
+    assert difference.float().mean() < 2e-2
+    torch.testing.assert_close(rounded.scale, expected_scale, rtol=2**-10, atol=0)
 
 
 def test_the_librarys_4_bit_weights_are_almost_as_exact_as_those_of_the_reference(weight):
     def error(rounded):
-        return float((rounded - weight).square().sum())
+        return float((weight.abs() * (rounded - weight).square()).sum())
 
     expected = error(quantize_int4(weight).dequantize())
     assert error(quantize(weight, weight_format.INT4_GROUPS).dequantize()) < 1.05 * expected

@@ -1,5 +1,7 @@
 /* Products of rows of activations with a packed matrix of 8-bit or 4-bit weights.
 
+       w = ((number - offset) * scale + shift) * factor
+
    Outputs are padded to a multiple of PAIR and computed in tiles of 16. A result depends on its row and the matrix
    alone, never on the other rows of the call: every row is summed in the same order.
 
@@ -10,43 +12,55 @@
 #include "dot.h"
 
 #define PAIR 32
-#define GROUP8 64
-#define GROUP4 32
+#define GROUP 32       /* inputs whose activations share a scale */
+#define NARROW_GROUP 16 /* the same of a matrix with a scale for each 16 inputs */
+#define WIDE_GROUP 64   /* the same of one with 8 bits and only a factor for each output */
 
 typedef struct {
-    const uint8_t *weights; /* as `pack8` or `pack4` writes them */
-    const void *scales;     /* 8 bits: float32 of each output; 4 bits: float16 [tile][group][16] */
+    const uint8_t *weights; /* as `tessera_pack` writes them, without a sign */
+    const _Float16 *scales; /* [tile][scale group][16], each group followed by its 16 shifts if there are any */
+    const float *factors;   /* of each output: its scales and shifts are multiplied by it */
     const float *bias;      /* of each output, or NULL */
     int64_t outputs;
     int64_t padded;         /* outputs, rounded up to a multiple of PAIR */
     int64_t inputs;         /* a multiple of the group */
     int64_t bits;           /* 8 or 4 */
+    int64_t group;          /* of the activations: GROUP, or with 8 bits NARROW_GROUP, or WIDE_GROUP without scales */
+    int64_t scale_groups;   /* scales of an output, one for each 2^group_bits groups; 0 if there are only factors */
+    int64_t group_bits;
+    int64_t has_shifts;
+    int64_t offset;         /* the number that stands for 0, apart from shifts */
 } Matrix;
 
 /* Rows of quantized activations. */
 typedef struct {
     void *values;         /* input8 for 8-bit weights, int8 for 4-bit weights: [row][input] */
     float *scales;        /* [row][group] */
+    float *sums;          /* [row][group]: sums of the activations, which the shifts multiply */
     int32_t *corrections; /* [row][group]: start of the integer sum, which cancels the offset of the weights */
 } Activations;
 
-INLINE int64_t group_of(const Matrix *m) { return m->bits == 8 ? GROUP8 : GROUP4; }
-
-/* Quantizes a group of inputs. A group with a value that is not finite gets the scale NaN, so its outputs are NaN. */
-INLINE void quantize_group(const float *x, int size, int bits_of_weights, void *values, float *scale, int32_t *correction) {
+/* Quantizes a group of inputs. A group with a value that is not finite gets the scale NaN, so its outputs are NaN.
+   offset: of the weights as they are multiplied. */
+INLINE void quantize_group(const float *x, int size, int is_wide, int32_t offset, void *values, float *scale, float *sum, int32_t *correction) {
     int32x16 largest = {0};
     for (int i = 0; i < size; i += LANES) largest = __builtin_elementwise_max(largest, bits(load(x + i)) & 0x7FFFFFFF);
     int32_t most_bits = __builtin_reduce_max(largest);
+    if (most_bits >= 0x7F800000) {
+        memset(values, 0, (size_t)size * (is_wide ? sizeof(int16_t) : 1));
+        *scale = *sum = __builtin_nanf("");
+        *correction = 0;
+        return;
+    }
     float most;
     memcpy(&most, &most_bits, sizeof most);
-    int is_finite = most_bits < 0x7F800000;
-    float inverse = is_finite && most > 1e-30f ? 127.0f / most : 0.0f;
+    float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
     int32x16 total = {0};
     for (int i = 0; i < size; i += LANES) {
         /* Adding 1.5 * 2^23 rounds half to even. */
         int32x16 q = bits(load(x + i) * inverse + 12582912.0f) - 0x4B400000;
         total += q;
-        if (bits_of_weights == 8 && sizeof(input8) == 2) {
+        if (is_wide) {
             int16x16 narrow = __builtin_convertvector(q, int16x16);
             memcpy((int16_t *)values + i, &narrow, sizeof narrow);
         } else {
@@ -54,23 +68,31 @@ INLINE void quantize_group(const float *x, int size, int bits_of_weights, void *
             memcpy((int8_t *)values + i, &narrow, sizeof narrow);
         }
     }
-    *scale = is_finite ? most * (1.0f / 127.0f) : __builtin_nanf("");
-    int32_t offset = bits_of_weights == 8 ? (SIGNED_WEIGHTS ? 0 : 128) : 8;
-    *correction = -offset * __builtin_reduce_add(total);
+    int32_t added = __builtin_reduce_add(total);
+    *scale = most * (1.0f / 127.0f);
+    *sum = (float)added * *scale;
+    *correction = -offset * added;
 }
 
 INLINE int64_t bytes_of(const Matrix *m, int64_t inputs) { return m->bits == 8 ? inputs * (int64_t)sizeof(input8) : inputs; }
 
 /* Quantizes inputs [first, end) of a row, both multiples of the group. */
 static void quantize_row(const Matrix *m, const float *x, Activations to, int64_t row, int64_t first, int64_t end) {
-    int64_t group = group_of(m), groups = m->inputs / group;
+    int64_t groups = m->inputs / m->group;
+    int is_wide = m->bits == 8 && sizeof(input8) == 2;
+    int32_t offset = (int32_t)m->offset - (m->bits == 8 && SIGNED_WEIGHTS ? 128 : 0);
     char *values = (char *)to.values + bytes_of(m, row * m->inputs);
-    for (int64_t i = first; i < end; i += group) {
-        int64_t g = row * groups + i / group;
-        if (m->bits == 8) quantize_group(x + i, GROUP8, 8, values + bytes_of(m, i), to.scales + g, to.corrections + g);
-        else quantize_group(x + i, GROUP4, 4, values + i, to.scales + g, to.corrections + g);
+    for (int64_t i = first; i < end; i += m->group) {
+        int64_t g = row * groups + i / m->group;
+        void *at = values + bytes_of(m, i);
+        if (m->group == GROUP) quantize_group(x + i, GROUP, is_wide, offset, at, to.scales + g, to.sums + g, to.corrections + g);
+        else if (m->group == WIDE_GROUP) quantize_group(x + i, WIDE_GROUP, is_wide, offset, at, to.scales + g, to.sums + g, to.corrections + g);
+        else quantize_group(x + i, NARROW_GROUP, is_wide, offset, at, to.scales + g, to.sums + g, to.corrections + g);
     }
 }
+
+/* Scales and shifts of an output. */
+INLINE int64_t scales_of(const Matrix *m) { return m->scale_groups * (1 + m->has_shifts); }
 
 /* A pass over the weights of a pair of tiles, of which there is one for each MOST_ROWS rows. */
 typedef struct {
@@ -86,86 +108,95 @@ INLINE int asks(Pass pass, int64_t group) { return group % pass.passes == pass.i
 /* Asks for memory that is needed after the current pair of tiles, into the second-level cache. */
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
-/* Multiplies `rows` rows by `vectors` tiles; both are constants where it is inlined. */
-INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const input8 *x, const float *scales, const int32_t *corrections, Pass pass, float16 (*out)[2]) {
-    int64_t inputs = m->inputs, groups = inputs / GROUP8;
-    const uint8_t *w = m->weights + tile * LANES * inputs;
-    float16 total[MOST_ROWS][2];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) total[r][v] = splat(0);
-    for (int64_t g = 0; g < groups; g++) {
-        int32x16 acc[MOST_ROWS][2];
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = splat_int(corrections[r * groups + g]);
-        int64_t next = asks(pass, g) ? pass.weights : 0;
-        _Pragma("clang loop unroll(disable)")
-        for (int64_t k = g * GROUP8; k < (g + 1) * GROUP8; k += WIDE8) {
-            weights8 weights[2];
-            UNROLL for (int v = 0; v < vectors; v++) {
-                const uint8_t *at = w + (v * inputs + k) * LANES;
-                weights[v] = load_weights8(at);
-                prefetch(at + next);
-            }
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = dot8(acc[r][v], weights[v], x + r * inputs + k);
+/* What differs between products; constants where `tile` is inlined. */
+typedef struct {
+    int bits, group;
+    int by_row;     /* without scales besides the factors */
+    int has_shifts;
+} Kind;
+
+/* Starts integer sums with corrections and adds the products of a group; those of 4 bits have to be finished. */
+INLINE void add_group8(Kind kind, int64_t inputs, int64_t groups, int64_t g, const uint8_t *w, int vectors, int rows, const input8 *x, const int32_t *corrections, int64_t next, int32x16 (*acc)[2]) {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = splat_int(corrections[r * groups + g]);
+    UNROLL for (int64_t i = 0; i < kind.group; i += WIDE8) {
+        int64_t k = g * kind.group + i;
+        weights8 weights[2];
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const uint8_t *at = w + (v * inputs + k) * LANES;
+            weights[v] = load_weights8(at);
+            prefetch(at + next);
         }
         UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < vectors; v++) total[r][v] += floats(acc[r][v]) * scales[r * groups + g];
-    }
-    UNROLL for (int v = 0; v < vectors; v++) {
-        float16 scale = load((const float *)m->scales + (tile + v) * LANES);
-        UNROLL for (int r = 0; r < rows; r++) out[r][v] = total[r][v] * scale;
+            UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = dot8(acc[r][v], weights[v], x + r * inputs + k);
     }
 }
 
-INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const int8_t *x, const float *scales, const int32_t *corrections, Pass pass, float16 (*out)[2]) {
-    int64_t inputs = m->inputs, groups = inputs / GROUP4;
-    const uint8_t *w = m->weights + tile * (LANES / 2) * inputs;
-    const _Float16 *weight_scales = (const _Float16 *)m->scales + tile * groups * LANES;
+INLINE void add_group4(int64_t inputs, int64_t groups, int64_t g, const uint8_t *w, int vectors, int rows, const int8_t *x, const int32_t *corrections, int64_t next, sums4 (*acc)[2]) {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = start4(corrections[r * groups + g]);
+    UNROLL for (int64_t i = 0; i < GROUP; i += 8) {
+        int64_t k = g * GROUP + i;
+        uint8x64 low[2], high[2];
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const uint8_t *at = w + (v * inputs + k) * (LANES / 2);
+            uint8x64 both = load_bytes(at);
+            prefetch(at + next);
+            low[v] = both & 15;
+            high[v] = both >> 4;
+        }
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < vectors; v++) {
+                acc[r][v] = dot4(acc[r][v], low[v], x + r * inputs + k);
+                acc[r][v] = dot4(acc[r][v], high[v], x + r * inputs + k + 4);
+            }
+    }
+}
+
+/* Multiplies `rows` rows by `vectors` tiles; both are constants where it is inlined. */
+INLINE void tile(Kind kind, const Matrix *m, int64_t tile, int vectors, int rows, const void *x, Activations a, Pass pass, float16 (*out)[2]) {
+    int64_t inputs = m->inputs, groups = inputs / kind.group, of_tile = scales_of(m) * LANES;
+    const uint8_t *w = m->weights + tile * LANES * inputs * kind.bits / 8;
+    const _Float16 *weight_scales = m->scales + tile * of_tile;
     float16 total[MOST_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) total[r][v] = splat(0);
     for (int64_t g = 0; g < groups; g++) {
-        sums4 acc[MOST_ROWS][2];
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = start4(corrections[r * groups + g]);
+        int32x16 acc8[MOST_ROWS][2];
+        sums4 acc4[MOST_ROWS][2];
         int64_t next = asks(pass, g) ? pass.weights : 0;
-        UNROLL for (int64_t i = 0; i < GROUP4; i += 8) {
-            int64_t k = g * GROUP4 + i;
-            uint8x64 low[2], high[2];
-            UNROLL for (int v = 0; v < vectors; v++) {
-                const uint8_t *at = w + (v * inputs + k) * (LANES / 2);
-                uint8x64 both = load_bytes(at);
-                prefetch(at + next);
-                low[v] = both & 15;
-                high[v] = both >> 4;
-            }
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int v = 0; v < vectors; v++) {
-                    acc[r][v] = dot4(acc[r][v], low[v], x + r * inputs + k);
-                    acc[r][v] = dot4(acc[r][v], high[v], x + r * inputs + k + 4);
-                }
-        }
+        if (kind.bits == 8) add_group8(kind, inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc8);
+        else add_group4(inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc4);
+#define SUM(r, v) floats(kind.bits == 8 ? acc8[r][v] : finish4(acc4[r][v], a.corrections[(r) * groups + g]))
         UNROLL for (int v = 0; v < vectors; v++) {
-            const _Float16 *at = weight_scales + (v * groups + g) * LANES;
+            if (kind.by_row) {
+                UNROLL for (int r = 0; r < rows; r++) total[r][v] += SUM(r, v) * a.scales[r * groups + g];
+                continue;
+            }
+            const _Float16 *at = weight_scales + v * of_tile + (g >> m->group_bits) * LANES * (1 + kind.has_shifts);
             float16 scale = load_half(at);
             prefetch((const char *)at + (asks(pass, g) ? pass.scales : 0));
-            UNROLL for (int r = 0; r < rows; r++)
-                total[r][v] += floats(finish4(acc[r][v], corrections[r * groups + g])) * (scale * scales[r * groups + g]);
+            UNROLL for (int r = 0; r < rows; r++) total[r][v] += SUM(r, v) * (scale * a.scales[r * groups + g]);
+            if (!kind.has_shifts) continue;
+            float16 shift = load_half(at + LANES);
+            UNROLL for (int r = 0; r < rows; r++) total[r][v] += shift * a.sums[r * groups + g];
         }
+#undef SUM
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) out[r][v] = total[r][v];
+    UNROLL for (int v = 0; v < vectors; v++) {
+        float16 factor = load(m->factors + (tile + v) * LANES);
+        UNROLL for (int r = 0; r < rows; r++) out[r][v] = total[r][v] * factor;
+    }
 }
 
-/* Computes the 32 outputs of a pair of tiles for up to MOST_ROWS rows, bias included. */
-static void pair_of_tiles(const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, Pass pass, float16 (*out)[2]) {
-    int64_t groups = m->inputs / group_of(m);
-    const float *scales = a.scales + row * groups;
-    const int32_t *corrections = a.corrections + row * groups;
+/* Computes the 32 outputs of a pair of tiles for up to MOST_ROWS rows, bias excluded. */
+INLINE void two_tiles(Kind kind, const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, Pass pass, float16 (*out)[2]) {
+    int64_t groups = m->inputs / kind.group;
     const void *x = (const char *)a.values + bytes_of(m, row * m->inputs);
-#define TILES(kernel, count) \
-    UNROLL for (int v = 0; v < 2; v += VECTORS(count)) \
-        kernel(m, 2 * pair + v, VECTORS(count), count, x, scales, corrections, pass, (float16 (*)[2])&out[0][v])
+    a.scales += row * groups;
+    a.sums += row * groups;
+    a.corrections += row * groups;
 #define ROWS(count) \
     case count: \
-        if (m->bits == 8) TILES(tile8, count); \
-        else TILES(tile4, count); \
+        UNROLL for (int v = 0; v < 2; v += VECTORS(count)) \
+            tile(kind, m, 2 * pair + v, VECTORS(count), count, x, a, pass, (float16 (*)[2])&out[0][v]); \
         break;
     switch (rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4)
@@ -177,12 +208,28 @@ static void pair_of_tiles(const Matrix *m, int64_t pair, Activations a, int64_t 
 #endif
     }
 #undef ROWS
-#undef TILES
-    if (m->bias != NULL)
-        for (int v = 0; v < 2; v++) {
-            float16 bias = load(m->bias + (2 * pair + v) * LANES);
-            for (int r = 0; r < rows; r++) out[r][v] += bias;
-        }
+}
+
+typedef void Tiles(const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, Pass pass, float16 (*out)[2]);
+
+#define KIND(name, ...) \
+    static void name(const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, Pass pass, float16 (*out)[2]) { \
+        two_tiles((Kind){__VA_ARGS__}, m, pair, a, row, rows, pass, out); \
+    }
+KIND(tiles8_by_row, 8, WIDE_GROUP, 1, 0)
+KIND(tiles8, 8, GROUP, 0, 0)
+KIND(tiles8_shifted, 8, GROUP, 0, 1)
+KIND(tiles8_narrow, 8, NARROW_GROUP, 0, 0)
+KIND(tiles8_narrow_shifted, 8, NARROW_GROUP, 0, 1)
+KIND(tiles4, 4, GROUP, 0, 0)
+KIND(tiles4_shifted, 4, GROUP, 0, 1)
+#undef KIND
+
+static Tiles *tiles_of(const Matrix *m) {
+    if (m->bits == 4) return m->has_shifts ? tiles4_shifted : tiles4;
+    if (m->group == NARROW_GROUP) return m->has_shifts ? tiles8_narrow_shifted : tiles8_narrow;
+    if (m->has_shifts) return tiles8_shifted;
+    return m->scale_groups == 0 ? tiles8_by_row : tiles8;
 }
 
 /* What becomes of the outputs. */
@@ -196,13 +243,13 @@ enum Result {
 typedef struct { const char *weights, *scales; } Place;
 
 INLINE Place place_of(const Matrix *m, int64_t pair) {
-    int64_t inputs = pair * PAIR * m->inputs;
-    return (Place){(const char *)m->weights + inputs * m->bits / 8, (const char *)m->scales + (m->bits == 8 ? pair * PAIR * 4 : inputs / GROUP4 * 2)};
+    return (Place){(const char *)m->weights + pair * PAIR * m->inputs * m->bits / 8, (const char *)(m->scales + pair * PAIR * scales_of(m))};
 }
 
 /* Computes the outputs of pairs [first, end) for rows [row, row_end). `others`: pairs after `end` that other threads
    probably compute. following: what is multiplied after this matrix, or NULL. y has `stride` numbers in a row. */
 static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t others, const Matrix *following, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result) {
+    Tiles *tiles = tiles_of(m);
     int64_t pairs = m->padded / PAIR, passes = (row_end - row + MOST_ROWS - 1) / MOST_ROWS;
     int64_t at_once = passes > 0 ? (row_end - row + passes - 1) / passes : 1;
     for (int64_t pair = first; pair < end; pair++) {
@@ -212,7 +259,11 @@ static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end,
         for (int64_t r0 = row; r0 < row_end; r0 += at_once) {
             float16 out[MOST_ROWS][2];
             int rows = (int)(row_end - r0 < at_once ? row_end - r0 : at_once);
-            pair_of_tiles(m, pair, a, r0, rows, (Pass){(r0 - row) / at_once, passes, next.weights - here.weights, next.scales - here.scales}, out);
+            tiles(m, pair, a, r0, rows, (Pass){(r0 - row) / at_once, passes, next.weights - here.weights, next.scales - here.scales}, out);
+            for (int v = 0; v < 2 && m->bias != NULL; v++) {
+                float16 bias = load(m->bias + (2 * pair + v) * LANES);
+                for (int r = 0; r < rows; r++) out[r][v] += bias;
+            }
             for (int r = 0; r < rows; r++) {
                 float *at = y + (r0 + r) * stride + pair * (result == GATE ? LANES : PAIR);
                 if (result == GATE) {
@@ -237,17 +288,24 @@ INLINE int64_t position8(const Matrix *m, int64_t output, int64_t input) {
     return output / LANES * LANES * m->inputs + input / WIDE8 * LANES * WIDE8 + output % LANES * WIDE8 + input % WIDE8;
 }
 
+/* Position of two 4-bit weights: of `input`, if input % 8 < 4, in the low half, and of input + 4 in the high half. */
+INLINE int64_t position4(const Matrix *m, int64_t output, int64_t input) {
+    return output / LANES * (LANES / 2) * m->inputs + input / 8 * 64 + output % LANES * 4 + input % 4;
+}
+
+/* Index of a scale among all; its shift is LANES further. */
+INLINE int64_t index_of_scale(const Matrix *m, int64_t output, int64_t scale_group) {
+    return (output / LANES * m->scale_groups + scale_group) * (1 + m->has_shifts) * LANES + output % LANES;
+}
+
 /* Copies one row of weights, as numbers, to x. */
 static void embed(const Matrix *m, int64_t output, float *x) {
-    int64_t groups = m->inputs / GROUP4, tile = output / LANES, lane = output % LANES;
-    if (m->bits == 8) {
-        float scale = ((const float *)m->scales)[output];
-        for (int64_t i = 0; i < m->inputs; i++) x[i] = (float)(m->weights[position8(m, output, i)] - 128) * scale;
-        return;
-    }
-    for (int64_t i = 0; i < m->inputs; i++) {
-        float scale = (float)((const _Float16 *)m->scales)[(tile * groups + i / GROUP4) * LANES + lane];
-        uint8_t both = m->weights[tile * (LANES / 2) * m->inputs + i / 8 * 64 + lane * 4 + i % 4];
-        x[i] = (float)((i % 8 < 4 ? both & 15 : both >> 4) - 8) * scale;
+    for (int64_t i = 0; i < m->inputs; i += m->group) {
+        int64_t index = index_of_scale(m, output, i / m->group >> m->group_bits);
+        float scale = m->scale_groups == 0 ? 1.0f : (float)m->scales[index], shift = m->has_shifts ? (float)m->scales[index + LANES] : 0.0f;
+        for (int64_t j = i; j < i + m->group; j++) {
+            int number = m->bits == 8 ? m->weights[position8(m, output, j)] : m->weights[position4(m, output, j)] >> (j % 8 < 4 ? 0 : 4) & 15;
+            x[j] = ((float)(number - (int)m->offset) * scale + shift) * m->factors[output];
+        }
     }
 }

@@ -60,7 +60,7 @@ typedef struct {
 } Computation;
 
 /* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
-#define TESSERA_VERSION 3
+#define TESSERA_VERSION 4
 #define LOOPS_OF_LAYER 10
 #define MOST_PANEL 96
 
@@ -71,26 +71,27 @@ int64_t tessera_version(void) { return TESSERA_VERSION; }
 /* Bytes of a packed matrix and of its scales. */
 int64_t tessera_weight_bytes(const Matrix *m) { return m->padded * m->inputs * m->bits / 8; }
 
-int64_t tessera_scale_bytes(const Matrix *m) { return m->bits == 8 ? m->padded * 4 : m->padded * (m->inputs / GROUP4) * 2; }
+int64_t tessera_scale_bytes(const Matrix *m) { return m->padded * scales_of(m) * (int64_t)sizeof(_Float16); }
 
-/* Packs rows [first, first + rows) of a matrix. numbers: [rows][inputs], 0 .. 255 or 0 .. 15; scales: float32, [rows] or
-   [rows][group]. Rows up to `padded` that are never packed must be zero bytes. */
-void tessera_pack(const Matrix *m, int64_t first, int64_t rows, const uint8_t *numbers, const float *scales) {
+/* Packs rows [first, first + rows) of a matrix, whose factors are set. numbers: [rows][inputs], 0 .. 255 or 0 .. 15;
+   scales and shifts: [rows][scale group], float32, divided by the factors; NULL for none. Rows up to `padded` that are
+   never packed must be zero bytes. */
+void tessera_pack(const Matrix *m, int64_t first, int64_t rows, const uint8_t *numbers, const float *scales, const float *shifts) {
     uint8_t *weights = (uint8_t *)m->weights;
-    int64_t groups = m->inputs / GROUP4;
     for (int64_t r = 0; r < rows; r++) {
-        int64_t output = first + r, tile = output / LANES, lane = output % LANES;
+        int64_t output = first + r;
         const uint8_t *row = numbers + r * m->inputs;
+        for (int64_t g = 0; g < m->scale_groups; g++) {
+            _Float16 *at = (_Float16 *)m->scales + index_of_scale(m, output, g);
+            at[0] = (_Float16)scales[r * m->scale_groups + g];
+            if (m->has_shifts) at[LANES] = (_Float16)shifts[r * m->scale_groups + g];
+        }
         if (m->bits == 8) {
-            ((float *)m->scales)[output] = scales[r];
             for (int64_t i = 0; i < m->inputs; i++) weights[position8(m, output, i)] = row[i];
             continue;
         }
-        for (int64_t g = 0; g < groups; g++)
-            ((_Float16 *)m->scales)[(tile * groups + g) * LANES + lane] = (_Float16)scales[r * groups + g];
         for (int64_t i = 0; i < m->inputs; i += 8)
-            for (int64_t j = 0; j < 4; j++)
-                weights[tile * (LANES / 2) * m->inputs + i / 8 * 64 + lane * 4 + j] = (uint8_t)(row[i + j] | row[i + 4 + j] << 4);
+            for (int64_t j = i; j < i + 4; j++) weights[position4(m, output, j)] = (uint8_t)(row[j] | row[j + 4] << 4);
     }
 }
 
@@ -324,8 +325,8 @@ static int reserve(Engine *e, const Model *m, int64_t rows) {
     int64_t attended = m->heads * m->head_dim, width = attended + 2 * m->kv_heads * m->head_dim;
     int64_t widest = m->inner > m->hidden ? m->inner : m->hidden;
     if (attended > widest) widest = attended;
-    int64_t groups = widest / GROUP4;
-    int64_t row_bytes = 4 * (m->hidden + width + attended + m->inner) + 2 * widest + 8 * groups + 64 * 8;
+    int64_t groups = widest / NARROW_GROUP;
+    int64_t row_bytes = 4 * (m->hidden + width + attended + m->inner) + 2 * widest + 12 * groups + 64 * 8;
     free(e->memory);
     e->space.rows = 0;
     e->memory = aligned_alloc(64, (size_t)((rows * row_bytes + 64 * 16 + 63) / 64 * 64));
@@ -337,6 +338,7 @@ static int reserve(Engine *e, const Model *m, int64_t rows) {
     e->space.gated = carve(&next, rows * m->inner * 4);
     e->space.activations.values = carve(&next, rows * widest * 2);
     e->space.activations.scales = carve(&next, rows * groups * 4);
+    e->space.activations.sums = carve(&next, rows * groups * 4);
     e->space.activations.corrections = carve(&next, rows * groups * 4);
     e->space.rows = rows;
     return 1;

@@ -77,9 +77,14 @@ class StoredFormats:
     notes: tuple[str, ...] = ()
 
     @property
+    def first(self) -> WeightFormat | None:
+        """The format in which matrices are stored, of several the first; None for full numbers."""
+        return self.formats[0].form if self.formats else None
+
+    @property
     def held(self) -> WeightFormat | None:
         """The format in which a model holds the matrices, of several the first; None for full numbers."""
-        return self.formats[0].form if self.formats and self.is_kept else None
+        return self.first if self.is_kept else None
 
     @property
     def ahead(self) -> tuple[str, ...]:

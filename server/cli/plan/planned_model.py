@@ -8,7 +8,6 @@ import torch
 
 from kernels import GPUArch
 from kernels.collective.communicator import AbsentRanks
-from kernels.weight_format import LIBRARY_FORMATS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
 from model.decoder import DecoderLM
@@ -21,6 +20,7 @@ from server.engine.runner.start.quantization import resolved_quantization
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kernels.weight_format import WeightFormat
     from server.cli.settings import Settings
 
 
@@ -53,17 +53,18 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     num_ranks = settings.tensor_parallel
     if reasons := config.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
-    quantization = resolved_quantization(engine_config(settings, folder), config, arch)
+    quantization, in_library = resolved_quantization(engine_config(settings, folder), config, arch)
     model = DecoderLM(
         config,
         _dtype(settings.dtype, config, arch),
         "meta",
-        loaded_format(quantization, config.weight_format),
+        loaded_format(quantization, config.stored_format),
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels
-    if quantization in LIBRARY_FORMATS:
-        model.weight_format = quantization
+    if in_library:
+        assert quantization is not None
+        model.assign_to_library(quantization)
     return PlannedModel(model, quantization, quantized_kv_dtype(settings.kv_cache_dtype))
 
 

@@ -23,12 +23,21 @@ def sources_digest() -> str:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """Return the record: for each build the `sources`, the `processor` and the number of tests that `passed`."""
+    """Return the record, for each build the arguments of `write` and the `sources`."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
-def write(build: str, processor: str, passed: int) -> None:
-    """Enter a build that has passed the tests with the present sources."""
+def write(build: str, processor: str, passed: int, encoding: str | None = None) -> None:
+    """Enter a build that has passed the tests with the present sources.
+
+    Args:
+        build: its name.
+        processor: that ran it.
+        passed: number of tests.
+        encoding: of its instructions, if it is another than that of the installed file; see `tests.kernels.cpu.evex`.
+    """
     entry = {"sources": sources_digest(), "processor": processor, "passed": passed}
+    if encoding is not None:
+        entry["encoding"] = encoding
     entries = read() | {build: entry}
     RECORD.write_text(json.dumps(dict(sorted(entries.items())), indent=2) + "\n")

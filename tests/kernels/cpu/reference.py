@@ -2,26 +2,20 @@
 
 import torch
 
-from kernels.cpu.matrix import GROUP8
-from kernels.weight_format import INT4_GROUPS, INT8_ROWS
+from kernels.weight_format import INT4_GROUPS, INT8_GROUPS, LIBRARY_GROUP
 from kernels.weights import quantize
 
-FORMATS = {8: INT8_ROWS, 4: INT4_GROUPS}
-GROUP4 = INT4_GROUPS.group
+FORMATS = {8: INT8_GROUPS, 4: INT4_GROUPS}
 
 
 def rounded_weights(weight, bits):
     """Return the weights that a packed matrix stands for, float64."""
-    rounded = quantize(weight, FORMATS[bits])
-    values = rounded.unpacked().double() - (128 if bits == 8 else 8)
-    if bits == 8:
-        return values * rounded.scale.double()[:, None]
-    return (values.view(len(weight), -1, GROUP4) * rounded.scale.double()[..., None]).flatten(1)
+    return quantize(weight, FORMATS[bits]).dequantize().double()
 
 
-def rounded_activations(x, bits):
+def rounded_activations(x, group=LIBRARY_GROUP):
     """Return rows of activations after their quantization, float64."""
-    groups = x.float().view(len(x), -1, GROUP8 if bits == 8 else GROUP4)
+    groups = x.float().view(len(x), -1, group)
     most = groups.abs().amax(-1, keepdim=True)
     numbers = torch.round(groups * torch.where(most > 0, 127 / most, 0))
     return (numbers.double() * (most * torch.tensor(1 / 127)).double()).flatten(1)
@@ -29,7 +23,7 @@ def rounded_activations(x, bits):
 
 def product(x, weight, bits, bias=None):
     """Multiply rows [T, C] by a matrix [N, C] as the library does."""
-    y = rounded_activations(x, bits) @ rounded_weights(weight, bits).T
+    y = rounded_activations(x) @ rounded_weights(weight, bits).T
     return (y if bias is None else y + bias.double()).float()
 
 

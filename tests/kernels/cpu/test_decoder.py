@@ -126,7 +126,7 @@ def test_a_sliding_window_hides_the_keys_before_it(window):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("block_size", [1, 8, 16, 100])
 def test_the_cache_may_have_blocks_of_any_size_in_both_dtypes(block_size, dtype):
-    decoder = Decoder(SMALL, VOCAB, 8)
+    decoder = Decoder(SMALL, VOCAB, 8, seed=1)
     ids = tokens(66)
 
     found = Driver(bind(decoder), SMALL, block_size=block_size, dtype=dtype).run(ids, [64, 1, 1])
@@ -243,9 +243,8 @@ def test_a_row_without_a_slot_writes_nothing_and_an_unused_row_reads_nothing():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"hidden": 100}, "100 is not a multiple of 64"),
-        ({"inner": 96}, "96 is not a multiple of 64"),
-        ({"heads": 3, "kv_heads": 3}, "96 is not a multiple of 64"),
+        ({"hidden": 100}, "100 is not a multiple of 32"),
+        ({"inner": 48}, "48 is not a multiple of 32"),
         ({"head_dim": 48}, "heads of 48"),
         ({"windows": (0,) * 401}, "401 layers"),
         ({"head_dim": 288}, "more than 256"),

@@ -13,6 +13,7 @@ import torch
 from deploy.build_hook import builds
 from kernels.cpu import library
 from kernels.cpu.library import BUILDS, choose
+from tests.kernels.cpu import evex
 from tests.kernels.cpu.hooks import pytest_report_header, runnable_builds
 
 AVX2 = {"avx2", "fma3", "f16c"}
@@ -75,8 +76,9 @@ def test_a_library_of_another_version_is_not_loaded(monkeypatch):
 
 
 SCRIPT = """
-import json, sys, torch
+import json, pathlib, sys, torch
 from kernels.cpu import library
+library._FOLDER = pathlib.Path(sys.argv[2])
 library.choose = lambda *_: next(b for b in library.BUILDS if b.name == sys.argv[1])
 from kernels.cpu.decoder import DecoderShape
 from tests.kernels.cpu.bound import Driver, bind
@@ -96,7 +98,7 @@ def test_all_builds_that_run_here_give_the_same_logits():
     logits = []
     for name in runnable:
         run = subprocess.run(
-            [sys.executable, "-c", SCRIPT, name],
+            [sys.executable, "-c", SCRIPT, name, str(library._FOLDER)],
             capture_output=True,
             text=True,
             check=True,
@@ -111,13 +113,17 @@ def test_all_builds_that_run_here_give_the_same_logits():
 
 
 @pytest.mark.parametrize(
-    ("capability", "said"),
+    ("capability", "encoding", "said"),
     [
-        ("AVX512", "avx512_vnni, compared with avx2 by one test"),
-        ("AVX2", "avx2, compared with avx512_vnni by one test"),
+        ("AVX512", None, "avx512_vnni, compared with avx2 by one test"),
+        ("AVX2", None, "avx2, compared with avx512_vnni by one test"),
+        ("AVX2", "EVEX", "avx2 with EVEX encodings, compared with avx512_vnni by one test"),
     ],
 )
-def test_a_run_says_which_builds_it_tests_and_which_it_cannot(capability, said, monkeypatch):
+def test_a_run_says_which_builds_it_tests_and_which_it_cannot(
+    capability, encoding, said, monkeypatch
+):
+    monkeypatch.setattr(evex, "encoding", lambda: encoding)
     monkeypatch.setattr(library, "load", lambda: None)
     monkeypatch.setattr(library, "cpu_features", lambda: frozenset(AVX2 | AVX512 | {"avx512_vnni"}))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")

@@ -20,8 +20,8 @@ LARGEST_INT8: Final = 127
 ZERO_INT4: Final = 8
 """The int4 number that stands for 0."""
 LARGEST_INT4: Final = 15
-ACTIVATION_GROUP: Final = 64
-"""Inputs that share a scale where the weights are int8; with int4 weights the activations have the weights' groups."""
+ACTIVATION_GROUP: Final = 32
+"""Inputs whose activations share a scale."""
 INT4_GROUPS: Final = (32, 64)
 SMALLEST_AMAX: Final = 2.0**-100
 """Numbers whose magnitudes are all smaller are quantized as zeros; thus no inverse of a scale overflows."""
@@ -60,7 +60,8 @@ def quantize_int4(weight: Tensor, group: int = 32, *, refined: bool = True) -> W
 
     A candidate scale is the value of largest magnitude divided by a number around -8, which makes that value about the
     smallest number, 0. Each is replaced by the least-squares scale of the numbers that it results in, and rounded to
-    float16; the numbers are made anew with that. The candidate with the smallest squared error is used.
+    float16; the numbers are made anew with that. The candidate with the smallest squared error is used. Errors are
+    weighted by the magnitudes of the values.
 
     Args:
         weight: [N, C], any float dtype.
@@ -80,8 +81,9 @@ def quantize_int4(weight: Tensor, group: int = 32, *, refined: bool = True) -> W
     smallest = _squared_error(parts, numbers, best)
     for divisor in _DIVISORS:
         rough = _int4_numbers(parts, extreme / -divisor).float() - ZERO_INT4
-        norm = rough.square().sum(-1, keepdim=True).clamp(min=1.0)
-        scale = ((rough * parts).sum(-1, keepdim=True) / norm).half()
+        weighted = parts.abs() * rough
+        norm = (weighted * rough).sum(-1, keepdim=True)
+        scale = torch.where(norm > 0, (weighted * parts).sum(-1, keepdim=True) / norm, 0).half()
         found = _int4_numbers(parts, scale)
         error = _squared_error(parts, found, scale)
         is_better = error < smallest
@@ -132,4 +134,4 @@ def _int4_numbers(parts: Tensor, scale: Tensor) -> Tensor:
 
 def _squared_error(parts: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     rounded = (numbers.float() - ZERO_INT4) * scale.float()
-    return (rounded - parts).square().sum(-1, keepdim=True)
+    return (parts.abs() * (rounded - parts).square()).sum(-1, keepdim=True)

@@ -8,13 +8,13 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.parity import compared
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import FP8_ROWS, INT8_ROWS, WeightFormat
-from kernels.weights import Weight, converted
+from kernels.weight_format import FP8_ROWS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.int_quantized import compress as int8_rows
 from model.checkpoint.formats.table import detect, stored_formats
 from model.checkpoint.weights import load_model, load_part
+from model.device.quantizations import is_for_library
 from model.errors import ModelError, UnsupportedModelError, WeightsError
 from model.executors import single_launch
 from server.engine.core.messages import EngineConfig
@@ -347,27 +347,14 @@ def test_a_service_keeps_the_numbers_of_a_checkpoint(arch):
     for form in (rows, groups, FP8_ROWS):
         assert resolve_quantization("none", arch, "auto", tuple, form) == form
         assert resolve_quantization("auto", arch, "auto", lambda: ("no library",), form) == form
-    expected = INT8_ROWS if arch.is_cpu else rows
-    assert resolve_quantization("auto", arch, "auto", tuple, rows) == expected
-    assert resolve_quantization("auto", arch, "float32", tuple, rows) == rows
-    assert resolve_quantization("auto", arch, "auto", tuple, groups) == groups
+        for dtype in ("auto", "float32"):
+            assert resolve_quantization("auto", arch, dtype, tuple, form) == form
+            in_library = arch.is_cpu and dtype == "auto" and form != FP8_ROWS
+            assert is_for_library(form, arch, dtype, tuple) == in_library
     if not arch.is_cpu:
         assert resolve_quantization("fp8", arch, "auto", tuple, FP8_ROWS) == FP8_ROWS
         with pytest.raises(ModelError, match="quantized already, as int8-rows"):
             resolve_quantization("fp8", arch, "auto", tuple, rows)
-
-
-def test_the_numbers_of_rows_in_8_bits_stay_what_they_are():
-    numbers = torch.randint(-128, 128, (6, 64), dtype=torch.int8)
-    form = WeightFormat("int8-rows", 8, scales="row", float=False)
-    weight = Weight(form, (6, 64), numbers, torch.rand(6))
-
-    found = converted(weight, INT8_ROWS)
-
-    assert found.format == INT8_ROWS
-    assert torch.equal(found.numbers.short() - 128, numbers.short())
-    assert torch.equal(found.dequantize(), weight.dequantize())
-    assert converted(found, INT8_ROWS) is found
 
 
 def engine(folder, **changes):
@@ -396,7 +383,7 @@ def test_a_service_multiplies_by_the_numbers_of_the_checkpoint_in_the_c_library(
 
     found = compared(folder, exact, 12, quantization="auto", dtype="auto")
 
-    assert found.held == "int8"
+    assert found.held == "int8-rows"
     assert found.tokens >= 1
     assert found.difference < 0.3
 

@@ -1,11 +1,13 @@
+import dataclasses
+
 import pytest
 import torch
 
 from kernels.arch import CATALOGUE, CPU
 from kernels.torch_private import onednn_has_bfloat16
-from kernels.weight_format import FP8_ROWS, INT8_ROWS, LIBRARY_FORMATS
+from kernels.weight_format import FP8_ROWS, INT8_GROUPS, LIBRARY_FORMATS, WeightFormat
 from model.checkpoint.dtypes import resolve_dtype, resolve_quantization
-from model.device.quantizations import loaded_format, quantization_name
+from model.device.quantizations import is_for_library, loaded_format, quantization_name
 from model.errors import ModelError
 from tests.model.configs import model_config
 
@@ -107,7 +109,7 @@ def never():
 @pytest.mark.parametrize(
     ("arch", "dtype", "reasons", "resolved"),
     [
-        (CPU, "auto", supported, INT8_ROWS),
+        (CPU, "auto", supported, INT8_GROUPS),
         (CPU, "auto", unsupported, None),
         (CPU, "float32", supported, None),
         (CPU, "bfloat16", supported, None),
@@ -127,6 +129,41 @@ def test_integer_weights_on_a_cpu_that_supports_them_are_used(quantization):
     assert form in LIBRARY_FORMATS
     assert quantization_name(form) == quantization
     assert loaded_format(form, None) is None
+
+
+STORED = WeightFormat("Q4_1", 4, 32, "group", shifts=True, float=False, scale_dtype="float16")
+FP8_STORED = WeightFormat("fp8-blocks", 8, group=128, scales="block")
+
+
+@pytest.mark.parametrize("requested", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("stored", "arch", "dtype", "reasons", "in_library"),
+    [
+        (STORED, CPU, "auto", supported, True),
+        (STORED, CPU, "auto", unsupported, False),
+        (STORED, CPU, "float32", supported, False),
+        (STORED, CATALOGUE["h100"], "auto", supported, False),
+        (FP8_STORED, CPU, "auto", supported, False),
+        (dataclasses.replace(STORED, group=24), CPU, "auto", supported, False),
+    ],
+)
+def test_the_library_computes_with_the_integers_of_a_checkpoint_where_it_can(
+    requested, stored, arch, dtype, reasons, in_library
+):
+    form = resolve_quantization(requested, arch, dtype, reasons, stored)
+
+    assert form == stored
+    assert quantization_name(form) == stored.name
+    assert is_for_library(form, arch, dtype, reasons) is in_library
+
+
+@pytest.mark.parametrize("requested", ["int8", "int4"])
+def test_a_setting_of_the_library_loads_the_format_of_the_checkpoint(requested):
+    form = resolve_quantization(requested, CPU, "auto", supported, STORED)
+
+    assert quantization_name(form) == requested
+    assert is_for_library(form, CPU, "auto", never)
+    assert loaded_format(form, STORED) == STORED
 
 
 @pytest.mark.parametrize("arch", [CPU, CATALOGUE["h100"]])

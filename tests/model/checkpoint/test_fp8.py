@@ -9,7 +9,7 @@ import torch
 from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat
+from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_GROUPS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.table import detect
@@ -249,7 +249,7 @@ def test_ranks_hold_their_parts_of_the_blocks(tmp_path, size, group):
                 torch.testing.assert_close(step[name], whole, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("form", [INT8_ROWS, INT4_GROUPS], ids=lambda it: it.name)
+@pytest.mark.parametrize("form", [INT8_GROUPS, INT4_GROUPS], ids=lambda it: it.name)
 def test_the_c_library_gets_the_dequantized_values(tmp_path, form):
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
@@ -312,7 +312,7 @@ def test_an_engine_refuses_to_round_the_weights_twice(tmp_path):
             resolve_quantization("fp8", arch, "auto", tuple, form)
         assert resolve_quantization("auto", arch, "auto", tuple, form) == form
     assert resolve_quantization("auto", CPU, "auto", tuple, form) == form
-    assert resolve_quantization("int8", CPU, "auto", tuple, form) == INT8_ROWS
+    assert resolve_quantization("int8", CPU, "auto", tuple, form) == INT8_GROUPS
     CASES["llama"].save(tmp_path / "fp8")
     store(tmp_path / "fp8")
     with pytest.raises(StartupError, match="weights in FP8 are for our GPU kernels"):

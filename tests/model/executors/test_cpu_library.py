@@ -13,10 +13,11 @@ import torch
 from benchmarks.precision import PRECISIONS, ServedModel
 from benchmarks.quantized_model import QuantizedLM
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import INT4_GROUPS, INT8_ROWS
+from kernels.weight_format import INT4_GROUPS, INT8_GROUPS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.decoder import DecoderLM
+from model.device.quantizations import QUANTIZATIONS
 from model.errors import WeightsError
 from model.executors import cpu_library
 from model.executors.cpu_library import unsupported
@@ -47,7 +48,7 @@ def test_logits_are_those_of_the_rounded_weights(name, tmp_path):
         pytest.skip(reason)
     assert unsupported(config.network) == ()
     exact = load_model(tmp_path, config, torch.float32, "cpu", pack=False)
-    served = ServedModel(tmp_path, config, "int8")
+    served = ServedModel(load_model(tmp_path, config, torch.float32, "cpu", pack=False), "int8")
     rounded = QuantizedLM(exact, *PRECISIONS["int8"])
     ids = torch.randint(VOCAB_SIZE, (1, 100), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(100)
@@ -59,6 +60,79 @@ def test_logits_are_those_of_the_rounded_weights(name, tmp_path):
 
     # Measured: 0.026 to 0.034, because activations are rounded too; 0.43 with a window that is one token shorter.
     assert (found - expected).norm() < 0.06 * expected.norm()
+
+
+Q4_1 = WeightFormat("Q4_1", 4, 32, "group", shifts=True, float=False, scale_dtype="float16")
+Q6_K = WeightFormat("Q6_K", 8, 16, "group", float=False)
+
+
+def held(formats, **changes):
+    """Return a model with random weights in formats, and one with the same values as full numbers."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_heads": 4}
+    config = model_config(**sizes | changes, num_layers=2, max_position_embeddings=128)
+    exact, model = DecoderLM(config), DecoderLM(config, weight_format=formats)
+    generator = torch.Generator().manual_seed(0)
+    exact.init_weights(seed=0)
+    for it in (exact, model):
+        it.requires_grad_(requires_grad=False).eval()
+    others = {name: it for name, it in exact.state_dict().items() if "numbers" not in name}
+    model.load_state_dict(others, strict=False)
+    for whole, layer in zip(exact.decoder_layers, model.decoder_layers, strict=True):
+        for name, weight in layer.matrices.items():
+            if not weight.format.is_quantized:
+                weight.numbers.copy_(whole.matrices[name].numbers)
+                continue
+            low, high = (-32, 32) if weight.format.dtype == "int8" else (0, 256)
+            shape = weight.numbers.shape
+            weight.numbers.copy_(torch.randint(low, high, shape, generator=generator))
+            for part, scale in weight.scales.items():
+                size = 0.004 * torch.rand(scale.shape, generator=generator)
+                scale.copy_(size if part == "scale" else -7 * size)
+            whole.matrices[name].numbers.copy_(weight.dequantize())
+    return model, exact
+
+
+@pytest.mark.parametrize(
+    ("formats", "rounded"),
+    [
+        (Q4_1, ""),
+        ({f"layers.{i}.{name}": form for i in range(2) for name, form in
+          {"qkv": Q4_1, "output": Q6_K, "gate_up": Q4_1, "down": Q6_K}.items()}, ""),
+        ({"layers.0.qkv": Q4_1, "layers.1.down": Q6_K},
+         "matrices that the C library does not read are rounded to int8: 6 in float32"),
+    ],
+    ids=["one format", "two formats", "some full numbers"],
+)  # fmt: skip
+def test_a_checkpoint_of_integers_is_computed_from_its_own_numbers(formats, rounded, caplog):
+    if isinstance(reason := load_library(), str):
+        pytest.skip(reason)
+    model, exact = held(formats)
+    form = model.weight_format
+    ids, positions = torch.arange(60)[None] % 64, torch.arange(60)
+
+    served = ServedModel(model, form)
+
+    with torch.inference_mode():
+        found, expected = (it.logits(it(ids, positions)).view(60, 64) for it in (served, exact))
+    # As for weights of 8 bits: activations, embedding and head are rounded.
+    assert (found - expected).norm() < 0.06 * expected.norm()
+    assert model.weight_format == form
+    assert model.is_in_library
+    assert rounded in caplog.text
+    assert bool(caplog.records) is bool(rounded)
+
+
+@pytest.mark.parametrize(("setting", "scales"), [("int8", 0), ("int4", 4)])
+def test_int8_keeps_the_8_bits_of_a_checkpoint_and_int4_rounds_them(setting, scales):
+    if isinstance(reason := load_library(), str):
+        pytest.skip(reason)
+    model, _ = held(WeightFormat("int-quantized", 8, scales="row", float=False))
+
+    model.optimize(QUANTIZATIONS[setting])
+
+    layer = model.executors.cpu_library._decoder._held[0][0]
+    assert layer.qkv.c.scale_groups == scales
+    assert model.executors.cpu_library._decoder._held[2].c.bits == 8
 
 
 def test_full_numbers_are_released_one_layer_after_the_other(monkeypatch):
@@ -86,7 +160,7 @@ def test_full_numbers_are_released_one_layer_after_the_other(monkeypatch):
         return pack(*given, **options)
 
     monkeypatch.setattr(cpu_library, "PackedMatrix", counted)
-    model.optimize(INT8_ROWS)
+    model.optimize(INT8_GROUPS)
 
     assert alive[-12:] == list(range(12, 0, -1))
     assert [ref() for ref in (*tables, *itertools.chain.from_iterable(weights))] == [None] * 14

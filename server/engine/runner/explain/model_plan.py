@@ -9,7 +9,6 @@ from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, select_vector
 from kernels.step.single_launch import has_run
-from kernels.weight_format import LIBRARY_FORMATS
 from model.executors.bound import deterministic_unsupported
 from model.executors.columns import Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
@@ -64,7 +63,7 @@ def explain_model(
         NoKernelError: no kernel supports an operation on the processor; lists every reason.
         StartupError: not all requests can be deterministic; lists every reason.
     """
-    in_c = model.weight_format in LIBRARY_FORMATS
+    in_c = model.is_in_library
     invariant = deterministic and not in_c
     if invariant:
         check_deterministic(model, block_size, arch, kv_dtype)

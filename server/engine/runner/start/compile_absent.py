@@ -44,7 +44,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
     try:
         model_config = ModelConfig.from_folder(Path(config.model_path)).within(config.max_model_len)
         with absent_gpu(arch) as device:
-            quantization = resolved_quantization(config, model_config, arch)
+            quantization, _ = resolved_quantization(config, model_config, arch)
             dtype = resolve_dtype(config.dtype, model_config, device)
             limits = step_limits(config, model_config, arch)
             size = config.tensor_parallel
@@ -52,10 +52,10 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 model_config,
                 dtype,
                 device,
-                loaded_format(quantization, model_config.weight_format),
+                loaded_format(quantization, model_config.stored_format),
                 AbsentRanks(size, fuses_norm=True) if size > 1 else None,
             )
-            model.optimize(quantization)
+            model.optimize()
             model.unmeasured_kernels = config.unmeasured_kernels
             model.reserve_positions(limits.max_model_len)
             for deterministic in (False, True):

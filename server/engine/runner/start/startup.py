@@ -15,7 +15,6 @@ import torch
 
 from kernels import KernelError, detect
 from kernels.collective.connect import connect
-from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
@@ -187,9 +186,9 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
         limits = step_limits(config, model_config, detect(device))
-        quantization = resolved_quantization(config, model_config, detect(device))
+        quantization, in_library = resolved_quantization(config, model_config, detect(device))
         dtype = resolve_dtype(config.dtype, model_config, device)
-        threads = _set_threads(config, device, quantization)
+        threads = _set_threads(config, device, in_library=in_library)
     communicator = None
     if endpoint is not None:
         with phases("connecting the ranks"):
@@ -198,15 +197,15 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         model = load_part(
             Path(config.model_path),
             model_config,
-            stored_dtype(model_config) if quantization in LIBRARY_FORMATS else dtype,
+            stored_dtype(model_config) if in_library else dtype,
             device,
             config.load_format,
             progress,
-            weight_format=loaded_format(quantization, model_config.weight_format),
+            weight_format=loaded_format(quantization, model_config.stored_format),
             communicator=communicator,
         )
         phases.tell("packing the weights")
-        model.optimize(quantization, threads)
+        model.optimize(quantization if in_library else None, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
         if config.deterministic:
             kv_dtype = quantized_kv_dtype(config.kv_cache_dtype)
@@ -251,9 +250,7 @@ def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _set_threads(
-    config: EngineConfig, device: torch.device, quantization: WeightFormat | None
-) -> int:
+def _set_threads(config: EngineConfig, device: torch.device, *, in_library: bool) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
     PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks, and the
@@ -271,7 +268,7 @@ def _set_threads(
     )
     torch.set_num_threads(torch_threads)
     if device.type == "cpu":
-        threads = native_threads if quantization in LIBRARY_FORMATS else torch_threads
+        threads = native_threads if in_library else torch_threads
         log.info("threads: %d, for %s", threads, cpus)
     return native_threads
 

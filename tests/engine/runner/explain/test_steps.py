@@ -17,7 +17,7 @@ from kernels.fp8 import FP8
 from kernels.linear.registry import REGISTRY as LINEAR
 from kernels.norms import registry as norms
 from kernels.rope import registry as rope
-from kernels.weight_format import FP8_ROWS, INT8_ROWS
+from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_GROUPS
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.executors import single_launch
@@ -142,16 +142,27 @@ def test_on_a_cpu_the_kernels_of_a_step_are_those_that_a_model_binds(dtype):
     assert isinstance(Sampler().begin(torch.zeros(1, 8), [sampling_row()]), HostTokens)
 
 
-def test_the_c_library_computes_every_step_with_integer_weights():
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (INT8_GROUPS, "computes a step, with"),
+        (
+            dataclasses.replace(INT4_GROUPS, name="Q4_0"),
+            "computes a step from the numbers of the checkpoint in Q4_0, with",
+        ),
+    ],
+    ids=["int8", "Q4_0"],
+)
+def test_the_c_library_computes_every_step_with_integer_weights(form, said):
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
 
     made = build("bundled", "float32")
-    made.weight_format = INT8_ROWS
+    made.weight_format, made.is_in_library = form, True
     plan = explain_model(made, 16, CATALOGUE["cpu"])
 
     assert {step.executor for step in plan.steps} == {"cpu_library"}
-    assert all("one call of the C library" in step.why for step in plan.steps)
+    assert all(f"one call of the C library {said}" in step.why for step in plan.steps)
 
 
 def test_a_product_whose_launch_was_timed_is_measured():

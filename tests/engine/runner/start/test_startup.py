@@ -106,7 +106,7 @@ def test_weights_that_are_not_in_int8_for_want_of_the_library_alone_are_warned_a
     model = changed(MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32)
     config = EngineConfig(model_path="", model_id="", **fields)
 
-    assert resolved_quantization(config, model, CPU) is None
+    assert resolved_quantization(config, model, CPU) == (None, False)
     assert [it.levelname for it in caplog.records] == ["WARNING"] * warnings
     assert caplog.text.count("int8, so steps take longer: the CPU library cannot be") == warnings
 
