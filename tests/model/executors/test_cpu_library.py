@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 import weakref
 
 import pytest
@@ -187,10 +186,10 @@ def test_a_part_that_it_does_not_compute_is_refused_by_name(name, reason):
 @pytest.mark.parametrize(
     ("name", "matrix", "value"),
     [
-        ("model.layers.1.mlp.down_proj.weight", "layers.1.down", 6e5),
-        ("model.layers.0.self_attn.k_proj.weight", "layers.0.qkv", -1e6),
-        ("lm_head.weight", "lm_head", 1e9),
-        ("model.embed_tokens.weight", "embed_tokens", float("inf")),
+        ("model.layers.1.mlp.down_proj.weight", "layers.1.down", math.nan),
+        ("model.layers.0.self_attn.k_proj.weight", "layers.0.qkv", -math.inf),
+        ("lm_head.weight", "lm_head", math.inf),
+        ("model.embed_tokens.weight", "embed_tokens", math.inf),
     ],
 )
 def test_weights_that_a_format_cannot_hold_are_refused_with_their_name(
@@ -206,6 +205,5 @@ def test_weights_that_a_format_cannot_hold_are_refused_with_their_name(
         tmp_path, ModelConfig.from_folder(tmp_path), torch.float32, "cpu", pack=False
     )
 
-    what = "that are not finite" if math.isinf(value) else f"up to {abs(value):.3g}"
-    with pytest.raises(WeightsError, match=re.escape(f"{matrix} has weights {what}")):
+    with pytest.raises(WeightsError, match=f"{matrix} has weights that are not finite"):
         model.optimize(INT4_GROUPS)
