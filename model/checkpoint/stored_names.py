@@ -128,6 +128,8 @@ class StoredNames:
         module = self._modules.get(self._inner(_module(plain)))
         if module is not None:
             return f"{module}.{plain.rpartition('.')[2]}"
+        if plain.startswith(self._tensors.ignored):
+            return plain
         for alias, prefix in self._tensors.aliases.items():
             if plain.startswith(alias):
                 return prefix + plain.removeprefix(alias)

@@ -373,7 +373,18 @@ def test_settings_are_checked_before_the_weights_are_downloaded(monkeypatch):
     with pytest.raises(StartupError, match="--max-model-len 99999"):
         find_model(read_settings(["org/name", "--max-model-len=99999"]))
     assert fetched == [
-        ["config.json", "generation_config.json", "hf_quant_config.json", "README.md"]
+        [
+            "config.json",
+            "generation_config.json",
+            "hf_quant_config.json",
+            "quantize_config.json",
+            "quant_config.json",
+            "adapter_config.json",
+            "model_index.json",
+            "modules.json",
+            "params.json",
+            "README.md",
+        ]
     ]
 
     folder, model = find_model(read_settings(["org/name"]))

@@ -87,7 +87,6 @@ def test_absent_rope_parameters_are_those_of_the_class():
         ("AFM-4.5B", {"hidden_act": "silu"}, "hidden_act = 'silu'"),
         ("Minitron-4B", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("cwm", {"attention_bias": True}, "attention_bias = True"),
-        ("internlm3-8b", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "'x.Y'"),
     ],
 )
 def test_an_unsupported_variant_is_rejected_with_its_key(name, changes, message):
