@@ -48,4 +48,7 @@ def plan_groups(problem: LinearProblem) -> GroupLaunch:
     warps = 4 if gated or problem.inputs < _FEW_COLUMNS else 8
     while problem.inputs > warps * COLUMNS * _MOST_STEPS:
         warps *= 2
-    return GroupLaunch(8 if problem.rows <= 8 else MOST_ROWS, warps, 2 if gated else 4)
+    rows = 8 if problem.rows <= 8 else MOST_ROWS
+    # With more chunks a thread has no registers left for 16 rows.
+    ahead = 2 if gated else 4 if rows == 8 else 3
+    return GroupLaunch(rows, warps, ahead)
