@@ -45,10 +45,10 @@ def reads(form: WeightFormat) -> bool:
 def plan_groups(problem: LinearProblem) -> GroupLaunch:
     """Return the launch of a layer with at most `MOST_ROWS` rows; sizes were the fastest of several on an H200."""
     gated = problem.gated
-    warps = 4 if gated or problem.inputs < _FEW_COLUMNS else 8
+    # More warps of 16 rows would have too few registers.
+    warps = 4 if gated or problem.inputs < _FEW_COLUMNS or problem.rows > 8 else 8
     while problem.inputs > warps * COLUMNS * _MOST_STEPS:
         warps *= 2
     rows = 8 if problem.rows <= 8 else MOST_ROWS
-    # With more chunks a thread has no registers left for 16 rows.
-    ahead = 2 if gated else 4 if rows == 8 else 3
+    ahead = 2 if gated else 4
     return GroupLaunch(rows, warps, ahead)
