@@ -123,7 +123,7 @@ def unquantized(dtype: object) -> WeightFormat:
 FP8_ROWS: Final = WeightFormat("float8_e4m3fn", 8, scales="row")
 """With a float32 scale for each output (docs/decisions/0021-fp8-weights.md)."""
 INT8_ROWS: Final = WeightFormat("int8", 8, scales="row", float=False, offset=128)
-"""Numbers 1 to 255, with a float32 scale for each output, as in the bundled model's file but for the offset."""
+"""Numbers 1 to 255, with a float32 scale for each output."""
 INT8_GROUPS: Final = WeightFormat("int8", 8, group=32, scales="group", float=False, offset=128)
 """Numbers 1 to 255, with a scale of 11 bits for each output and 32 inputs."""
 INT4_GROUPS: Final = WeightFormat("int4", 4, group=32, scales="group", float=False, offset=8)

@@ -51,10 +51,9 @@ def test_the_measured_precisions_cost_what_their_bits_allow(bundled, code):
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_served_model_predicts_what_the_rounded_one_does(bundled, code, name):
     folder = resolve("bundled")
-    config = ModelConfig.from_folder(folder)
-    if reasons := cpu_library.unsupported(config.network):
+    if reasons := cpu_library.unsupported(bundled.network):
         pytest.skip("; ".join(reasons))
-    served, rounded = ServedModel(folder, config, name), QuantizedLM(bundled, *PRECISIONS[name])
+    served, rounded = ServedModel(load(folder), name), QuantizedLM(bundled, *PRECISIONS[name])
 
     with_rounded, with_served = score(rounded, [served], [code])
 

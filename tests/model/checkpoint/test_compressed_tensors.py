@@ -8,7 +8,7 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.parity import compared
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu.library import load as load_library
-from kernels.weight_format import FP8_ROWS, WeightFormat
+from kernels.weight_format import FP8_ROWS, INT8_GROUPS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_quantization
 from model.checkpoint.formats.int_quantized import compress as int8_rows
@@ -365,11 +365,16 @@ def engine(folder, **changes):
     return LocalEngine(EngineConfig(**given | changes))
 
 
-def test_a_service_multiplies_by_the_numbers_of_the_checkpoint_in_the_c_library(tmp_path):
+@pytest.mark.parametrize(("changes", "held"), [({}, "int8-rows"), ({"dequantize": True}, "int8")])
+def test_a_service_multiplies_by_the_numbers_of_the_checkpoint_in_the_c_library(
+    tmp_path, changes, held
+):
     if isinstance(reason := load_library(), str):
         pytest.skip(reason)
     shape = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
-    folder, exact = stored(tmp_path, "int channel", Case("Llama", shape))
+    folder, exact = stored(tmp_path, "int channel", Case("Llama", shape), **changes)
+    config = ModelConfig.from_folder(folder)
+    assert config.stored_format.name == "int8-rows"
 
     # The smallest number has no positive counterpart: rounding again would change all numbers of its row.
     def change(tensors):
@@ -382,10 +387,16 @@ def test_a_service_multiplies_by_the_numbers_of_the_checkpoint_in_the_c_library(
     )
 
     found = compared(folder, exact, 12, quantization="auto", dtype="auto")
+    model = load_model(
+        folder, config, torch.float32, "cpu", pack=False, weight_format=config.stored_format
+    )
+    model.optimize(INT8_GROUPS)
+    query = model.executors.cpu_library._decoder._held[0][0].qkv
 
-    assert found.held == "int8-rows"
+    assert found.held == held
     assert found.tokens >= 1
     assert found.difference < 0.3
+    assert query.format == config.stored_format
 
 
 @pytest.mark.parametrize(
