@@ -26,7 +26,9 @@ def stored_dtype(folder: Path) -> str | None:
     file = next(iter(sorted(folder.glob("model*.safetensors"))), None)
     if file is None:
         return None
-    with contextlib.suppress(WeightsError, OSError, msgspec.DecodeError, msgspec.ValidationError):
+    with contextlib.suppress(
+        WeightsError, OSError, ValueError, RecursionError, msgspec.MsgspecError
+    ):
         with open_file(folder, file.name, WeightsError) as descriptor:
             length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
             text = os.pread(descriptor, min(length, _MAX_BYTES), _LENGTH_BYTES)
