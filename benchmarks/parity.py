@@ -32,6 +32,7 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from tests.model.checkpoint.format_samples import SAMPLES
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+from tests.model.oracle import generated
 
 TOKENS: Final = 120
 _PROMPT: Final = tuple(range(3, 100, 4))
@@ -88,21 +89,8 @@ def _expected(folder: Path, tokens: int) -> tuple[list[int], list[float]]:
     model = getattr(transformers, architecture).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    model.generation_config.eos_token_id = None
-    prompt = torch.tensor([_PROMPT])
-    with torch.inference_mode():
-        found = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    ids = found.sequences[0, len(_PROMPT) :]
-    logprobs = torch.cat(found.logits).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    return ids.tolist(), logprobs.tolist()
+    found = generated(model, _PROMPT, tokens)
+    return found.tokens, found.logprobs
 
 
 def format_rows(names: list[str]) -> list[dict[str, Any]]:

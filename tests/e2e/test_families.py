@@ -4,11 +4,11 @@ import dataclasses
 import shutil
 
 import pytest
-import torch
 
 from model.hub.names import BUNDLED_FOLDER
 from tests.e2e.conftest import CLIENT
 from tests.model.checkpoint.hf_checkpoints import CASES
+from tests.model.oracle import generated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -60,7 +60,7 @@ def test_a_service_has_the_tokens_of_transformers_and_refuses_images(tmp_path, s
     )
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BUNDLED_FOLDER / file, tmp_path)
-    ids, logprobs = expected(oracle)
+    theirs = generated(oracle, PROMPT, TOKENS)
 
     service = start_service(
         f"--model={tmp_path}",
@@ -83,27 +83,10 @@ def test_a_service_has_the_tokens_of_transformers_and_refuses_images(tmp_path, s
     reply = CLIENT.post(f"{service.url}/v1/completions", json=body, timeout=180).json()
 
     found = reply["choices"][0]["logprobs"]
-    assert [int(token.removeprefix("token_id:")) for token in found["tokens"]] == ids
-    pairs = zip(found["token_logprobs"], logprobs, strict=True)
-    assert max(abs(ours - theirs) for ours, theirs in pairs) < 1e-4
+    assert [int(token.removeprefix("token_id:")) for token in found["tokens"]] == theirs.tokens
+    pairs = zip(found["token_logprobs"], theirs.logprobs, strict=True)
+    assert max(abs(ours - other) for ours, other in pairs) < 1e-4
     for path, fields in REQUESTS.items():
         refused = CLIENT.post(f"{service.url}{path}", json={"model": "it", **fields})
         assert refused.status_code == 400
         assert "the model reads text only" in refused.text
-
-
-def expected(oracle):
-    """Return the tokens that transformers generates, and their log-probabilities."""
-    prompt = torch.tensor([PROMPT])
-    with torch.inference_mode():
-        out = oracle.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=TOKENS,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    ids = out.sequences[0, len(PROMPT) :]
-    logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    return ids.tolist(), logprobs.tolist()

@@ -9,6 +9,7 @@ from model.checkpoint.weights import load_model
 from model.hub.installed_models import INSTALLED
 from tests.model.executors.paged import greedy, logits_in_chunks
 from tests.model.gguf.written import add_bytes, real_model, write
+from tests.model.oracle import generated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 120
@@ -32,23 +33,6 @@ needs_real_model = pytest.mark.skipif(
 )
 
 
-def generated(oracle, ids):
-    """Return the tokens that transformers generates after a prompt, and their log-probabilities."""
-    with torch.inference_mode():
-        found = oracle.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=STEPS,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    tokens = found.sequences[0, len(ids) :]
-    scores = torch.cat(found.logits).float().log_softmax(-1)
-    return tokens.tolist(), scores.gather(1, tokens[:, None])[:, 0].tolist()
-
-
 def test_a_file_gives_the_tokens_of_transformers_over_http(tmp_path, start_service):
     file = tmp_path / "tiny-Q4_K_M.gguf"
     oracle = write(
@@ -69,7 +53,8 @@ def test_a_file_gives_the_tokens_of_transformers_over_http(tmp_path, start_servi
     ).json()
     info = httpx.get(f"{service.url}/info", timeout=60).json()
 
-    tokens, scores = generated(oracle, [it["id"] for it in ids])
+    theirs = generated(oracle, [it["id"] for it in ids], STEPS)
+    tokens, scores = theirs.tokens, theirs.logprobs
     assert [it["id"] for it in reply["details"]["tokens"]] == tokens
     differences = [
         abs(it["logprob"] - score)
@@ -141,7 +126,8 @@ def test_a_real_model_gives_the_tokens_of_transformers_on_its_dequantized_weight
 
     ours, logits = greedy(model, prompt, STEPS)
 
-    tokens, scores = generated(oracle, prompt)
+    theirs = generated(oracle, prompt, STEPS)
+    tokens, scores = theirs.tokens, theirs.logprobs
     long = (prompt * 40)[:600]
     in_chunks = logits_in_chunks(model, long, 256).log_softmax(-1)
     with torch.inference_mode():

@@ -12,6 +12,7 @@ from tests.e2e.conftest import CLIENT
 from tests.model.checkpoint import format_samples
 from tests.model.checkpoint.compressed import FILE, arguments, compress, group, write_config
 from tests.model.checkpoint.packed_checkpoints import awq_checkpoint, gptq_checkpoint
+from tests.model.oracle import generated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -88,13 +89,6 @@ def save_whole(folder):
 def expected(folder, count):
     """Return the tokens that transformers generates, and their log-probabilities."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    prompt = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
-    with torch.inference_mode():
-        out = model.generate(
-            prompt, do_sample=False, max_new_tokens=count, return_dict_in_generate=True, output_logits=True,
-            repetition_penalty=1.0,
-        )  # fmt: skip
-    ids = out.sequences[0, prompt.shape[1] :]
-    logprobs = torch.cat(out.logits).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    return ids.tolist(), logprobs.tolist()
+    prompt = AutoTokenizer.from_pretrained(folder)(PROMPT).input_ids
+    found = generated(model, prompt, count)
+    return found.tokens, found.logprobs

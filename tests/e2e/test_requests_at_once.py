@@ -8,6 +8,7 @@ import tokenizers
 import torch
 
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+from tests.model.oracle import generated
 from tests.waiting import GIVE_UP
 
 NEW_TOKENS = 120
@@ -25,22 +26,6 @@ def write(folder, name, *, pickle):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     return oracle
-
-
-def expected(oracle, prompt):
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = oracle.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    tokens = out.sequences[0, len(prompt) :].tolist()
-    logprobs = torch.log_softmax(torch.cat(out.logits), -1)
-    return tokens, [row[token].item() for row, token in zip(logprobs, tokens, strict=True)]
 
 
 @pytest.mark.slow
@@ -68,6 +53,6 @@ def test_requests_at_once_have_the_tokens_of_transformers(start_service, tmp_pat
         answers = list(threads.map(ask, PROMPTS))
 
     for prompt, (tokens, logprobs) in zip(PROMPTS, answers, strict=True):
-        their_tokens, their_logprobs = expected(oracle, prompt)
-        assert tokens == their_tokens
-        assert logprobs == pytest.approx(their_logprobs, abs=1e-4)
+        theirs = generated(oracle, prompt, NEW_TOKENS)
+        assert tokens == theirs.tokens
+        assert logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

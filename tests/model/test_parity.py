@@ -14,6 +14,7 @@ from tests.kernels.references.problems import assert_no_worse_than
 from tests.marks import slow_except
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.executors.paged import greedy, logits_in_chunks
+from tests.model.oracle import generated
 
 STEPS = 200
 PROMPT = list(range(3, 100, 4))
@@ -86,21 +87,12 @@ def test_a_paged_forward_pass_matches_the_logits_of_transformers(pair, chunk):
 
 def test_greedy_generation_matches_the_tokens_of_transformers(pair):
     oracle, model = pair
-    prompt = torch.tensor([PROMPT])
 
     ours, our_logits = greedy(model, PROMPT, STEPS)
-    with torch.inference_mode():
-        theirs = oracle.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=STEPS,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
 
-    assert ours == theirs.sequences[0, len(PROMPT) :].tolist()
-    assert_close(our_logits, torch.cat(theirs.logits))
+    theirs = generated(oracle, PROMPT, STEPS)
+    assert ours == theirs.tokens
+    assert_close(our_logits, theirs.logits)
 
 
 @pytest.mark.parametrize("name", ["phi3 longrope", "phi3 partial longrope tied"])
@@ -110,16 +102,12 @@ def test_a_longrope_service_within_the_original_context_matches_transformers(nam
     oracle = case.save(tmp_path)
     model = load_model(tmp_path, ModelConfig.from_folder(tmp_path), torch.float32, "cpu")
     model.reserve_positions(300)
-    ids = torch.tensor([PROMPT])
 
     ours, our_logits = greedy(model, PROMPT, STEPS)
 
-    with torch.inference_mode():
-        theirs = oracle.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=STEPS
-        )[0].tolist()
-    assert ours == theirs[len(PROMPT) :]
-    assert_close(our_logits, oracle_logits(oracle, theirs[:-1])[len(PROMPT) - 1 :])
+    theirs = generated(oracle, PROMPT, STEPS)
+    assert ours == theirs.tokens
+    assert_close(our_logits, theirs.logits)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_half])
@@ -139,18 +127,7 @@ def test_logits_in_bfloat16_are_as_exact_as_those_of_transformers(name, tmp_path
 def test_the_bundled_model_matches_the_logits_and_tokens_of_transformers(bundled_pair, text):
     oracle, model, tokenizer = bundled_pair
     prompt = tokenizer.encode(text)
-    ids = torch.tensor([prompt])
 
     assert_close(logits_in_chunks(model, prompt, 4), oracle_logits(oracle, prompt))
     ours, _ = greedy(model, prompt, STEPS)
-    with torch.inference_mode():
-        theirs = oracle.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=STEPS,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-    assert (
-        ours[: len(theirs)] == theirs
-    )  # transformers stops at the end of text, this driver does not
+    assert ours == generated(oracle, prompt, STEPS).tokens

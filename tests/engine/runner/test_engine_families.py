@@ -4,7 +4,6 @@ import dataclasses
 import random
 
 import pytest
-import torch
 
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
@@ -13,6 +12,7 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.core.start_checks import StartupError, check_start
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE, longrope
+from tests.model.oracle import generated
 
 NOT_OF_THE_LIBRARY = [
     "gpt2", "opt", "gemma1", "gemma2", "gemma3 ropes", "smollm3 windows untied biases", "stablelm biases tied",
@@ -53,15 +53,7 @@ def config_of(folder, **changes):
 
 def expected_tokens(oracle):
     """Return what transformers generates for each prompt."""
-    expected = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = oracle.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
-            )
-        expected.append(out[0, len(prompt) :].tolist())
-    return expected
+    return [generated(oracle, prompt, NEW_TOKENS).tokens for prompt in prompts()]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,6 +11,7 @@ from model.checkpoint.weights import load_model, load_part
 from tests.model.executors.paged import greedy, logits_in_chunks
 from tests.model.gguf.written import ARCHITECTURES, TYPES, add_bytes, build, write
 from tests.model.network.ranks import ThreadRanks
+from tests.model.oracle import generated
 
 STEPS = 120
 PROMPT = list(range(3, 100, 4))
@@ -29,15 +30,8 @@ def difference(model, oracle):
     ours = logits_in_chunks(model, ids, 33).log_softmax(-1)
     with torch.inference_mode():
         theirs = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
-        generated = oracle.generate(
-            torch.tensor([PROMPT]),
-            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=STEPS,
-            eos_token_id=None,
-        )[0, len(PROMPT) :].tolist()
     tokens, _ = greedy(model, PROMPT, STEPS)
-    return float((ours - theirs).abs().max()), tokens == generated
+    return float((ours - theirs).abs().max()), tokens == generated(oracle, PROMPT, STEPS).tokens
 
 
 @pytest.mark.parametrize("kind", TYPES)
