@@ -23,6 +23,7 @@ _TENSORS: Final = Tensors(
     },
     prefix="gpt_neox.",
     grouped_qkv=True,
+    aliases={"lm_head.": "embed_out."},  # in files of the module's own state, since transformers 5
 )
 _RENAMED: Final = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 _ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu")

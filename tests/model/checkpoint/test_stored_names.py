@@ -139,6 +139,15 @@ def test_every_family_s_own_names_are_mapped_to_themselves(case):
     assert not any(names.is_beyond_layers(name) or names.is_ignored(name) for name in needed)
 
 
+def test_the_head_of_gpt_neox_has_two_names():
+    config = ModelConfig.from_dict(json.loads(json.dumps(CASES["gpt_neox"].config().to_dict())))
+    names = StoredNames(
+        FAMILIES[config.architecture].tensors, named_parts(DecoderLM(config, device="meta")), 2
+    )
+
+    assert names.full("lm_head.weight") == names.full("embed_out.weight") == "embed_out.weight"
+
+
 def test_a_bias_of_attention_is_a_mask_only_if_it_has_rows():
     config = ModelConfig.from_dict(json.loads(json.dumps(CASES["gpt2"].config().to_dict())))
     needed = named_parts(DecoderLM(config, device="meta"))
