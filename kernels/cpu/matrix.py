@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.quantizers import power_of_two
 from kernels.weight_format import LIBRARY_GROUP, NARROW_GROUP, is_read_by_library
-from kernels.weights import Weight, power_of_two, quantize
+from kernels.weights import Weight, quantize
 
 if TYPE_CHECKING:
     from kernels.weight_format import WeightFormat
