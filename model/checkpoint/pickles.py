@@ -2,7 +2,7 @@
 
 A pickle is a program. Before it runs, its calls are compared with the few that make tensors (`_may_call`); then
 `torch.load(weights_only=True)` runs it, which compares them once more. It is no sandbox: a file may still exploit a
-mistake in PyTorch (docs/decisions/0069). So these files are read only where the operator asks for it.
+mistake in PyTorch (docs/decisions/0071). So these files are read only where the operator asks for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Maps the names of tensors in files to those of a model, and says what other names are.
 
-Programs that save a model put the names of the modules around it before those of its tensors: a multimodal model that
+Programs that save a model put the names of the modules that contain it before those of its tensors: a multimodal model that
 of its language model, `torch.compile`, FSDP and DataParallel theirs.
 """
 
@@ -20,7 +20,7 @@ _WRAPPER: Final = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(?:module\.)+"
 )
 """Components of names that `torch.compile`, FSDP, checkpointing of activations and DataParallel add."""
-_AROUND: Final = frozenset(
+_CONTAINERS: Final = frozenset(
     (
         "model", "base_model", "language_model", "text_model", "transformer", "decoder", "gpt_neox", "llm", "lm",
         "module", "backbone",
@@ -101,7 +101,7 @@ class StoredNames:
 
     def __init__(self, tensors: Tensors, needed: Iterable[str], num_layers: int) -> None:
         self._tensors, self._num_layers = tensors, num_layers
-        self._around = _AROUND | set(tensors.prefix.split("."))
+        self._containers = _CONTAINERS | set(tensors.prefix.split("."))
         self._modules = {self._inner(it): it for it in (_module(name) for name in needed)}
         self._layer = re.compile(rf"{re.escape(tensors.layers)}(\d+)\.")
 
@@ -164,9 +164,9 @@ class StoredNames:
         return name
 
     def _inner(self, name: str) -> str:
-        """Return a name without those of the modules around the language model."""
+        """Return a name without those of the modules that contain the language model."""
         first, _, rest = name.partition(".")
-        while rest and first in self._around:
+        while rest and first in self._containers:
             name = rest
             first, _, rest = name.partition(".")
         return name

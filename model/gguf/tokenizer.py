@@ -148,8 +148,8 @@ def _byte_level(source: Source, tokens: list[str], types: Sequence[int]) -> dict
 def _pre_tokenizer(source: Source) -> PreTokenizer:
     name = source.text(f"{_PREFIX}.pre", "default")
     if name == "default":
-        # Files that were made before the key was: what llama.cpp then does is no tokenizer's own way.
-        guess = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}.get(
+        # Older files lack the key; what llama.cpp does then is right for no tokenizer.
+        default = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}.get(
             source.architecture, "gpt-2"
         )
         _logger.warning(
@@ -157,9 +157,9 @@ def _pre_tokenizer(source: Source) -> PreTokenizer:
             " have other tokens",
             source.file,
             _PREFIX,
-            guess,
+            default,
         )
-        name = guess
+        name = default
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(
             f"{source.file}: {_PREFIX}.pre = {name!r:.80} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"

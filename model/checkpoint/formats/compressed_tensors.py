@@ -1,7 +1,7 @@
 """Reads what compressed-tensors checkpoints say of their matrices: groups of modules, each stored in a way of its own.
 
 A row of `model.checkpoint.formats.table.FORMATS` reads one compression format; `split` gives it the configuration of
-one group at a time, so that it never sees a mixture. Rounding of activations is not applied: products take them in the
+one group at a time, so that it never reads a mixture. Rounding of activations is not applied: products take them in the
 model's dtype, or round them to FP8 by scales of their own.
 
 Source: the `compressed-tensors` package of the vLLM project.

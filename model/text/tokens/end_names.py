@@ -62,9 +62,9 @@ def _last_tokens(step: Mapping[str, Any]) -> Iterator[str]:
         case {"type": "Sequence", "processors": list(steps)}:
             for it in steps:
                 yield from _last_tokens(it)
-        case {"type": "TemplateProcessing", "single": list(pieces)}:
-            for piece in reversed(pieces):
-                match piece:
+        case {"type": "TemplateProcessing", "single": list(parts)}:
+            for part in reversed(parts):
+                match part:
                     case {"SpecialToken": {"id": str(text)}}:
                         yield text
                     case _:

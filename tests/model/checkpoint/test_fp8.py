@@ -43,9 +43,13 @@ def store(folder, group=16, keep=(), dtype=torch.float32):
     described = format_samples.HF_FP8 | {
         "fmt": "e4m3", "weight_block_size": [group, group], "modules_to_not_convert": ["lm_head", *keep],
     }  # fmt: skip
-    change = lambda scale: scale.to(dtype)  # noqa: E731 - short
     return format_samples.store(
-        folder, in_blocks(group), "weight_scale_inv", described, change, keep
+        folder,
+        in_blocks(group),
+        "weight_scale_inv",
+        described,
+        lambda scale: scale.to(dtype),
+        keep,
     )
 
 

@@ -1,4 +1,4 @@
-"""Names of tensors in files, with the names of whatever modules were around the model when it was saved."""
+"""Names of tensors in files, with the names of whatever modules contained the model when it was saved."""
 
 import json
 
@@ -64,7 +64,7 @@ RENAMINGS = {
 
 
 @pytest.mark.parametrize("name", RENAMINGS)
-def test_names_of_modules_around_the_model_do_not_matter(saved, tmp_path, name):
+def test_names_of_modules_that_contain_the_model_do_not_matter(saved, tmp_path, name):
     model = load_renamed(saved, tmp_path, RENAMINGS[name])
 
     tensors = saved[1]
