@@ -1,7 +1,7 @@
 """Maps the names of tensors in files to those of a model, and says what other names are.
 
-Programs that save a model put the names of the modules that contain it before those of its tensors: a multimodal model that
-of its language model, `torch.compile`, FSDP and DataParallel theirs.
+Programs that save a model put the names of the modules that contain it before those of its tensors: a multimodal model
+that of its language model, `torch.compile`, FSDP and DataParallel theirs.
 """
 
 from __future__ import annotations

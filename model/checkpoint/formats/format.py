@@ -75,8 +75,8 @@ class Format:
         detect: reads `quantization_config`, whose key is the second argument; refuses by name what is not read. That of
             compressed-tensors has one group (`model.checkpoint.formats.compressed_tensors.split`).
         tensors: the last components of the names of a matrix's tensors: that of "numbers", and others, which
-            `shape` and `read` get by these keys. That of "order" has the group of each input, and is not for `read`: numbers that
-            it returns are in the order of the inputs, and are sorted by group then.
+            `shape` and `read` get by these keys. That of "order" has the group of each input, and is not for `read`:
+            numbers that it returns are in the order of the inputs, and are sorted by group then.
         dtype: of the numbers, as safetensors files name it.
         optional: keys of `tensors` that a matrix may lack.
         dtypes: of other tensors, besides those of full numbers.
