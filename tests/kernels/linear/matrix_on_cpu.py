@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.linear.gpu import matrix
+from kernels.linear.gpu import matrix, matrix_groups
 from tests.kernels.gluon_on_cpu import (
     Array,
     MBarrier,
@@ -214,4 +214,4 @@ def _in_place_of_gluon(device: MatrixDevice) -> AbstractContextManager[None]:
         "fetch_groups": lambda *_: None,
         "warpgroup_mma_wait": functools.partial(device.wait_products, names["warpgroup_mma_wait"]),
     }
-    return in_place_of_gluon((matrix,), device, replaced)
+    return in_place_of_gluon((matrix, matrix_groups), device, replaced)
