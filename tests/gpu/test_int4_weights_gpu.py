@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.arch import HOPPER
 from kernels.linear.gpu.dequantize import dequantize
 from kernels.linear.problem import LinearProblem
 from kernels.linear.select import select_linear
@@ -91,7 +92,9 @@ def test_a_product_is_as_accurate_as_one_with_dequantized_weights(
 
     if residual and not adds:
         found = (found.sum(0) + hidden.float()).to(dtype)
-    assert_no_worse_than(found, expected(torch.float64).float(), expected(dtype), factor=3.0)
+    # Weights are rounded to the inputs' dtype after they got scales and shifts, and a gate multiplies two such sums.
+    factor = 3.0 if gated else 2.0
+    assert_no_worse_than(found, expected(torch.float64).float(), expected(dtype), factor=factor)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -152,8 +155,9 @@ class Step:
 @pytest.mark.parametrize("shape", STEPS, ids=lambda it: f"{it.hidden_size}x{it.inner_size}")
 def test_a_step_in_one_launch_computes_the_same_as_with_dequantized_weights(shape, dtype, form):
     arch = kernels.detect("cuda")
-    if reasons := unsupported(shape, dtype, arch, 1, form):
+    if reasons := arch.unsupported(HOPPER):
         pytest.skip(reasons[0])
+    assert not unsupported(shape, dtype, arch, 1, form)
     step = Step(shape, form, dtype, dense=False)
     found, again = step().double(), step().double()
     expected = Step(shape, form, dtype, dense=True)().double()

@@ -10,7 +10,7 @@ from tests.http.page.conftest import answered, taken
 from tests.waiting import GIVE_UP
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-expect = pytest.importorskip("playwright.async_api").expect
+expect = pytest.importorskip("playwright.async_api", reason="needs the package playwright").expect
 expect.set_options(timeout=GIVE_UP * 1000)
 
 USERS = "#chat-messages .user .output"

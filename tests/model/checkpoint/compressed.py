@@ -35,7 +35,7 @@ def compress(folder, groups, form, ignore=("lm_head",), scale_dtype=torch.float3
         scale_dtype: of the scales in the file.
         keys: others of `quantization_config`.
     """
-    library = pytest.importorskip("compressed_tensors")
+    library = pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.utils.match import match_name, match_targets
