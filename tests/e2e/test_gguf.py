@@ -84,9 +84,10 @@ def chat(service, content, **fields):
 
 @needs_real_model
 def test_a_real_model_answers_and_ends_its_turn(real_service):
-    choice, usage = chat(real_service, "What is the capital of France?", max_tokens=100)
+    # Of Paris the model is less sure: "L" of French follows "The" by 0.08, less than what rounding may change.
+    choice, usage = chat(real_service, "What is the capital of Japan?", max_tokens=100)
 
-    assert "Paris" in choice["message"]["content"]
+    assert "Tokyo" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"
     assert usage["completion_tokens"] < 50
     assert "<|im_end|>" not in choice["message"]["content"]

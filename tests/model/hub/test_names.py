@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from model.errors import ModelFolderError
 from model.hub import known_models
-from model.hub.installed_models import INSTALLED
+from model.hub.installed_models import INSTALLED, recommended_sampling
 from model.hub.names import BUNDLED, read_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -279,6 +279,8 @@ def test_the_model_of_an_installed_package_is_found_by_its_name(tmp_path, monkey
     assert "'real-model'" in str(raised.value)
     found = read_name("SmolLM2")
     assert (found.name, found.folder) == ("smollm2", tmp_path / model.module / model.file)
+    assert recommended_sampling(found.folder) == model.sampling
+    assert recommended_sampling(tmp_path / model.file) == {}
     checkpoint(Path("smollm2"))
     assert read_name("smollm2").folder == Path("smollm2")
 
