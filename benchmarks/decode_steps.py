@@ -103,18 +103,17 @@ def step(
         launch: `TABLE`, or the fields of a `LaunchConfig` that differ from the table's; a kernel's name and a colon
             may precede either.
     """
-    weight = model.embed_tokens
-    numbers = functools.partial(torch.full, (sequences,), device=weight.device)
+    numbers = functools.partial(torch.full, (sequences,), device=model.device)
     blocks = -(-context // BLOCK_SIZE)
     columns = max(_FEWEST_COLUMNS, 1 << (blocks - 1).bit_length())
     order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(0))
     table = torch.zeros((sequences, columns), dtype=torch.int32)
     table[:, :blocks] = order[: sequences * blocks].view(sequences, blocks)
     last, offset = divmod(context - 1, BLOCK_SIZE)
-    slots = (table[:, last] * BLOCK_SIZE + offset).to(weight.device)
-    offsets = torch.arange(sequences + 1, dtype=torch.int32, device=weight.device)
+    slots = (table[:, last] * BLOCK_SIZE + offset).to(model.device)
+    offsets = torch.arange(sequences + 1, dtype=torch.int32, device=model.device)
     batch = PagedBatch(
-        offsets, numbers(context, dtype=torch.int32), table.to(weight.device),
+        offsets, numbers(context, dtype=torch.int32), table.to(model.device),
         num_tokens=sequences,
         max_seqlen_q=1,
         max_seqlen_k=columns * BLOCK_SIZE,
@@ -122,10 +121,10 @@ def step(
     )  # fmt: skip
     (mixer,) = model.attention.mixers
     problem = model.attention.problem(mixer, Phase.DECODE, BLOCK_SIZE, cache.kv_dtype)
-    selection = _select(problem, kernels.detect(weight.device), launch, batch)
-    ids = -1 - torch.arange(sequences, device=weight.device)
+    selection = _select(problem, kernels.detect(model.device), launch, batch)
+    ids = -1 - torch.arange(sequences, device=model.device)
     positions, sampled = numbers(context - 1), numbers(0)
-    logits = weight.new_empty(sequences, weight.shape[0])
+    logits = torch.empty(sequences, model.network.vocab, dtype=model.dtype, device=model.device)
     tokens, logprobs = numbers(0), numbers(0.0, dtype=torch.float32)
 
     @torch.inference_mode()
@@ -190,10 +189,9 @@ def _load(name: str, device: torch.device) -> DecoderLM:
 
 
 def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) -> KVCache:
-    weight = model.embed_tokens
-    state = model.network.state(resolve_kv_dtype(kv_cache_dtype, weight.dtype))
+    state = model.network.state(resolve_kv_dtype(kv_cache_dtype, model.dtype))
     blocks = sequences * -(-context // BLOCK_SIZE)
-    cache = KVCache(state, blocks, BLOCK_SIZE, weight.device)
+    cache = KVCache(state, blocks, BLOCK_SIZE, model.device)
     for layer, scale in zip(cache.layers, cache.scales, strict=True):
         # Random values: computing with zeros takes a GPU less power, and therefore less time.
         rows = layer.flatten(0, 1)

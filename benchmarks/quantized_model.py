@@ -75,9 +75,8 @@ class QuantizedLM(DecoderLM):
         for layer in self.decoder_layers:
             for matrix in layer.matrices.values():
                 matrix.numbers.copy_(layers.round_weight(matrix.numbers))
-        for table in (self.embed_tokens, self.lm_head):
-            if table is not None:
-                table.copy_(head.round_weight(table))
+        for table in {id(it.numbers): it.numbers for it in (self.embedding, self.head)}.values():
+            table.copy_(head.round_weight(table))
         eps = self.network.norm.eps
         bound = self.executors.layers.bound
         self.executors.layers.bound = bound._replace(
@@ -85,7 +84,7 @@ class QuantizedLM(DecoderLM):
                 _bind_layer(layer, it, layers, eps)
                 for layer, it in zip(self.decoder_layers, bound.layers, strict=True)
             ],
-            head=_project(self.head, head),
+            head=_project(self.head.numbers, head),
         )
 
 

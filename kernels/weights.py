@@ -187,6 +187,14 @@ class Weight:
         numbers = self.numbers[order.to(self.numbers.device)]
         return Weight(whole.format, (len(order), self.shape[1]), numbers, **parts, order=self.order)
 
+    def gather(self, index: Tensor) -> Weight:
+        """Return the outputs with any indices, [M] int64 on its device, as a copy, without waiting for the device."""
+        form = self.format.divided(0, 1)
+        place = index // self.format.group if self.format.scales == "block" else index
+        scales = {name: scale[place] for name, scale in self.scales.items()}
+        shape = (len(index), self.shape[1])
+        return Weight(form, shape, self.numbers[index], **scales, order=self.order)
+
     def with_columns_sorted(self, order: Tensor) -> Weight:
         """Return a matrix whose stored columns are those of this one with the indices `order`, as a copy.
 

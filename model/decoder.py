@@ -84,19 +84,13 @@ class DecoderLM(DecoderParameters):
             del executors.layers  # it holds the matrices, which are dropped one by one
             executors.cpu_library = CPULibrary(self, library_format, threads)
             self.assign_to_library(library_format)
-            self.lm_head = None
             # Without rows: it still says that activations are float32 on a CPU.
             rows = torch.empty(0, self.network.hidden)
             self.embed_tokens = nn.Parameter(rows, requires_grad=False)
             return
-        executors.layers = layers = Layers(self, Purpose.SERVING)
         whole = self.weight_bytes
-        for layer, bound in zip(self.decoder_layers, layers.bound.layers, strict=True):
-            for name, product in bound.projections.items():
-                if product.copies_weights:
-                    layer.drop_matrix(name)
-                    # Full numbers are copied, and those of the head are full in every format.
-                    self.lm_head = None
+        del executors.layers  # as above
+        executors.layers = Layers(self, Purpose.SERVING)
         self._packed_bytes = whole - self.weight_bytes
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -165,7 +159,7 @@ class DecoderLM(DecoderParameters):
         """
         generator = None
         if seed is not None:
-            generator = torch.Generator(self.embed_tokens.device).manual_seed(seed)
+            generator = torch.Generator(self.device).manual_seed(seed)
         self.initialize(self.config.initializer_range if std is None else std, generator)
 
     @property
@@ -193,6 +187,6 @@ class DecoderLM(DecoderParameters):
     def cache_dtype(self) -> torch.dtype:
         """The dtype of a KV cache that is not quantized."""
         if self.executors.cpu_library is None:
-            return self.embed_tokens.dtype
+            return self.dtype
         dtype: torch.dtype = getattr(torch, CACHE_DTYPE)
         return dtype

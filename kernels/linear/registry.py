@@ -59,6 +59,7 @@ class LinearSpec:
         row_counts: numbers of rows that it is compiled for; other numbers are rounded up to one of these.
         any_rows: whether one choice holds for any number of rows.
         copies_weights: whether it keeps a copy of the weights in its own layout.
+        converts: whether it reads full numbers of any dtype, which it converts at each call.
     """
 
     name: str
@@ -75,13 +76,17 @@ class LinearSpec:
     row_counts: tuple[int, ...] = ()
     any_rows: bool = False
     copies_weights: bool = False
+    converts: bool = False
 
     def unsupported(self, problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
         form, formats = problem.format, self.formats
         found = self.limits(problem, arch)
         if not form.is_quantized:
-            return found + reasons((not self.reads_full, "weights are not quantized"))
+            return found + reasons(
+                (not self.reads_full, "weights are not quantized"),
+                (problem.in_place and not self.converts, "weights are read where they are"),
+            )
         if formats is None or form in formats or (self.reads_groups and group_tiles.reads(form)):
             return found
         reads_some = formats or self.reads_groups
@@ -297,6 +302,7 @@ PYTORCH: Final = LinearSpec(
     limits=_pytorch_unsupported,
     formats=None,
     any_rows=True,
+    converts=True,
 )
 """Differentiable, on every device."""
 

@@ -25,7 +25,7 @@ from kernels.selection import VectorProblem, select_vector
 
 __all__ = [
     "ENTROPY_SCALE", "FILTERED", "GREEDY", "UNFILTERED", "WEIGHT_SCALE", "SampleRow", "candidate_bounds",
-    "chosen_logprobs", "sample_tokens", "embed_tokens", "has_kernels", "log_softmax", "argmax_tokens",
+    "chosen_logprobs", "sample_tokens", "embed_tokens", "has_kernels", "known_ids", "log_softmax", "argmax_tokens",
 ]  # fmt: skip
 
 
@@ -56,9 +56,14 @@ def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> T
         from kernels.sampling.gpu.embed import embed  # noqa: PLC0415
 
         return embed(ids, sampled, table, pdl=may_depend(detect(ids.device), ids.device))
-    if sampled is not None:
-        ids = torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)
-    return functional.embedding(ids, table)
+    return functional.embedding(known_ids(ids, sampled), table)
+
+
+def known_ids(ids: Tensor, sampled: Tensor | None) -> Tensor:
+    """Return token ids [T] int64 with those of `sampled`, [R] int64, in place of -1 - i."""
+    if sampled is None:
+        return ids
+    return torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)
 
 
 def argmax_tokens(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.weights import Weight
 from model.families.table import FAMILIES
@@ -178,16 +178,17 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
     """Map every tensor name of the checkpoint to the part of the model that holds it, in layer order."""
     assert not model.is_packed, "packed weights cannot be split: load with pack=False"
     tensors, rewrites = FAMILIES[model.config.architecture].tensors, model.config.rewrites()
-    outside = dict(model.named_parameters(recurse=False))
+    outside: dict[str, nn.Parameter | Matrix] = dict(model.named_parameters(recurse=False))
+    outside |= {name: it for name, it in model.named_children() if isinstance(it, Matrix)}
     parts = {}
 
     def add(*parameters: str) -> None:
         for parameter in filter(outside.__contains__, parameters):
             module, suffix = _module(parameter)
             prefix = "" if module == HEAD else tensors.prefix
-            held = outside[parameter].detach()
-            rows = _rows(len(held), rewrites.get(module), suffix)
-            values = held if held.ndim == 1 else Weight.full(held)
+            held = outside[parameter]
+            values = _values(held if isinstance(held, Matrix) else held.detach())
+            rows = _rows(values.shape[0], rewrites.get(module), suffix)
             name = f"{prefix}{tensors.modules[module]}{suffix}"
             parts[name] = ParameterPart(parameter, values, (rows,))
 
@@ -198,6 +199,12 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             parts[prefix + name] = part
     add("norm", "norm_bias", HEAD, f"{HEAD}_bias")
     return parts
+
+
+def _values(held: Tensor | Matrix) -> Weight | Tensor:
+    if isinstance(held, Matrix):
+        return held.weight.detach()
+    return held if held.ndim == 1 else Weight.full(held)
 
 
 def _module(parameter: str) -> tuple[str, str]:

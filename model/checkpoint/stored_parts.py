@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.weight_format import WeightFormat, unquantized
 from kernels.weights import Weight
-from model.checkpoint.formats.format import FLOATS, UNUSED, Format, StoredTensor
+from model.checkpoint.formats.format import FLOAT_DTYPES, FLOATS, UNUSED, Format, StoredTensor
 from model.checkpoint.formats.table import StoredFormat, StoredFormats
 from model.checkpoint.input_order import order_of_groups
 from model.errors import WeightsError
@@ -45,7 +45,8 @@ class StoredPart(NamedTuple):
     def empty(self) -> Weight:
         """Return the matrix without memory for its values."""
         outputs, inputs = self.shape
-        made = Weight.empty(self.form or unquantized("float32"), (outputs, inputs), "meta")
+        form = self.form or unquantized(FLOAT_DTYPES[self.entry.dtype])
+        made = Weight.empty(form, (outputs, inputs), "meta")
         return dataclasses.replace(made, order=self.order)
 
     def read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:

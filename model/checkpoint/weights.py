@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kernels.weight_format import unquantized
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.format import StoredTensor
@@ -38,6 +39,7 @@ from model.device.memory import free_bytes
 from model.errors import WeightsError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Tensors
+from model.network.parameters import TABLES
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
@@ -128,7 +130,9 @@ def load_part(
         stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
     if stored and weight_format is not None and weight_format == config.stored_format:
-        formats = _matrix_formats(config, stored, communicator)
+        formats = _matrix_formats(config, stored, communicator, dtype)
+        if device.type != "cpu":
+            formats = _full_tables(formats)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
@@ -202,9 +206,16 @@ def _in_order(stored: Iterable[StoredPart]) -> dict[str, StoredTensor]:
 
 
 def _matrix_formats(
-    config: ModelConfig, stored: dict[str, StoredPart], communicator: Communicator | None
+    config: ModelConfig,
+    stored: dict[str, StoredPart],
+    communicator: Communicator | None,
+    dtype: torch.dtype,
 ) -> dict[str, WeightFormat]:
-    """Return the formats in which a rank's matrices hold those of a checkpoint without loss; see `DecoderLM`."""
+    """Return the formats in which a rank's matrices hold those of a checkpoint without loss; see `DecoderLM`.
+
+    Embedding and head have one even if they are full numbers, which no file has in more bits than `dtype`, of the
+    model: they would take more memory as those, and twice that if a product copied them.
+    """
     rank = communicator.rank if communicator else 0
     weights: dict[str, list[Weight]] = {}
     ordered: set[str] = set()
@@ -217,17 +228,29 @@ def _matrix_formats(
                 text = f"{name}: {error}; set --tensor-parallel to another number"
                 raise WeightsError(text) from None
             weights.setdefault(part.parameter, []).extend(planned_parts)
-            if stored[name].order is not None and _IN_LAYER.search(name):
+            if stored[name].order is not None:
                 ordered.add(part.parameter)
     found = {parameter: stacked_format(its) for parameter, its in weights.items()}
+    full = unquantized(dtype)
+    for name in TABLES:
+        if name in found and found[name] is None:
+            (table,) = weights[name]
+            found[name] = table.format if table.format.bits < full.bits else full
     _log_mixed(weights, found)
-    if full := {it for it in ordered if found[it] is None}:
+    if undone := {it for it in ordered if found[it] is None}:
         _logger.warning(
             "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
             "what they stack or would be divided among ranks",
-            _listed(full),
+            _listed(undone),
         )
     return {parameter: form for parameter, form in found.items() if form is not None}
+
+
+def _full_tables(formats: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """Return formats without those of embedding and head, which kernels for GPUs read as full numbers."""
+    if names := [name for name in TABLES if name in formats and formats[name].is_quantized]:
+        _logger.info("held as full numbers, as kernels for GPUs read them: %s", _listed(names))
+    return {name: form for name, form in formats.items() if name not in TABLES}
 
 
 def _log_mixed(
@@ -461,7 +484,7 @@ def save_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
         stale.unlink(missing_ok=True)
-    dtype = model.embed_tokens.dtype
+    dtype = model.dtype
     config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     compression = {"quantization_config": to_config()} if int8 else {}
     _write_json(path / "config.json", config.to_dict() | compression)

@@ -63,7 +63,7 @@ class Binder:
         weights, operations = self._projections[name]
         return bind_projection(
             weights,
-            self.model.embed_tokens.dtype,
+            self.model.dtype,
             self.model.arch,
             operations,
             layer_weights=self._weights,

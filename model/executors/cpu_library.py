@@ -21,6 +21,7 @@ from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network import spec
+from model.network.parameters import EMBEDDING, HEAD, TABLES
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class CPULibrary:
         model: `unsupported` must be empty for its network. Its matrices are dropped one layer after the other.
         quantization: of the layers' matrices. One of `LIBRARY_FORMATS` rounds those that have other numbers or more
             bits; any other is that of the checkpoint, and what the library does not read is rounded to 8 bits. So are
-            the embedding and the head of every model.
+            embedding and head with each.
         threads: that compute a step.
 
     Raises:
@@ -89,7 +90,7 @@ class CPULibrary:
         library = load()
         assert not isinstance(library, str), library
         form = quantization if quantization in LIBRARY_FORMATS else INT8_GROUPS
-        rounded: Counter[str] = Counter()
+        rounded: Counter[WeightFormat] = Counter()
 
         def packed(
             name: str,
@@ -100,26 +101,26 @@ class CPULibrary:
             gated: bool = False,
         ) -> PackedMatrix:
             try:
-                return PackedMatrix(library, weight, form, bias, gated=gated)
+                matrix = PackedMatrix(library, weight, form, bias, gated=gated)
             except ValueError as error:
                 raise WeightsError(
                     f"{name} {error}; set --quantization to another format or none"
                 ) from None
+            if matrix.format != weight.format and (
+                weight.format.is_quantized or name not in TABLES
+            ):
+                rounded[weight.format] += 1
+            return matrix
 
         def pack(layer: DecoderLayer, name: str, *, gated: bool = False) -> PackedMatrix:
             bias, number = getattr(layer, f"{name}_bias"), model.decoder_layers.index(layer)
-            weight = layer.matrices[name]
-            matrix = packed(f"layers.{number}.{name}", weight, form, bias, gated=gated)
-            if matrix.format != weight.format:
-                rounded[weight.format.name] += 1
+            matrix = packed(
+                f"layers.{number}.{name}", layer.matrices[name], form, bias, gated=gated
+            )
             layer.drop_matrix(name)
             return matrix
 
-        head, embedding, network = model.head, model.embed_tokens, model.network
-        packed_head = packed("lm_head", Weight.full(head), INT8_GROUPS)
-        packed_embedding = packed_head
-        if embedding is not head:
-            packed_embedding = packed("embed_tokens", Weight.full(embedding), INT8_GROUPS)
+        network = model.network
         matrices = [
             LayerMatrices(
                 pack(layer, "qkv"),
@@ -133,11 +134,17 @@ class CPULibrary:
             )
             for layer in model.decoder_layers
         ]
+        # Last, because the layers' own memory is free by now.
+        packed_head = packed(HEAD, model.head, INT8_GROUPS)
+        packed_embedding = packed_head
+        if not network.tied:
+            model.lm_head = None
+            packed_embedding = packed(EMBEDDING, model.embedding, INT8_GROUPS)
         if form is not quantization and rounded:
             _logger.warning(
                 "matrices that the C library does not read are rounded to %s: %s",
                 form.name,
-                ", ".join(f"{count} in {name}" for name, count in rounded.items()),
+                ", ".join(f"{count} in {it.name}" for it, count in rounded.items()),
             )
         self._decoder = CPUDecoder(
             _shape(network), matrices, _float32(model.norm), packed_head, packed_embedding, threads

@@ -7,10 +7,33 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from kernels.sampling.tokens import embed_tokens, known_ids
+from kernels.weight_format import unquantized
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from model.network.parameters import DecoderParameters
     from model.network.spec import Network
+
+
+def token_embeddings(
+    model: DecoderParameters, ids: Tensor, sampled: Tensor | None = None
+) -> Tensor:
+    """Look up the embeddings of tokens, of which only those are dequantized.
+
+    Args:
+        model: has the embedding, in any format.
+        ids: [T] int64, or -1 - i for the token `sampled[i]`.
+        sampled: [R] int64; None where no id is below 0.
+
+    Returns:
+        [T, C] in the model's dtype.
+    """
+    table = model.embedding
+    if table.format == unquantized(model.dtype):
+        return embed_tokens(ids, table.numbers, sampled)
+    return table.gather(known_ids(ids, sampled)).dequantize(model.dtype)
 
 
 def finish_embeddings(

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 class Head(Protocol):
-    """Computes logits; its methods are those of `kernels.linear.projection.Projection`."""
+    """Computes logits; its methods are those of `kernels.linear.projection.Projection`.
+
+    Attributes:
+        copies_weights: as in `Projection`.
+    """
+
+    copies_weights: bool
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -35,6 +41,7 @@ class SoftcappedHead:
     """
 
     def __init__(self, head: Head, softcap: float) -> None:
+        self.copies_weights = head.copies_weights
         self._head, self._softcap = head, softcap
 
     @property

@@ -60,8 +60,8 @@ def layer_kernels(
     Raises:
         NoKernelError: no kernel supports an operation; lists every reason.
     """
-    network, dtype = model.network, model.embed_tokens.dtype
-    vectors = VectorProblem(str(dtype).removeprefix("torch."))
+    network, dtype = model.network, model.dtype
+    vectors = VectorProblem(model.dtype_name)
     yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
     yield "rotation and cache write", select_vector(rope.REGISTRY, vectors, arch)
     for problem in attention_planner(model).problems(
@@ -73,10 +73,20 @@ def layer_kernels(
     purpose = Purpose.DETERMINISTIC_SERVING if bucket.deterministic else Purpose.SERVING
 
     def choose(
-        weights: LinearWeights, operations: Operations, rows: int, layer_weights: int
+        weights: LinearWeights,
+        operations: Operations,
+        rows: int,
+        layer_weights: int,
+        *,
+        in_place: bool = False,
     ) -> LinearChoice:
         problem = linear_problem(
-            weights, operations, dtype, layer_weights=layer_weights, purpose=purpose
+            weights,
+            operations,
+            dtype,
+            layer_weights=layer_weights,
+            purpose=purpose,
+            in_place=in_place,
         )
         return select_linear(dataclasses.replace(problem, rows=rows), arch, tuned_linear)
 
@@ -96,5 +106,7 @@ def layer_kernels(
         yield from ((f"{name} product{where}", choice) for name, choice in kind)
     shape = (head_rows(network.vocab, model.num_ranks), network.hidden)
     bias = torch.empty(shape[0], dtype=dtype, device=_META) if network.head_bias else None
-    head = LinearWeights(Weight.empty(unquantized(dtype), shape, _META), bias)
-    yield "head product", choose(head, PRODUCT_ONLY, bucket.num_logits, 0)
+    form = model.head_format
+    head = LinearWeights(Weight.empty(form or unquantized(dtype), shape, _META), bias)
+    in_place = form is not None
+    yield "head product", choose(head, PRODUCT_ONLY, bucket.num_logits, 0, in_place=in_place)

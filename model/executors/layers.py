@@ -24,14 +24,12 @@ from kernels.linear.projection import (
 )
 from kernels.norms.pytorch import xielu
 from kernels.rope import registry as rope
-from kernels.sampling.tokens import embed_tokens
 from kernels.selection import VectorProblem, reasons, select_vector
-from kernels.weights import Weight
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
 from model.executors.attention_plans import AttentionPlanner
 from model.executors.binder import Binder, make_norm
 from model.executors.columns import Want
-from model.executors.embedding import finish_embeddings
+from model.executors.embedding import finish_embeddings, token_embeddings
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.head import Head, SoftcappedHead
 from model.executors.parallel import GatheredHead
@@ -39,6 +37,7 @@ from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
 from model.network import spec
 from model.network.attention_problems import attention_problems
+from model.network.matrix import Matrix
 from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
@@ -276,17 +275,23 @@ class BoundNetwork(NamedTuple):
 
 
 def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
-    """Bind a model's parameters. In-place changes to them take effect; replacing them does not."""
-    network, arch, head = model.network, model.arch, model.head
+    """Bind a model's parameters. In-place changes to them take effect; replacing them does not.
+
+    Matrices of which a product has a copy are dropped, layer by layer, so that memory does not hold all of them twice.
+    """
+    network, arch, dtype = model.network, model.arch, model.dtype
     trainable = purpose is Purpose.TRAINING
-    vectors = VectorProblem(str(head.dtype).removeprefix("torch."), trainable)
+    vectors = VectorProblem(model.dtype_name, trainable)
     rotation, _, refusals = select_vector(rope.REGISTRY, vectors, arch)
     if refusals and not (trainable or arch.is_cpu):
         reason = refusals[0].reasons[0]
         _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
+    head = LinearWeights(model.head, model.lm_head_bias)
     bound_head: Head = bind_projection(
-        LinearWeights(Weight.full(head), model.lm_head_bias), head.dtype, arch, purpose=purpose
+        head, dtype, arch, purpose=purpose, in_place=model.head_format is not None
     )
+    if bound_head.copies_weights:
+        model.lm_head = None
     if model.communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
     if network.logit_softcap is not None:
@@ -299,6 +304,9 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         kinds[type(mixer)] = row
         mlp = MLPS[type(layer.mlp)].bind(layer.mlp, binder)
         layers.append(BoundLayer(mixer, mlp, binder.bound, layer.parallel))
+        for name, product in binder.bound.items():
+            if product.copies_weights:
+                parameters.drop_matrix(name)
     return BoundNetwork(
         layers=layers,
         kinds=kinds,
@@ -306,7 +314,7 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         norm=bind_norm(make_norm(model.norm, model.norm_bias, network.norm), vectors, arch),
         head=bound_head,
         rotation=rotation,
-        pdl=rotation is rope.TRITON and may_depend(arch, head.device),
+        pdl=rotation is rope.TRITON and may_depend(arch, model.device),
     )
 
 
@@ -329,9 +337,9 @@ class Layers:
 
     def reserve_positions(self, num_positions: int) -> None:
         """See `DecoderLM.reserve_positions`."""
-        parameter = self._model.embed_tokens
-        for it in self._model.ropes:
-            it.reserve(num_positions, parameter.dtype, parameter.device)
+        model = self._model
+        for it in model.ropes:
+            it.reserve(num_positions, model.dtype, model.device)
         self._positions_reserved = True
 
     def step(
@@ -372,7 +380,7 @@ class Layers:
             sampled: [capacity] int64; None if there are no such ids.
         """
         model, bound = self._model, it.bound
-        hidden = embed_tokens(input_ids, model.embed_tokens, sampled)
+        hidden = token_embeddings(model, input_ids, sampled)
         if not self._positions_reserved:
             capacity = min(model.max_context, it.state.num_blocks * it.state.block_size)
             for rotary in model.ropes:
@@ -400,7 +408,10 @@ class Layers:
     def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
         model, bound = self._model, self.bound
-        hidden = functional.embedding(input_ids, model.embed_tokens)
+        if isinstance(model.embed_tokens, Matrix):
+            hidden = token_embeddings(model, input_ids.flatten()).view(*input_ids.shape, -1)
+        else:  # differentiable
+            hidden = functional.embedding(input_ids, model.embed_tokens)
         contexts = {
             kind: row.begin_dense(model, positions, hidden) for kind, row in bound.kinds.items()
         }

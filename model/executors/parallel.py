@@ -83,6 +83,7 @@ class GatheredHead:
     """
 
     def __init__(self, head: Head, vocab_size: int, communicator: Communicator) -> None:
+        self.copies_weights = head.copies_weights
         self._head, self._vocab_size, self._communicator = head, vocab_size, communicator
 
     @property

@@ -81,24 +81,29 @@ class SingleLaunch:
         self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
     ) -> StepOutput:
         """See `Executor.step`."""
-        arrays, rows, embedding = step.device, step.bucket.rows, self._model.embed_tokens
-        logits = embedding.new_empty((rows, len(embedding))) if out is None else out.logits
+        arrays, rows, model = step.device, step.bucket.rows, self._model
+        device, vocab = model.device, model.network.vocab
+        logits = (
+            torch.empty((rows, vocab), dtype=model.dtype, device=device)
+            if out is None
+            else out.logits
+        )
         tokens, logprobs = (None, None) if out is None else (out.tokens, out.logprobs)
         if tokens is None or logprobs is None:
-            tokens = torch.empty(rows, dtype=torch.int64, device=embedding.device)
+            tokens = torch.empty(rows, dtype=torch.int64, device=device)
             logprobs = torch.empty_like(tokens, dtype=torch.float32)
         sampled_rows = (
             arrays.sampled_rows
         )  # of a step of one row [0], which its launch does not read
         if sampled is None:
             sampled = torch.empty_like(tokens)
-            sampled_rows = torch.arange(rows, device=embedding.device) if rows > 1 else tokens
+            sampled_rows = torch.arange(rows, device=device) if rows > 1 else tokens
         self._launch(
             arrays.token_ids,
             arrays.positions,
             arrays.slot_mapping,
             arrays.block_table,
-            self._model.rope_tables,
+            model.rope_tables,
             logits,
             tokens,
             logprobs,
@@ -127,7 +132,11 @@ def bind_single_launch(model: DecoderParameters, kv_cache: KVCache, rows: int = 
         for layer in model.decoder_layers
     ]
     step = StepWeights(
-        step_shape(model.network), weights, model.embed_tokens, model.head, model.norm
+        step_shape(model.network),
+        weights,
+        model.embedding.numbers,
+        model.head.numbers,
+        model.norm,
     )
     return bind_step(step, kv_cache.layers, kv_cache.scales, model.arch, rows)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
 
 from kernels import detect
-from kernels.weight_format import LIBRARY_FORMATS, unquantized
+from kernels.weight_format import LIBRARY_FORMATS, WeightFormat, unquantized
+from kernels.weights import Weight
 from model.network.initial_weights import initialize
 from model.network.layers import DecoderLayer, layer_formats, norm_dtype, stacked_rows
+from model.network.matrix import Matrix
 from model.network.parallel import head_rows, shard, shard_network, shard_stacked
 from model.network.rope import RotaryEmbedding
 
@@ -21,8 +23,12 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
-    from kernels.weight_format import WeightFormat
     from model.network.spec import Network
+
+EMBEDDING: Final = "embed_tokens"
+HEAD: Final = "lm_head"
+TABLES: Final = (EMBEDDING, HEAD)
+"""Names of the embedding and of a head of its own."""
 
 
 class DecoderParameters(nn.Module):
@@ -37,7 +43,8 @@ class DecoderParameters(nn.Module):
         dtype: dtype of parameters and activations.
         device: device of the parameters.
         weight_format: of the layers' matrices, for serving only; a mapping has those of matrices by names such as
-            `layers.0.qkv`, of which others have full numbers; None for full numbers.
+            `layers.0.qkv`, of which others have full numbers; None for full numbers. If it has those of `TABLES` too,
+            these are read where they are: no kernel copies them.
         communicator: of the ranks that share the model, for serving only; this one has a part of the weights. None
             for a model that is whole.
 
@@ -49,6 +56,7 @@ class DecoderParameters(nn.Module):
             them, that to which it does.
         other_formats: of the layers' matrices that are in another one, each once.
         is_in_library: whether the C library for CPUs computes the model.
+        head_format: of the head, if `weight_format` has it; else None.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
     """
@@ -71,7 +79,14 @@ class DecoderParameters(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
 
         hidden, positions = network.hidden, network.positions
-        self.embed_tokens = empty(network.vocab, hidden)
+        tables = {} if isinstance(weight_format, WeightFormat) else weight_format or {}
+
+        def table(name: str, rows: int) -> nn.Parameter | Matrix:
+            form = tables.get(name)
+            return empty(rows, hidden) if form is None else Matrix(form, (rows, hidden), device)
+
+        self._dtype = dtype
+        self.embed_tokens = table(EMBEDDING, network.vocab)
         self.embed_positions = (
             empty(positions.offset + positions.count, hidden) if positions else None
         )
@@ -87,7 +102,8 @@ class DecoderParameters(nn.Module):
         self.norm = empty(hidden, kind=norm_dtype(network.norm, dtype))
         self.norm_bias = empty(hidden) if network.norm.has_bias else None
         self._head_rows = head_rows(network.vocab, self.num_ranks)
-        self.lm_head = None if network.tied else empty(self._head_rows, hidden)
+        self.lm_head = None if network.tied else table(HEAD, self._head_rows)
+        self.head_format = tables.get(EMBEDDING if network.tied else HEAD)
         self.lm_head_bias = empty(self._head_rows) if network.head_bias else None
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self.unmeasured_kernels = False
@@ -141,17 +157,28 @@ class DecoderParameters(nn.Module):
     @property
     def arch(self) -> GPUArch:
         """The processor of the parameters' device."""
-        return detect(self.embed_tokens.device)
+        return detect(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.norm.device
 
     @property
     def is_meta(self) -> bool:
         """Whether the parameters have no memory, so that the model can only be planned."""
-        return self.embed_tokens.is_meta
+        return self.norm.is_meta
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        table = self.embed_tokens
+        return self._dtype if isinstance(table, Matrix) else table.dtype
 
     @property
     def dtype_name(self) -> str:
         """Name of the dtype of parameters and activations."""
-        return str(self.embed_tokens.dtype).removeprefix("torch.")
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def is_quantized(self) -> bool:
@@ -169,17 +196,26 @@ class DecoderParameters(nn.Module):
         return tuple(table for rope in self.ropes for table in rope.tables)
 
     @property
-    def head(self) -> Tensor:
+    def embedding(self) -> Weight:
+        """The embedding of tokens, [V, C], whole on every rank."""
+        return _weight(self.embed_tokens)
+
+    @property
+    def head(self) -> Weight:
         """The rows of the output head that this rank has, [V, C] in a model that is whole."""
         if not self.network.tied:
             assert self.lm_head is not None, "the head is packed"
-            return self.lm_head
+            return _weight(self.lm_head)
         if self.communicator is None:
-            return self.embed_tokens
+            return self.embedding
         shape = (self._head_rows, self.network.hidden)
-        return shard(self.embed_tokens.detach(), shape, self.communicator.rank)
+        return shard(self.embedding.detach(), shape, self.communicator.rank)
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
         """The layers in order."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+
+def _weight(table: nn.Parameter | Matrix) -> Weight:
+    return table.weight if isinstance(table, Matrix) else Weight.full(table)

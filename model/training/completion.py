@@ -35,7 +35,7 @@ def complete_prompts(
     """
     max_new_tokens = sampling.max_new_tokens
     choose = _Chooser(prompts, sampling)
-    device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
+    device, dtype = model.device, model.dtype
     lengths = [len(prompt) for prompt in prompts]
     blocks = -(-(max(lengths) + max_new_tokens) // BLOCK_SIZE)
     cache = KVCache(model.network.state(dtype), blocks * len(prompts), BLOCK_SIZE, device)

@@ -126,7 +126,7 @@ def compression(
 @torch.no_grad()
 def file_bits(model: DecoderLM, ids: Sequence[int]) -> float:
     """Return the information content of a file's tokens after the leading separator, in bits."""
-    device = model.embed_tokens.device
+    device = model.device
     total = 0.0
     for tokens, context in scoring_windows(ids):
         window = torch.tensor(tokens, device=device)

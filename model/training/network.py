@@ -96,7 +96,7 @@ class TrainedLM(DecoderLM):
     def packed_logits(self, batch: PackedTokens) -> Tensor:
         """Compute the logits of every next token of a batch, [T, vocab_size] in the autocast dtype."""
         bound = self.executors.layers.bound
-        hidden = functional.embedding(batch.inputs, self.embed_tokens)
+        hidden = functional.embedding(batch.inputs, self.embedding.numbers)
         (rope,) = self.ropes
         tables = rope.dense(batch.positions, hidden.dtype)
         contexts: Contexts = {

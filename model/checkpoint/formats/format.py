@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from kernels.weights import Weight
 
-FLOATS: Final = ("F32", "BF16", "F16")
+FLOAT_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Dtypes of full numbers: PyTorch's name by that in files."""
+FLOATS: Final = tuple(FLOAT_DTYPES)
 _ITEM_BYTES: Final = {
     "I64": 8,
     "F32": 4,

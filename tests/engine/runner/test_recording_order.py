@@ -14,7 +14,7 @@ from tests.engine.core.bookkeeping import make_sequence
 
 CPU = torch.device("cpu")
 EXECUTORS = SimpleNamespace(replaces_single_launch=lambda _error: False)
-MODEL = SimpleNamespace(embed_tokens=torch.zeros(5, 2), executors=EXECUTORS)
+MODEL = SimpleNamespace(network=SimpleNamespace(vocab=5), dtype=torch.float32, executors=EXECUTORS)
 CACHE = SimpleNamespace(device=CPU, block_size=8, spec=SimpleNamespace(slot_bytes=0))
 LIMITS = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=64)
 BROKEN = 13

@@ -212,7 +212,7 @@ def test_a_stored_head_that_differs_from_the_tied_embedding_is_used(tmp_path, ca
 
     model = load(tmp_path, pack=False)
 
-    assert torch.equal(model.head, stored)
+    assert torch.equal(model.head.numbers, stored)
     assert torch.equal(model.embed_tokens, oracle.get_input_embeddings().weight)
     assert not model.config.network.tied
     (warning,) = warnings(caplog)
@@ -231,7 +231,7 @@ def test_a_model_with_a_stored_head_is_saved_with_it(tied, tmp_path_factory):
 
     save_checkpoint(model, folder)
 
-    assert torch.equal(load(folder, pack=False).head, model.head)
+    assert torch.equal(load(folder, pack=False).head.numbers, model.head.numbers)
     assert not ModelConfig.from_folder(folder).network.tied
 
 

@@ -12,9 +12,8 @@ BLOCK_SIZE = 4
 
 def new_cache(model, num_blocks, block_size, dtype=None):
     """Return a cache for a model, on its device, by default of its dtype."""
-    weight = model.embed_tokens
-    state = model.network.state(dtype or weight.dtype)
-    return KVCache(state, num_blocks, block_size, weight.device)
+    state = model.network.state(dtype or model.dtype)
+    return KVCache(state, num_blocks, block_size, model.device)
 
 
 class PagedDriver:
@@ -22,7 +21,7 @@ class PagedDriver:
 
     def __init__(self, model, num_blocks=160, cache_dtype=None):
         self.model = model
-        self.device = model.embed_tokens.device
+        self.device = model.device
         self.cache = new_cache(model, num_blocks, BLOCK_SIZE, cache_dtype)
         for layer in (*self.cache.layers, *self.cache.scales):
             if layer is not None:

@@ -102,7 +102,7 @@ def _start(
     model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
 ) -> ModelRunner:
     """Allocate the KV cache and warm up. Ranks do so at their own pace, and then agree on the size of the cache."""
-    on_gpu = model.embed_tokens.device.type == "cuda"
+    on_gpu = model.device.type == "cuda"
     start = _start_on_gpu if on_gpu else _start_on_cpu
     communicator = model.communicator
     if communicator is None:
@@ -129,7 +129,7 @@ def _start_on_cpu(
 def _start_on_gpu(
     model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
 ) -> ModelRunner:
-    device = model.embed_tokens.device
+    device = model.device
     with phases("warming up"):
         model.reserve_positions(limits.max_model_len)
         with peak_memory(device) as peak_bytes:
@@ -164,7 +164,7 @@ def _recorded_bytes(model: DecoderLM, config: EngineConfig, limits: SchedulerCon
     """Return the memory of the inputs and results of recorded steps; 0 if steps are not recorded."""
     if not config.cuda_graphs:
         return 0
-    row_bytes = model.network.vocab * model.embed_tokens.element_size()
+    row_bytes = model.network.vocab * model.dtype.itemsize
     return recorded_bytes(limits, config.block_size, row_bytes)
 
 
@@ -173,7 +173,7 @@ def _can_record(runner: ModelRunner) -> bool:
 
     PyTorch's attention, the fallback for other GPUs and dtypes, reads its batch on the host.
     """
-    arch = detect(runner.model.embed_tokens.device)
+    arch = detect(runner.model.device)
     specs = [select(problem, arch).spec for problem in runner.attention_problems()]
     names = {spec.name for spec in specs if spec.launch is None}
     if names:
@@ -206,7 +206,7 @@ def _allocate(
             hold_step(runner)
         return runner
 
-    device = model.embed_tokens.device
+    device = model.device
     state, allowance = _state(model, config), _allowance(config, device)
     demand = kv_cache_demand(config, limits, state, kept_bytes, allowance)
     num_processes = config.num_engines * config.tensor_parallel
@@ -241,7 +241,7 @@ def make_runner(
         num_slots: of the cache, if layers have a state of fixed size.
         deterministic: as for `ModelRunner`; None for the configuration's.
     """
-    device = model.embed_tokens.device
+    device = model.device
     return ModelRunner(
         model,
         KVCache(_state(model, config), num_blocks, config.block_size, device, num_slots),

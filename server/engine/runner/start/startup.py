@@ -85,7 +85,7 @@ def start_engine(
         model, model_config, limits, quantization = loaded
         runner, max_total_tokens = start_runner(model, config, limits, phases, ranks)
     device = runner.device
-    dtype = model.embed_tokens.dtype
+    dtype = model.dtype
     num_blocks = runner.num_cache_tokens // config.block_size
     blocks = BlockManager(
         num_blocks,

@@ -180,10 +180,10 @@ def _compute(
 @torch.inference_mode()
 def _argmax(runner: ModelRunner, num_rows: int) -> None:
     """Compute the logits and the argmax of rows of zeros, as a recording of `num_rows` rows does."""
-    weight = runner.model.embed_tokens
-    hidden = weight.new_zeros(num_rows, weight.shape[1])
-    logits = weight.new_empty(num_rows, weight.shape[0])
+    model, network = runner.model, runner.model.network
+    hidden = torch.zeros(num_rows, network.hidden, dtype=model.dtype, device=model.device)
+    logits = hidden.new_empty(num_rows, network.vocab)
     tokens = hidden.new_empty(num_rows, dtype=torch.int64)
     logprobs = torch.empty_like(tokens, dtype=torch.float32)
-    head = runner.model.executors.layers.kernels(deterministic=runner.deterministic).head
+    head = model.executors.layers.kernels(deterministic=runner.deterministic).head
     head.argmax(hidden, logits, tokens, logprobs)

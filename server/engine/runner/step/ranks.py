@@ -203,8 +203,8 @@ class FollowingExecutor:
     def _results(self) -> StepOutput:
         """Return memory for the results of all recorded steps, which nobody reads but the steps themselves."""
         if self._out is None:
-            table, rows = self._model.embed_tokens, self._most_rows
+            model, rows = self._model, self._most_rows
             tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
-            logits = torch.empty(rows, len(table), dtype=table.dtype, device=self._device)
+            logits = torch.empty(rows, model.network.vocab, dtype=model.dtype, device=self._device)
             self._out = StepOutput(logits, tokens, torch.empty_like(tokens, dtype=torch.float32))
         return self._out

@@ -285,7 +285,7 @@ class RecordedSteps:
 
     def _allocate(self, num_rows: int) -> StepOutput:
         """Allocate the results of steps with up to `num_rows` rows."""
-        table = self._model.embed_tokens
+        model = self._model
         tokens = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-        logits = torch.empty(num_rows, len(table), dtype=table.dtype, device=self._device)
+        logits = torch.empty(num_rows, model.network.vocab, dtype=model.dtype, device=self._device)
         return StepOutput(logits, tokens, torch.empty_like(tokens, dtype=torch.float32))
