@@ -84,6 +84,7 @@ class DecoderLM(DecoderParameters):
             del executors.layers  # it holds the matrices, which are dropped one by one
             executors.cpu_library = CPULibrary(self, library_format, threads)
             self.assign_to_library(library_format)
+            self.lm_head = None
             # Without rows: it still says that activations are float32 on a CPU.
             rows = torch.empty(0, self.network.hidden)
             self.embed_tokens = nn.Parameter(rows, requires_grad=False)

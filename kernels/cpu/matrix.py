@@ -13,10 +13,12 @@ from kernels.weight_format import LIBRARY_GROUP, NARROW_GROUP, is_read_by_librar
 from kernels.weights import Weight, quantize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kernels.weight_format import WeightFormat
 
 _PAIR: Final = 32
-_ROWS: Final = 4096
+_ROWS: Final = 512
 _WIDE_GROUP: Final = 64
 """Inputs whose activations share a scale with weights of 8 bits that have a scale for each output."""
 _ONE_GROUP: Final = 62
@@ -58,6 +60,7 @@ class PackedMatrix:
         form: one of `LIBRARY_FORMATS`.
         bias: [N] or None.
         gated: whether `weight` is the gate's rows above those of up, which are then interleaved in tiles of 16.
+        drop: called with the numbers of some rows when they are not read any more; not if it is gated.
 
     Attributes:
         c: the structure that the C functions take.
@@ -73,6 +76,7 @@ class PackedMatrix:
         bias: Tensor | None = None,
         *,
         gated: bool = False,
+        drop: Callable[[Tensor], None] | None = None,
     ) -> None:
         outputs, inputs = weight.shape
         order = _interleaved(outputs) if gated else None
@@ -82,8 +86,8 @@ class PackedMatrix:
         padded = -(-outputs // _PAIR) * _PAIR
         self.c = CMatrix(outputs=outputs, padded=padded, inputs=inputs, **layout)
         reference = ctypes.byref(self.c)
-        weights = torch.zeros(library.tessera_weight_bytes(reference), dtype=torch.uint8)
-        scales = torch.zeros(library.tessera_scale_bytes(reference), dtype=torch.uint8)
+        weights = _allocated(library.tessera_weight_bytes(reference), padded)
+        scales = _allocated(library.tessera_scale_bytes(reference), padded)
         factors = torch.zeros(padded)
         self.c.weights, self.c.scales = weights.data_ptr(), scales.data_ptr()
         self.c.factors = factors.data_ptr()
@@ -107,11 +111,23 @@ class PackedMatrix:
                 ctypes.c_int64(stop - first),
                 *(ctypes.c_void_p(None if it is None else it.data_ptr()) for it in arranged[1:]),
             )
+            if drop is not None:
+                drop(weight.numbers[first:stop])
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+
+def _allocated(num_bytes: int, padded: int) -> Tensor:
+    """Return memory for rows that are packed in their order; only the last ones, which may be padding, are zeros.
+
+    So pages are not used before their rows are packed, and `drop` may have returned others by then.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    memory[num_bytes - num_bytes // padded * _PAIR :] = 0
+    return memory
 
 
 def _layout(form: WeightFormat, inputs: int) -> dict[str, int]:

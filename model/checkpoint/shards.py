@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import mmap
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -223,18 +220,3 @@ def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]
         with opened(file) as shard:
             for name in names:
                 yield name, shard.get_tensor(name)
-
-
-def drop_pages(tensor: Tensor) -> None:
-    """Take the pages of a tensor of `read_tensors` from the process's memory; they are read again if they are needed.
-
-    So a process that loads a model holds few pages of the mapped files. Does nothing where the system is not Linux.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length > 0:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
-        )

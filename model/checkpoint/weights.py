@@ -28,14 +28,13 @@ from model.checkpoint.shards import (
     INDEX_NAME,
     SINGLE_NAME,
     check_dtypes,
-    drop_pages,
     read_headers,
     read_tensors,
 )
 from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hint
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
-from model.device.memory import free_bytes
+from model.device.memory import drop_pages, free_bytes
 from model.errors import WeightsError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Tensors

@@ -1,13 +1,17 @@
-"""Measures memory: free memory of a device or container, and the peak use of a piece of work."""
+"""Measures memory: free memory of a device or container, and the peak use of a piece of work. Returns pages early."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import mmap
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from model.device.host_memory import CGROUP, free_host_bytes
 
@@ -62,3 +66,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
     )
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Return the pages of a tensor on a CPU to the system, apart from those that it shares with its neighbours.
+
+    Those of a mapped file are read again if they are needed. In other memory the values become 0. Does nothing where
+    the system is not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED)
+        )

@@ -14,6 +14,7 @@ from kernels.cpu.library import instructions, load
 from kernels.cpu.matrix import PackedMatrix
 from kernels.weight_format import INT8_GROUPS, LIBRARY_FORMATS
 from kernels.weights import Weight
+from model.device.memory import drop_pages
 from model.device.quantizations import quantization_name
 from model.errors import WeightsError
 from model.executors.columns import Want
@@ -25,6 +26,8 @@ from model.network.parameters import EMBEDDING, HEAD, TABLES
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernels.weight_format import WeightFormat
@@ -99,9 +102,10 @@ class CPULibrary:
             bias: Tensor | None = None,
             *,
             gated: bool = False,
+            drop: Callable[[Tensor], None] | None = None,
         ) -> PackedMatrix:
             try:
-                matrix = PackedMatrix(library, weight, form, bias, gated=gated)
+                matrix = PackedMatrix(library, weight, form, bias, gated=gated, drop=drop)
             except ValueError as error:
                 raise WeightsError(
                     f"{name} {error}; set --quantization to another format or none"
@@ -134,12 +138,11 @@ class CPULibrary:
             )
             for layer in model.decoder_layers
         ]
-        # Last, because the layers' own memory is free by now.
-        packed_head = packed(HEAD, model.head, INT8_GROUPS)
+        # Last, because the layers' own memory is free by now. Tables are large, so their pages are dropped too.
+        packed_head = packed(HEAD, model.head, INT8_GROUPS, drop=drop_pages)
         packed_embedding = packed_head
         if not network.tied:
-            model.lm_head = None
-            packed_embedding = packed(EMBEDDING, model.embedding, INT8_GROUPS)
+            packed_embedding = packed(EMBEDDING, model.embedding, INT8_GROUPS, drop=drop_pages)
         if form is not quantization and rounded:
             _logger.warning(
                 "matrices that the C library does not read are rounded to %s: %s",

@@ -207,6 +207,15 @@ def test_outputs_are_permuted(weight, order):
     assert torch.equal(found.dequantize(), weight.dequantize()[order])
 
 
+@pytest.mark.parametrize("index", [[9, 0, 0, 5], [3], []], ids=["any", "one", "none"])
+def test_outputs_are_gathered_in_any_order_and_number(weight, index):
+    index = torch.tensor(index, dtype=torch.int64)
+
+    found = weight.gather(index)
+
+    assert torch.equal(found.dequantize(), weight.dequantize()[index])
+
+
 def test_blocks_keep_their_scales_where_their_outputs_stay_together():
     weight = random_weight(BLOCKS)
 

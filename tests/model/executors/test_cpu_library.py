@@ -121,6 +121,22 @@ def test_a_checkpoint_of_integers_is_computed_from_its_own_numbers(formats, roun
     assert bool(caplog.records) is bool(rounded)
 
 
+def test_a_head_that_the_library_does_not_read_is_rounded_and_the_log_says_so(caplog):
+    if isinstance(reason := load_library(), str):
+        pytest.skip(reason)
+    ordered = dataclasses.replace(Q4_1, name="ordered", ordered=True)
+    layers = {
+        f"layers.{i}.{it}": Q4_1 for i in (0, 1) for it in ("qkv", "output", "gate_up", "down")
+    }
+    model, exact = held(layers | {"lm_head": ordered})
+    model.head.copy_(exact.head)
+
+    model.optimize(Q4_1)
+
+    (record,) = caplog.records
+    assert record.getMessage().endswith("rounded to int8: 1 in ordered")
+
+
 @pytest.mark.parametrize(("setting", "scales"), [("int8", 0), ("int4", 4)])
 def test_int8_keeps_the_8_bits_of_a_checkpoint_and_int4_rounds_them(setting, scales):
     if isinstance(reason := load_library(), str):

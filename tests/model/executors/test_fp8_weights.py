@@ -130,8 +130,8 @@ def test_a_quantized_model_cannot_be_saved(tmp_path):
 
 def both_in_float8(self, x):
     """Compute a linear layer like the FP8 product, which quantizes the activations too."""
-    if self._numbers is not None:
-        return functional.linear(x, self._numbers, self._bias)
+    if not self._weight.format.is_quantized:
+        return functional.linear(x, self._weight.numbers, self._bias)
     rounded = dequantize_rows(*quantize_rows(x), x.dtype)
     return functional.linear(rounded, self._weight.dequantize(x.dtype), self._bias)
 
