@@ -24,7 +24,6 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
-import gguf
 import numpy as np
 
 from benchmarks.cpu_peers.build import CACHE, INSTRUCTION_SETS, VERSION, build
@@ -35,6 +34,7 @@ from benchmarks.cpu_peers.work import FILE_FORMATS, OTHER_FILE_FORMATS, Work
 from benchmarks.precision import held_out_files
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.service import service
+from model.gguf.reader import read_header
 from model.hub.installed_models import INSTALLED
 
 if TYPE_CHECKING:
@@ -132,14 +132,19 @@ def llama_perplexity(command: Sequence[str], text: str, window: int, windows: in
 
 
 def begun(windows: Sequence[Sequence[int]], file: Path) -> list[list[int]]:
-    """Return windows whose first token marks the beginning, as llama.cpp replaces it where the file asks for that."""
-    fields = gguf.GGUFReader(file).fields
-    asked = fields.get("tokenizer.ggml.add_bos_token")
+    """Return windows whose first token marks the beginning, as llama.cpp replaces it where the file asks for that.
+
+    Raises:
+        ContenderError: the file does not say, so that llama.cpp decides by the kind of tokenizer.
+    """
+    metadata = read_header(file).metadata
+    asked = metadata.get("tokenizer.ggml.add_bos_token")
     if asked is None:
         raise ContenderError(f"{file} does not say whether a text begins with a token of its own")
-    if not asked.contents():
+    if not asked:
         return [list(ids) for ids in windows]
-    first = fields["tokenizer.ggml.bos_token_id"].contents()
+    first = metadata["tokenizer.ggml.bos_token_id"]
+    assert isinstance(first, int), first
     return [[first, *ids[1:]] for ids in windows]
 
 

@@ -7,6 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import gguf
+import numpy as np
 import pytest
 
 from benchmarks.cpu_peers import perplexity
@@ -71,18 +72,32 @@ def test_a_program_that_never_opens_the_file_is_an_error(tmp_path):
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize(("asked", "first"), [(True, 1), (False, None)])
-def test_windows_begin_with_the_token_that_the_file_asks_for(tmp_path, asked, first):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_add_bos_token(asked)
+def write_metadata(path, add_bos):
+    writer = gguf.GGUFWriter(path, "llama")
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     writer.add_bos_token_id(1)
+    writer.add_tensor("norm", np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize(("asked", "first"), [(True, 1), (False, None)])
+def test_windows_begin_with_the_token_that_the_file_asks_for(tmp_path, asked, first):
+    write_metadata(tmp_path / "m.gguf", asked)
 
     found = perplexity.begun(WINDOWS, tmp_path / "m.gguf")
 
     assert found == [[first or ids[0], *ids[1:]] for ids in WINDOWS]
+
+
+def test_a_file_that_leaves_the_beginning_open_is_refused(tmp_path):
+    write_metadata(tmp_path / "m.gguf", None)
+
+    with pytest.raises(ContenderError, match=r"m.gguf does not say whether a text begins"):
+        perplexity.begun(WINDOWS, tmp_path / "m.gguf")
 
 
 class Service(BaseHTTPRequestHandler):
