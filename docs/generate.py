@@ -50,21 +50,27 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def cpu_results() -> list[dict[str, Any]]:
-    """Return the newest committed results of `benchmarks.cpu_peers`, one for each instruction set and model."""
+def cpu_results(files: str = "checkpoint") -> list[dict[str, Any]]:
+    """Return the newest committed results of `benchmarks.cpu_peers`, one for each instruction set and model.
+
+    Args:
+        files: what Tessera reads, as `--files`.
+    """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     found = [
         {**json.loads(path.read_text()), "file": path.name}
         for path in (ROOT / "benchmarks" / "results").glob("cpu-peers-*.json")
     ]
     for result in sorted(found, key=lambda result: str(result["date"])):
+        if result.get("files", "checkpoint") != files:
+            continue
         for model in dict.fromkeys(row["model"] for row in result["rows"]):
             rows = [row for row in result["rows"] if row["model"] == model]
             newest[result["isa"]["name"], model] = {**result, "model": model, "rows": rows}
     return sorted(newest.values(), key=lambda it: (it["isa"]["name"], _MODELS.index(it["model"])))
 
 
-_MODELS = ("bundled", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b")
+_MODELS = ("bundled", "smollm2", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b")
 _ISA_TITLES = {"native": "AVX-512 VNNI", "avx2": "AVX2"}
 _SPEEDS = {
     "one sequence": ("decode_1", "engine", "llama-bench"),
@@ -107,10 +113,72 @@ def cpu_table(isa: str) -> str:
             shown = " | ".join("" if cell is None else f"{cell:.0f}" for cell in cells)
             lines.append(f"| {name} | {what} | {shown} |")
             name = ""
-    files = ", ".join(dict.fromkeys(f"`{result['file']}`" for result in chosen))
-    machines = ", ".join(dict.fromkeys(result["machine"] for result in chosen))
-    lines.append("\n" + " ".join([*notes, f"{machines}; {files}."]))
+    lines.append("\n" + " ".join([*notes, _sources(chosen)]))
     return "\n".join(lines)
+
+
+def files_table() -> str:
+    """Return the table of the speeds on a CPU beside llama.cpp where both read the same GGUF file."""
+    results = cpu_results("gguf")
+    if not results:
+        return "No result is committed yet."
+    lines = [
+        "| | file | instructions | " + " | ".join(_SPEEDS) + " |",
+        "|---|---|---|" + "---|" * len(_SPEEDS),
+    ]
+    for result in results:
+        values = {
+            (row["contender"], row["weights"], row["metric"]): row["value"]
+            for row in result["rows"]
+            if "contender" in row
+        }
+        name = result["model"]
+        for form in dict.fromkeys(weights for _, weights, _ in values):
+            cells = [name, form, _ISA_TITLES[result["isa"]["name"]]]
+            for metric, ours, theirs in _SPEEDS.values():
+                pair = values.get((ours, form, metric)), values.get((theirs, form, metric))
+                cells.append("" if None in pair else _compared(*pair))
+            lines.append(f"| {' | '.join(cells)} |")
+            name = ""
+    return "\n".join([*lines, "", _sources(results)])
+
+
+def perplexity_table() -> str:
+    """Return the table of the newest perplexities beside llama.cpp's, of each model and instruction set."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    found = [
+        {**json.loads(path.read_text()), "file": path.name}
+        for path in (ROOT / "benchmarks" / "results").glob("cpu-perplexity-gguf-*.json")
+    ]
+    for result in sorted(found, key=lambda result: str(result["date"])):
+        newest[result["isa"], result["rows"][0]["model"]] = result
+    if not newest:
+        return "No result is committed yet."
+    lines = ["| | file | text | Tessera | llama.cpp | difference |", "|---|---|---|---|---|---|"]
+    for (isa, model), result in sorted(newest.items()):
+        name = f"{model}, {_ISA_TITLES[isa]}"
+        for row in result["rows"]:
+            cells = [
+                name,
+                row["weights"],
+                row["text"],
+                f"{row['value']:.3f}",
+                f"{row['llama']:.3f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} | {row['worse_percent']:+.2f} % |")
+            name = ""
+    return "\n".join([*lines, "", _sources(list(newest.values()))])
+
+
+def _compared(ours: float, theirs: float) -> str:
+    return f"{ours:.0f}, {theirs:.0f} ({ours / theirs:.2f})"
+
+
+def _sources(results: list[dict[str, Any]]) -> str:
+    """Return the machines and names of result files."""
+    files = ", ".join(dict.fromkeys(f"`{result['file']}`" for result in results))
+    machines = ", ".join(dict.fromkeys(result["machine"] for result in results))
+    return f"{machines}; {files}."
 
 
 def rows_table() -> str:
@@ -165,6 +233,8 @@ def benchmarks_page() -> str:
     tables = [f"**{title}**\n\n{cpu_table(isa)}" for isa, title in _ISA_TITLES.items()]
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     text = fill(text, "cpu-tables", "\n\n".join(tables))
+    text = fill(text, "cpu-files-table", files_table())
+    text = fill(text, "perplexity-table", perplexity_table())
     return fill(text, "shapes-table", shapes_table())
 
 

@@ -4,6 +4,9 @@ Builds llama.cpp, writes its model files, lets the contenders run in turn, each 
 medians of the rounds with the ratios between the contenders.
 
     python -m benchmarks.cpu_peers [--models bundled] [--quantization int8 int4] [--rounds 5] [--isa avx2]
+    python -m benchmarks.cpu_peers --files gguf [--models smollm2 qwen3-0.6b] [--formats Q8_0 Q4_0 Q4_1 Q4_K_M]
+
+With `--files gguf` Tessera serves the very file that llama.cpp reads, instead of a checkpoint that it rounds itself.
 """
 
 from __future__ import annotations
@@ -11,18 +14,19 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from benchmarks.cpu_peers import gguf, table
+from benchmarks.cpu_peers import table
 from benchmarks.cpu_peers.build import CACHE, INSTRUCTION_SETS, VERSION, build
 from benchmarks.cpu_peers.contenders import CONTENDERS, Round
+from benchmarks.cpu_peers.model_files import model_files
 from benchmarks.cpu_peers.other_load import LIMIT, other_load
-from benchmarks.cpu_peers.work import FORMATS, QUANTIZED, Work
+from benchmarks.cpu_peers.work import FILE_FORMATS, FORMATS, OTHER_FILE_FORMATS, QUANTIZED, Work
 from benchmarks.report import add_bookkeeping, write_report
+from model.hub.installed_models import INSTALLED
 from model.hub.resolve import BUNDLED
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from benchmarks.cpu_peers.contenders import Measured
 
 MODELS = (BUNDLED, "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b")
+FILE_MODELS = (*INSTALLED, "qwen3-0.6b")
+_QUANTIZATIONS: Final = ("int8", "int4")
 _LLAMA = ("llama-bench", "llama-server")
 
 
@@ -50,6 +56,32 @@ def parts(
     if "transformers" in weights:
         weights["transformers"] = ["float32"] if model == BUNDLED else []
     return [Part(name, kind) for name in contenders for kind in weights[name]]
+
+
+def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """Fill in the defaults that depend on `--files`, and end the program where options exclude each other."""
+    if options.files == "checkpoint":
+        options.models = options.models or list(MODELS)
+        options.formats = options.formats or list(FORMATS)
+        options.quantization = options.quantization or list(_QUANTIZATIONS)
+        options.contenders = options.contenders or list(CONTENDERS)
+        if files := [name for name in options.models if name in INSTALLED]:
+            parser.error(f"--models {' '.join(files)}: a GGUF file alone, which needs --files gguf")
+        if others := [name for name in options.formats if name not in FORMATS]:
+            parser.error(
+                f"--formats {' '.join(others)}: only with --files gguf; others: {', '.join(FORMATS)}"
+            )
+        return options
+    if options.quantization:
+        parser.error(
+            "--quantization has no effect with --files gguf: the formats are those of the files"
+        )
+    if "transformers" in (options.contenders or ()):
+        parser.error("--contenders transformers reads no GGUF file: leave it out, or --files gguf")
+    options.models = options.models or list(FILE_MODELS)
+    options.formats = options.quantization = options.formats or list(FILE_FORMATS)
+    options.contenders = options.contenders or [it for it in CONTENDERS if it != "transformers"]
+    return options
 
 
 class Results:
@@ -82,23 +114,6 @@ class Results:
         self.failures.append({"what": what, "error": text})
 
 
-def model_files(round_: Round, cache: Path, formats: Sequence[str]) -> dict[str, Path]:
-    """Return the GGUF file of each format; write those that are missing."""
-    folder = cache / "models"
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / f"{round_.model}-{name}.gguf" for name in {"BF16", *formats}}
-    if not files["BF16"].exists():
-        gguf.write(files["BF16"], round_.folder, random=round_.model != BUNDLED)
-    for name in formats:
-        if not files[name].exists():
-            part = files[name].with_suffix(".part")
-            quantize = [round_.program.program("llama-quantize"), "--pure"]
-            command = [*quantize, str(files["BF16"]), str(part), name, str(round_.threads)]
-            subprocess.run(command, check=True, capture_output=True)
-            part.rename(files[name])
-    return files
-
-
 def measure(round_: Round, todo: list[Part], rounds: int, results: Results) -> None:
     """Run the parts of a model alternately; a part that fails is left out of the later rounds."""
     for number in range(rounds):
@@ -123,41 +138,42 @@ def compare(options: argparse.Namespace, results: Results) -> None:
     """Build llama.cpp if it takes part, and measure all models."""
     isa = INSTRUCTION_SETS[options.isa]
     contenders = list(options.contenders)
-    if set(contenders) & set(_LLAMA):
+    if set(contenders) & set(_LLAMA) or options.files == "gguf":
         try:
             results.build = build(options.isa, cache=options.cache, version=options.llama_version)
         except Exception as error:  # noqa: BLE001 - the other contenders go on
             results.fail("build of llama.cpp", error)
             contenders = [name for name in contenders if name not in _LLAMA]
-    work = Work(tokens=options.tokens)
+    work, same = Work(tokens=options.tokens), options.files == "gguf"
     for model in options.models:
-        round_ = Round(model, work, options.threads, isa.environment, results.build)
+        round_ = Round(
+            model, work, options.threads, isa.environment, results.build, same_files=same
+        )
         todo = parts(model, contenders, options.quantization, options.formats)
+        if same and results.build is None:
+            todo = []  # the files cannot be made
         if results.build is not None:
             try:
                 round_.files.update(model_files(round_, options.cache, options.formats))
             except Exception as error:  # noqa: BLE001 - the other contenders go on
                 results.fail(f"{model}, GGUF files", error)
-                todo = [part for part in todo if part.contender not in _LLAMA]
+                todo = [part for part in todo if part.contender not in _LLAMA and not same]
         measure(round_, todo, options.rounds, results)
 
 
-def main() -> None:
-    """Compare, print the ratios and write the result; exit with status 1 if a part failed."""
+def read_options() -> argparse.Namespace:
+    """Read the command line; end the program if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add(
-        "--models",
-        nargs="+",
-        choices=MODELS,
-        default=MODELS,
-        metavar="NAME",
-        help=", ".join(MODELS),
-    )
-    add("--contenders", nargs="+", choices=CONTENDERS, default=tuple(CONTENDERS), metavar="NAME",
-        help=", ".join(CONTENDERS))  # fmt: skip
-    add("--quantization", nargs="+", choices=QUANTIZED, default=("int8", "int4"), help="of Tessera")
-    add("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="of llama.cpp")
+    every = tuple(dict.fromkeys((*MODELS, *FILE_MODELS)))
+    kinds = tuple(dict.fromkeys((*FORMATS, *FILE_FORMATS, *OTHER_FILE_FORMATS)))
+    add("--files", choices=("checkpoint", "gguf"), default="checkpoint",
+        help="what Tessera reads: a checkpoint that it rounds, or the files of llama.cpp (%(default)s)")  # fmt: skip
+    add("--models", nargs="+", choices=every, metavar="NAME", help=", ".join(every))
+    add("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
+    add("--quantization", nargs="+", choices=QUANTIZED, help="of Tessera with a checkpoint")
+    add("--formats", nargs="+", choices=kinds, metavar="FORMAT",
+        help=f"of llama.cpp: {', '.join(kinds)}")  # fmt: skip
     add("--rounds", type=int, default=5)
     add("--tokens", type=int, default=128, help="new tokens of each sequence")
     add("--isa", choices=INSTRUCTION_SETS, default="native", help="instructions of all contenders")
@@ -166,10 +182,16 @@ def main() -> None:
     add("--cache", type=Path, default=CACHE, help="folder of builds and GGUF files (%(default)s)")
     add("--llama-version", default=VERSION, help="version of llama-cpp-python (%(default)s)")
     add_bookkeeping(parser)
-    options = parser.parse_args()
+    options = chosen(parser, parser.parse_args())
     if not 0 < options.threads <= len(cores):
         parser.error(f"--threads must be between 1 and {len(cores)}, the cores of this process")
     os.sched_setaffinity(0, cores[: options.threads])
+    return options
+
+
+def main() -> None:
+    """Compare, print the ratios and write the result; exit with status 1 if a part failed."""
+    options = read_options()
     torch.set_num_threads(options.threads)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results are written
     results = Results()
@@ -190,9 +212,16 @@ def main() -> None:
     rows += [
         {"metric": "ratio", **ratio._asdict(), "value": round(ratio.value, 3)} for ratio in found
     ]
-    extra = {"llama": llama, "isa": isa, "rounds": options.rounds, "about": results.about}
+    extra = {
+        "files": options.files,
+        "llama": llama,
+        "isa": isa,
+        "rounds": options.rounds,
+        "about": results.about,
+    }
     libraries = ("torch", "transformers", "tokenizers")
-    topic = "-".join(("peers", options.isa, *options.models))
+    same = () if options.files == "checkpoint" else (options.files,)
+    topic = "-".join(("peers", *same, options.isa, *options.models))
     write_report(
         topic, rows, libraries, folder=options.out, revision=options.commit, echo=False,
         extra={**extra, "failures": results.failures},

@@ -16,7 +16,7 @@ from typing import Final
 VERSION: Final = "0.3.36"
 """Of llama-cpp-python, whose source package contains llama.cpp."""
 CACHE: Final = Path("~/.cache/tessera-cpu-peers").expanduser()
-TARGETS: Final = ("llama-bench", "llama-quantize", "llama-server")
+TARGETS: Final = ("llama-bench", "llama-perplexity", "llama-quantize", "llama-server")
 
 _COMMON: Final = (
     "-DCMAKE_BUILD_TYPE=Release",

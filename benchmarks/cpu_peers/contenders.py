@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.cpu_peers.streams import MODEL_NAME, Llama, memory_mib, tokens_per_second
 from benchmarks.service import free_port, service, serving
 from model.checkpoint.config import ModelConfig
+from model.hub.installed_models import INSTALLED
 from model.hub.resolve import BUNDLED, resolve
 from server.cli.bench.engine.options import SHAPES
 from server.cli.bench.serve.apis import OpenAI
@@ -54,12 +55,13 @@ class Round:
     """What all contenders of a model share.
 
     Attributes:
-        model: "bundled" or the name of a shape.
+        model: "bundled", the name of a shape, or a model of a Python package.
         work: to measure.
         threads: of llama.cpp.
         environment: variables that limit the instructions of Tessera and `transformers`.
         build: of llama.cpp; None where it does not take part.
         files: GGUF file of each format.
+        same_files: whether Tessera reads these too, in place of a checkpoint that it rounds.
     """
 
     model: str
@@ -68,11 +70,13 @@ class Round:
     environment: dict[str, str]
     build: LlamaBuild | None = None
     files: dict[str, Path] = field(default_factory=dict)
+    same_files: bool = False
 
     @property
     def folder(self) -> Path:
-        """Folder of the model's config.json."""
-        return resolve(BUNDLED) if self.model == BUNDLED else SHAPES / self.model
+        """Folder of the model's config.json; the file of a model of a Python package."""
+        is_stored = self.model == BUNDLED or self.model in INSTALLED
+        return resolve(self.model) if is_stored else SHAPES / self.model
 
     @property
     def program(self) -> LlamaBuild:
@@ -80,10 +84,12 @@ class Round:
         assert self.build is not None
         return self.build
 
-    def settings(self, quantization: str) -> list[str]:
-        """Return the flags of Tessera."""
+    def settings(self, weights: str) -> list[str]:
+        """Return the flags of Tessera for a value of `--quantization`, or for the file of a format."""
+        if self.same_files:
+            return [f"--model={self.files[weights]}", "--device=cpu"]
         dummy = [] if self.model == BUNDLED else ["--load-format=dummy"]
-        return [f"--model={self.folder}", *dummy, "--device=cpu", f"--quantization={quantization}"]
+        return [f"--model={self.folder}", *dummy, "--device=cpu", f"--quantization={weights}"]
 
     def prompts(self, streams: int) -> list[list[int]]:
         """Return random prompts without the ids of bytes and of most special tokens."""
@@ -138,9 +144,9 @@ def llama_server(round_: Round, weights: str) -> Measured:
     return Measured(figures)
 
 
-def tessera_service(round_: Round, quantization: str) -> Measured:
+def tessera_service(round_: Round, weights: str) -> Measured:
     """Measure `tessera serve`."""
-    options = [*round_.settings(quantization), f"--served-model-name={MODEL_NAME}"]
+    options = [*round_.settings(weights), f"--served-model-name={MODEL_NAME}"]
     with service(options, round_.environment) as (url, _):
         with urllib.request.urlopen(f"{url}/info") as reply:  # noqa: S310
             info = json.loads(reply.read())
@@ -148,9 +154,9 @@ def tessera_service(round_: Round, quantization: str) -> Measured:
         return Measured(_stream(round_, url, OpenAI(), round_.work.streams), about)
 
 
-def tessera_engine(round_: Round, quantization: str) -> Measured:
+def tessera_engine(round_: Round, weights: str) -> Measured:
     """Measure Tessera's engine without HTTP."""
-    settings = [*round_.settings(quantization), "--enable-prefix-caching=false"]
+    settings = [*round_.settings(weights), "--enable-prefix-caching=false"]
     return _child(round_, "engine", settings)
 
 

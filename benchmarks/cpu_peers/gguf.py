@@ -1,6 +1,6 @@
 """Writes GGUF files in bfloat16 for llama.cpp, which `llama-quantize` then converts to its 8- and 4-bit formats.
 
-The tokenizer is a byte-level vocabulary of the model's size without merges: the benchmark sends token ids.
+The tokenizer is a byte-level vocabulary of the model's size with a single merge: the benchmark sends token ids.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _F32, _BF16 = 0, 30
 _MOSTLY_BF16 = 32
 _NORMAL_TOKEN, _CONTROL_TOKEN = 1, 3
 _DRAW = 1 << 24
+_MERGE: Final = "a b"
+"""The one merge, without which llama.cpp reads no vocabulary of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def metadata(config: ModelConfig, name: str) -> dict[str, Any]:
         "tokenizer.ggml.token_type": [
             _CONTROL_TOKEN if i == end else _NORMAL_TOKEN for i in range(network.vocab)
         ],
-        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.merges": [_MERGE],
         "tokenizer.ggml.bos_token_id": end,
         "tokenizer.ggml.eos_token_id": end,
         "tokenizer.ggml.add_bos_token": False,
@@ -132,13 +134,13 @@ def metadata(config: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def vocabulary(size: int) -> list[str]:
-    """Return the 256 bytes as GPT-2 spells them, and distinct words for all other ids."""
+    """Return the 256 bytes as GPT-2 spells them, what the merge makes, and distinct words for all other ids."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in set(plain))
     spelled = {byte: chr(byte) for byte in plain}
     spelled |= {byte: chr(256 + i) for i, byte in enumerate(others)}
     words = [spelled[byte] for byte in range(256)]
-    return (words + [f"token{i}" for i in range(256, size)])[:size]
+    return [*words, _MERGE.replace(" ", ""), *(f"token{i}" for i in range(257, size))][:size]
 
 
 def write(path: Path, model: Path, *, random: bool, seed: int = 0) -> None:

@@ -21,6 +21,14 @@ _ALONE_GOALS = {"int8": 1.0, "auto": 1.0, "int4": 0.9}
 _STREAMS_GOAL, _PREFILL_GOAL = 2.0, 1.0
 _TRANSFORMERS_GOAL, _SCALING_GOAL = 3.0, 4.0
 _BETTER = ("Q8_0", "Q4_0")
+_FILE_GOALS: Final = {
+    "alone": ("engine", "llama-bench", "decode_1", 1.3),
+    "alone, HTTP": ("service", "llama-server", "http_1", None),
+    "8 streams, HTTP": ("service", "llama-server", "http_8", 3.0),
+    "prompt of 512": ("engine", "llama-bench", "prefill_512", 1.7),
+    "resident memory after the run": ("service", "llama-server", "rss_used", None),
+}
+"""Contenders that read the same file, metric and goal."""
 
 
 class Ratio(NamedTuple):
@@ -58,11 +66,20 @@ def ratios(samples: Samples) -> list[Ratio]:
     medians = {key: statistics.median(values) for key, values in samples.items() if values}
     out: list[Ratio] = []
     for model in dict.fromkeys(key[0] for key in samples):
-        for quantization in dict.fromkeys(
+        for weights in dict.fromkeys(
             key[2] for key in samples if key[0] == model and key[1] in ("engine", "service")
         ):
-            out += _of_model(model, quantization, lambda *rest, m=model: medians.get((m, *rest)))
+            of = _of_model if weights in QUANTIZED else _of_file
+            out += of(model, weights, lambda *rest, m=model: medians.get((m, *rest)))
     return out
+
+
+def _of_file(model: str, form: str, get: Callable[..., float | None]) -> Iterator[Ratio]:
+    """Return the ratios of a file that Tessera and llama.cpp both read; `get` as in `_of_model`."""
+    for what, (ours, theirs, metric, goal) in _FILE_GOALS.items():
+        values = get(ours, form, metric), get(theirs, form, metric)
+        if values[0] is not None and values[1]:
+            yield Ratio(model, f"{form}, {what}", values[0] / values[1], goal)
 
 
 def _of_model(model: str, quantization: str, get: Callable[..., float | None]) -> Iterator[Ratio]:

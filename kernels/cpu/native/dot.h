@@ -20,7 +20,8 @@ INLINE int32_t load_word(const void *p) { int32_t w; memcpy(&w, p, sizeof w); re
 #define INSTRUCTIONS "AVX-512 VNNI"
 #define WIDE8 4
 #define MOST_ROWS 8         /* rows that are accumulated in registers at once */
-#define VECTORS(rows) ((rows) <= 4 ? 2 : 1) /* and vectors of outputs */
+#define MANY_ROWS 8         /* the same of more rows than these, where groups have scales */
+#define VECTORS(rows) ((rows) <= 4 ? 2 : 1) /* vectors of outputs that are accumulated at once */
 typedef int8_t input8;      /* activations of a product with 8-bit weights */
 typedef uint8x64 weights8;
 typedef int32x16 sums4;     /* accumulator of a product with 4-bit weights */
@@ -40,6 +41,7 @@ INLINE int32x16 finish4(sums4 acc, int32_t correction) { (void)correction; retur
 #define INSTRUCTIONS "AVX-VNNI"
 #define WIDE8 4
 #define MOST_ROWS 6
+#define MANY_ROWS 4
 #define VECTORS(rows) 1
 typedef int8_t input8;
 typedef uint8x64 weights8;
@@ -67,6 +69,7 @@ INLINE int32x16 finish4(sums4 acc, int32_t correction) { (void)correction; retur
 #define INSTRUCTIONS "AVX2"
 #define WIDE8 2
 #define MOST_ROWS 6
+#define MANY_ROWS 4
 #define VECTORS(rows) 1
 typedef int16_t input8;
 typedef int16x32 weights8;
@@ -124,6 +127,7 @@ INLINE int32x16 finish4(sums4 acc, int32_t correction) {
 #define INSTRUCTIONS "NEON dot product"
 #define WIDE8 4
 #define MOST_ROWS 4
+#define MANY_ROWS 4
 #define VECTORS(rows) 1
 typedef int8_t input8;
 typedef uint8x64 weights8;

@@ -94,7 +94,7 @@ static void quantize_row(const Matrix *m, const float *x, Activations to, int64_
 /* Scales and shifts of an output. */
 INLINE int64_t scales_of(const Matrix *m) { return m->scale_groups * (1 + m->has_shifts); }
 
-/* A pass over the weights of a pair of tiles, of which there is one for each MOST_ROWS rows. */
+/* A pass over the weights of a pair of tiles with a few of the rows. */
 typedef struct {
     int64_t index, passes;
     int64_t weights, scales; /* bytes from those of this pair to those that the thread needs next, as far as known */
@@ -153,7 +153,7 @@ INLINE void add_group4(int64_t inputs, int64_t groups, int64_t g, const uint8_t 
 
 /* Multiplies `rows` rows by `vectors` tiles; both are constants where it is inlined. */
 INLINE void tile(Kind kind, const Matrix *m, int64_t tile, int vectors, int rows, const void *x, Activations a, Pass pass, float16 (*out)[2]) {
-    int64_t inputs = m->inputs, groups = inputs / kind.group, of_tile = scales_of(m) * LANES;
+    int64_t inputs = m->inputs, groups = inputs / kind.group, of_tile = scales_of(m) * LANES, of_group = LANES * (1 + kind.has_shifts);
     const uint8_t *w = m->weights + tile * LANES * inputs * kind.bits / 8;
     const _Float16 *weight_scales = m->scales + tile * of_tile;
     float16 total[MOST_ROWS][2];
@@ -162,6 +162,9 @@ INLINE void tile(Kind kind, const Matrix *m, int64_t tile, int vectors, int rows
         int32x16 acc8[MOST_ROWS][2];
         sums4 acc4[MOST_ROWS][2];
         int64_t next = asks(pass, g) ? pass.weights : 0;
+        /* Before the products, which a branch among them would slow down. Scales of two groups share a line of the cache. */
+        if (!kind.by_row && pass.index == 0 && (kind.has_shifts || g % 2 == 0))
+            UNROLL for (int v = 0; v < vectors; v++) prefetch((const char *)(weight_scales + v * of_tile + (g >> m->group_bits) * of_group) + pass.scales);
         if (kind.bits == 8) add_group8(kind, inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc8);
         else add_group4(inputs, groups, g, w, vectors, rows, x, a.corrections, next, acc4);
 #define SUM(r, v) floats(kind.bits == 8 ? acc8[r][v] : finish4(acc4[r][v], a.corrections[(r) * groups + g]))
@@ -170,9 +173,8 @@ INLINE void tile(Kind kind, const Matrix *m, int64_t tile, int vectors, int rows
                 UNROLL for (int r = 0; r < rows; r++) total[r][v] += SUM(r, v) * a.scales[r * groups + g];
                 continue;
             }
-            const _Float16 *at = weight_scales + v * of_tile + (g >> m->group_bits) * LANES * (1 + kind.has_shifts);
+            const _Float16 *at = weight_scales + v * of_tile + (g >> m->group_bits) * of_group;
             float16 scale = load_half(at);
-            prefetch((const char *)at + (asks(pass, g) ? pass.scales : 0));
             UNROLL for (int r = 0; r < rows; r++) total[r][v] += SUM(r, v) * (scale * a.scales[r * groups + g]);
             if (!kind.has_shifts) continue;
             float16 shift = load_half(at + LANES);
@@ -250,8 +252,9 @@ INLINE Place place_of(const Matrix *m, int64_t pair) {
    probably compute. following: what is multiplied after this matrix, or NULL. y has `stride` numbers in a row. */
 static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t others, const Matrix *following, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result) {
     Tiles *tiles = tiles_of(m);
-    int64_t pairs = m->padded / PAIR, passes = (row_end - row + MOST_ROWS - 1) / MOST_ROWS;
-    int64_t at_once = passes > 0 ? (row_end - row + passes - 1) / passes : 1;
+    int64_t pairs = m->padded / PAIR, count = row_end - row;
+    int64_t most = count <= MOST_ROWS || m->scale_groups == 0 ? MOST_ROWS : MANY_ROWS, passes = (count + most - 1) / most;
+    int64_t at_once = passes > 0 ? (count + passes - 1) / passes : 1;
     for (int64_t pair = first; pair < end; pair++) {
         Place here = place_of(m, pair), next = place_of(m, pair + 1 < end ? pair + 1 : end + others);
         if (end + others >= pairs && pair + 1 == end)

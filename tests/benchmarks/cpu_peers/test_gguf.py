@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from benchmarks.cpu_peers import gguf
 from model.checkpoint.config import ModelConfig
+from model.text.tokenizer import Tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
@@ -155,3 +156,16 @@ def test_the_gguf_package_reads_a_file(folder, tmp_path):
     gguf.write(tmp_path / "m.gguf", folder, random=True)
 
     assert len(GGUFReader(tmp_path / "m.gguf").tensors) == len(gguf.tensors(config))
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN])
+def test_tessera_reads_a_file(folder, tmp_path, config):
+    expected = configure(folder, config)
+    gguf.write(tmp_path / "m.gguf", folder, random=True)
+
+    found = ModelConfig.from_folder(tmp_path / "m.gguf")
+    tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf", in_process=True)
+
+    assert found.network.num_parameters == expected.network.num_parameters
+    assert found.architecture == expected.architecture
+    assert tokenizer.encode("ab") == [256]

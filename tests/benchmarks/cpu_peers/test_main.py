@@ -1,3 +1,7 @@
+import sys
+
+import pytest
+
 from benchmarks.cpu_peers import __main__ as command
 from benchmarks.cpu_peers.contenders import Measured, Round
 from benchmarks.cpu_peers.work import Work
@@ -40,3 +44,38 @@ def test_contenders_alternate_and_a_failed_one_does_not_end_the_run(monkeypatch,
     assert "did not start" in failure["error"]
     assert "FAILED" in capsys.readouterr().out
     assert results.about == {"bundled, service, b": {"quantization": "int8"}}
+
+
+def options(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["cpu_peers", *arguments])
+    monkeypatch.setattr(command.os, "sched_setaffinity", lambda *_: None)
+    return command.read_options()
+
+
+def test_files_are_read_by_tessera_and_llama_cpp_in_the_same_formats(monkeypatch):
+    found = options(monkeypatch, "--files", "gguf", "--formats", "Q8_0", "Q6_K")
+
+    assert found.models == ["smollm2", "qwen3-0.6b"]
+    assert command.parts("smollm2", ["engine", "llama-bench"], found.quantization, found.formats) == [
+        ("engine", "Q8_0"), ("engine", "Q6_K"), ("llama-bench", "Q8_0"), ("llama-bench", "Q6_K"),
+    ]  # fmt: skip
+    assert "transformers" not in found.contenders
+    assert "smollm2" not in options(monkeypatch).models
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--files gguf --quantization int8", "--quantization has no effect with --files gguf"),
+        ("--files gguf --contenders transformers", "transformers reads no GGUF file"),
+        ("--models smollm2", "--models smollm2: a GGUF file alone, which needs --files gguf"),
+        ("--formats Q8_0 Q4_K_M", "--formats Q4_K_M: only with --files gguf; others: Q8_0, Q4_0, BF16"),
+        ("--files gguf --formats Q9_0", "invalid choice: 'Q9_0'"),
+        ("--threads 0", "--threads must be between 1 and"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_errors(monkeypatch, capsys, arguments, error):
+    with pytest.raises(SystemExit):
+        options(monkeypatch, *arguments.split())
+
+    assert error in capsys.readouterr().err

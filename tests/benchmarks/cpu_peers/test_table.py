@@ -109,3 +109,19 @@ def test_the_table_shows_a_missed_goal(value, shown):
     )
 
     assert shown in render(found)
+
+
+def test_the_same_file_is_compared_with_itself_alone():
+    figures = {
+        "engine Q4_K_M decode_1": [26],
+        "llama-bench Q4_K_M decode_1": [20],
+        "service Q4_K_M http_8": [50],
+        "llama-server Q4_K_M http_8": [20],
+        "llama-server Q8_0 http_8": [1000],
+        "engine Q8_0 prefill_512": [5],
+    }
+
+    found = ratios(samples("smollm2", figures))
+
+    assert goals(found) == {"Q4_K_M, alone": (1.3, 1.3), "Q4_K_M, 8 streams, HTTP": (2.5, 3.0)}
+    assert "2.50 | 3.0 (missed)" in render(found)
