@@ -125,14 +125,16 @@ def jobs_for(sm: int) -> list[FusedJob]:
             if sm == HOPPER and rows <= most
         ),
         *(
-            FusedJob(sm, "matrix", around=(*around, "int4"), tokens=rows, function="matrix_linear")
+            FusedJob(sm, "matrix", around=(*around, form), tokens=rows, function="matrix_linear")
             for around in (("wide",), ("gated",), ("parts",))
+            for form in ("int4", "fp8 blocks")
             for rows in (16, 64, 256)
             if sm == HOPPER
         ),
         *(
-            FusedJob(sm, "groups", around=around, tokens=rows)
+            FusedJob(sm, "groups", around=(*around, *form), tokens=rows)
             for around in (("wide",), ("gated", "wide"), ("parts", "long"))
+            for form in ((), ("fp8 blocks",))
             for rows in (1, 16)
         ),
         *(
