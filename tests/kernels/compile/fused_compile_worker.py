@@ -80,23 +80,24 @@ LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
 STEPS |= {("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}
 INT4 = WeightFormat("int4", 4, 32, "group", True, False, 0)
-INT4_STEPS = [("norm",), ("8B",), ("bias", "groups of 6")]
+GROUPS_STEPS = [("norm",), ("8B",), ("bias", "groups of 6")]
 FP8_BLOCKS = WeightFormat("fp8-blocks", 8, 128, "block")
 WEIGHT_FORMATS = {
     "fp8 weights": FP8_ROWS,
     "4-bit weights": WeightFormat("int4", 4, 128, "group", False, False, 8, "float16"),
     "4-bit weights and shifts": INT4,
+    "fp8 weights in blocks": FP8_BLOCKS,
 }
 """Of the layers' matrices."""
 _PLAIN_STEPS = dict(STEPS)
 STEPS |= {(*around, "fp8 weights"): shape for around, shape in _PLAIN_STEPS.items()}
 STEPS |= {
     (*around, name): _PLAIN_STEPS[around]
-    for around in INT4_STEPS
+    for around in GROUPS_STEPS
     for name in list(WEIGHT_FORMATS)[1:]
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices. "gemma" has
+"fp8 weights" and "fp8 weights in blocks" the layers' matrices. "gemma" has
 norms after attention and MLP, weights of norms in float32, and a rotation of its own for layers with a window."""
 MATRICES = {
     ("wide",): (4096, 1024),
