@@ -77,15 +77,20 @@ class LinearSpec:
     any_rows: bool = False
     copies_weights: bool = False
 
+    def reads(self, form: WeightFormat) -> bool:
+        """Whether its kernel reads quantized weights in a format as they are."""
+        is_listed = self.formats is not None and form in self.formats
+        return is_listed or (self.reads_groups and group_tiles.reads(form))
+
     def unsupported(self, problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
-        form, formats = problem.format, self.formats
+        form = problem.format
         found = self.limits(problem, arch)
         if not form.is_quantized:
             return found + reasons((not self.reads_full, "weights are not quantized"))
-        if formats is None or form in formats or (self.reads_groups and group_tiles.reads(form)):
+        if self.formats is None or self.reads(form):
             return found
-        reads_some = formats or self.reads_groups
+        reads_some = self.formats or self.reads_groups
         return (*found, f"no weights in {form.name}" if reads_some else "weights are quantized")
 
 
