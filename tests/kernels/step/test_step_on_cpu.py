@@ -388,7 +388,7 @@ def model(request, monkeypatch):
         (
             *CASES[:2],
             *INT4_WEIGHTS[:2],
-            *FP8_IN_GROUPS[:2],
+            *FP8_IN_GROUPS[:1],
             *FP8_WEIGHTS[:1],
             *FP8_WEIGHTS_OF_ROWS[:1],
             *TENSOR_CORES[:1],
