@@ -12,20 +12,24 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def _assembly(dtype):
-    """Return the assembly of `widen`: a shift, and a product with the quotient of the two formats' scales."""
+    """Return the assembly of `widen`: a shift, and a product with the quotient of the two formats' scales.
+
+    A product of bfloat16 needs sm_90, a product to which -0 is added sm_80.
+    """
     if dtype == gl.bfloat16:
-        shift, numbers, product, factor = 4, "0x07f007f0", "bf16x2", "0x7b807b80"  # 2^120
+        shift, numbers, kind, factor = 4, "0x07f007f0", "bf16x2", "0x7b807b80"  # 2^120
     else:
-        shift, numbers, product, factor = 1, "0x3f803f80", "f16x2", "0x5c005c00"  # 2^8
+        shift, numbers, kind, factor = 1, "0x3f803f80", "f16x2", "0x5c005c00"  # 2^8
     return f"""{{
-        .reg .b32 pair, low, factor;
+        .reg .b32 pair, low, factor, minus;
         cvt.u32.u16 pair, $1;
         prmt.b32 pair, pair, 0, 0x1404;
         shr.u32 low, pair, {shift};
         and.b32 low, low, {numbers};
         lop3.b32 low, pair, 0x80008000, low, 0xea;
         mov.b32 factor, {factor};
-        mul.{product} $0, low, factor;
+        mov.b32 minus, 0x80008000;
+        fma.rn.{kind} $0, low, factor, minus;
     }}"""
 
 

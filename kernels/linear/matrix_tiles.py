@@ -13,11 +13,16 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 FEWEST_ROWS: Final = 5
-FEWEST_INT4_ROWS: Final = 9
+FEWEST_GROUPS_ROWS: Final = 9
+"""As `FEWEST_ROWS`, of weights with scales of groups: measured with 4 bits."""
 FEWEST_FP8_ROWS: Final = 3
 """As `FEWEST_ROWS`, of weights in FP8: other kernels take more time for arithmetic than for reads. On an H100, layer by
 layer, 4 sequences with those and 8 with this one, which takes as long for up to 16, take 1.08 and 0.95 ms (Qwen3-0.6B),
 1.32 and 0.92 (Llama-3.2-1B), 4.31 and 3.91 (Llama-3.1-8B); 2 sequences about as long with either."""
+GROUP_COLUMNS: Final = 128
+"""Of which groups of FP8 are multiples, so that a chunk lies within one."""
+MOST_GROUPS_TILE: Final = 64
+"""Rows of a program with FP8 in groups, at most: it has two sums of each result in registers."""
 ROW_COUNTS: Final = (16, 32, 64, 128, 256)
 """Numbers of rows that the kernel is compiled for; a step takes the smallest that is enough, and has at most 256."""
 MANY_ROWS: Final = 1024
@@ -41,18 +46,19 @@ _PROGRAM_US: Final = 1.0
 """Time of a program before its first product and after its last."""
 
 
-def most_rows(num_weights: int, *, bits: int = 16) -> int:
+def most_rows(num_weights: int, *, bits: int = 16, in_groups: bool = False) -> int:
     """Return the number of rows up to which this kernel is used in a decoder layer.
 
     Measured on an H100: a layer of Qwen3-0.6B gains at 256 rows, with weights in FP8 too; those of Llama-3.2-1B and
-    3.1-8B up to 128; the latter with weights in FP8 up to 64, since the library's product multiplies in FP8. Weights of
-    4 bits would have to be dequantized for the library.
+    3.1-8B up to 128; the latter with weights in FP8 up to 64, since the library's product multiplies in FP8. Weights
+    with scales of groups would have to be dequantized for the library.
 
     Args:
         num_weights: of the layer.
         bits: of a weight, 16, 8 in FP8 or 4.
+        in_groups: whether the scales are of groups or blocks, as those of 4 bits are.
     """
-    if num_weights <= _MANY_WEIGHTS or bits == 4:
+    if num_weights <= _MANY_WEIGHTS or in_groups:
         return ROW_COUNTS[-1]
     return _FEW_FP8_ROWS if bits == 8 else _FEW_ROWS
 
@@ -85,6 +91,7 @@ def plan_matrix(
     may_split: bool,
     splits: tuple[int, ...] = _SPLITS,
     bits: int = 16,
+    most_tile: int = ROW_COUNTS[-1],
 ) -> MatrixLaunch:
     """Return the tile sizes with the smallest `estimate`.
 
@@ -95,13 +102,14 @@ def plan_matrix(
         may_split: whether the result may be partial sums.
         splits: numbers of splits to choose from, if it may.
         bits: of a weight, 16, 8 in FP8 or 4.
+        most_tile: the most rows of a program.
     """
     candidates = [
         MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, count, bits)
         for tile in _OUTPUTS
         if outputs % tile == 0
         for row_tile in ROW_COUNTS
-        if row_tile == rows or 64 <= row_tile < rows
+        if row_tile <= most_tile and (row_tile == rows or 64 <= row_tile < rows)
         for count in (splits if may_split else (1,))
         if inputs % (count * 64) == 0
         for part in (inputs // count,)

@@ -14,8 +14,9 @@ from kernels.arch import FP8_INSTRUCTIONS, HOPPER, GPUArch
 from kernels.linear import cpu, group_tiles, persistent_tiles
 from kernels.linear.matrix_tiles import (
     FEWEST_FP8_ROWS,
-    FEWEST_INT4_ROWS,
+    FEWEST_GROUPS_ROWS,
     FEWEST_ROWS,
+    GROUP_COLUMNS,
     ROW_COUNTS,
     most_rows,
 )
@@ -33,7 +34,6 @@ VECTOR_COLUMNS: Final = 8
 MOST_VECTOR_ROWS: Final = 4
 _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
-_FEWEST_MATRIX_ROWS: Final = {8: FEWEST_FP8_ROWS, 4: FEWEST_INT4_ROWS}
 _FP8_MULTIPLE: Final = 16
 """The library's FP8 product requires inputs and outputs that are multiples of this."""
 _NOT_INVARIANT: Final = "the bits of a row depend on the number of rows"
@@ -49,7 +49,8 @@ class LinearSpec:
         limits: returns the reasons, apart from the weights' format, why it cannot compute a problem on a processor.
         formats: in which it reads quantized weights; None for every one, by `Weight.dequantize` at each call where the
             kernel does not read it.
-        reads_groups: whether it reads 4-bit numbers with scales of groups, and maybe shifts (`group_tiles.reads`).
+        reads_groups: whether it reads 4-bit numbers with scales of groups, and maybe shifts, and FP8 with scales of
+            groups or blocks (`group_tiles.reads`).
         reads_full: whether it reads full numbers of the inputs' dtype.
         absorbs_norm: whether an RMS norm of the input is part of its launch.
         absorbs_gate: whether silu(gate) * up is part of its launch.
@@ -78,18 +79,23 @@ class LinearSpec:
     copies_weights: bool = False
     converts: bool = False
 
+    def reads(self, form: WeightFormat) -> bool:
+        """Whether its kernel reads quantized weights in a format as they are."""
+        is_listed = self.formats is not None and form in self.formats
+        return is_listed or (self.reads_groups and group_tiles.reads(form))
+
     def unsupported(self, problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
-        form, formats = problem.format, self.formats
+        form = problem.format
         found = self.limits(problem, arch)
         if not form.is_quantized:
             return found + reasons(
                 (not self.reads_full, "weights are not quantized"),
                 (problem.in_place and not self.converts, "weights are read where they are"),
             )
-        if formats is None or form in formats or (self.reads_groups and group_tiles.reads(form)):
+        if self.formats is None or self.reads(form):
             return found
-        reads_some = formats or self.reads_groups
+        reads_some = self.formats or self.reads_groups
         return (*found, f"no weights in {form.name}" if reads_some else "weights are quantized")
 
 
@@ -139,7 +145,9 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
     most = (
         INVARIANT_FEWEST_ROWS - 1
         if problem.batch_invariant
-        else most_rows(problem.layer_weights, bits=problem.format.bits)
+        else most_rows(
+            problem.layer_weights, bits=problem.format.bits, in_groups=problem.format.group > 0
+        )
     )
     return _hopper_unsupported(problem, arch) + reasons(
         (problem.rows <= most, f"{problem.rows} rows: others are used up to {most}"),
@@ -152,10 +160,16 @@ def _persistent_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str,
 
 def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     form = problem.format
-    fewest = _FEWEST_MATRIX_ROWS[form.bits] if form.is_quantized else FEWEST_ROWS
-    most = most_rows(problem.layer_weights, bits=form.bits)
+    fewest = FEWEST_ROWS
+    if form.is_quantized:
+        fewest = FEWEST_GROUPS_ROWS if form.group else FEWEST_FP8_ROWS
+    most = most_rows(problem.layer_weights, bits=form.bits, in_groups=form.group > 0)
     return _hopper_unsupported(problem, arch) + reasons(
         (form.is_quantized and problem.batch_invariant, "weights are quantized"),
+        (
+            form.float and form.group % GROUP_COLUMNS > 0,
+            f"FP8 in groups of {form.group}, not of a multiple of {GROUP_COLUMNS}",
+        ),
         (
             not problem.batch_invariant and not fewest <= problem.rows <= most,
             f"{problem.rows} rows: others are faster outside {fewest} to {most}",
@@ -238,7 +252,8 @@ GROUPS: Final = LinearSpec(
     absorbs_residual=True,
     row_counts=(1, 8, 16),
 )
-"""1 to 16 rows of 4-bit weights in groups, on any tensor cores for which Triton has `mma.sync`."""
+"""1 to 16 rows of weights of 4 bits or in FP8 with scales of groups, on any tensor cores for which Triton has
+`mma.sync`."""
 PERSISTENT: Final = LinearSpec(
     name="persistent",
     target="kernels.linear.gpu.persistent:PersistentLinear",
@@ -260,8 +275,8 @@ MATRIX: Final = LinearSpec(
     prefetches=True,
     row_counts=ROW_COUNTS,
 )
-"""5 to 256 rows, with weights in FP8 from 3 on, of 4 bits from 9 on, on Hopper's tensor cores; batch invariant for
-any number of rows."""
+"""5 to 256 rows, with weights in FP8 from 3 on, with scales of groups from 9 on, on Hopper's tensor cores; batch
+invariant for any number of rows."""
 INVARIANT: Final = LinearSpec(
     name="invariant",
     target="kernels.linear.gpu.invariant:InvariantLinear",

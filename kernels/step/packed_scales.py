@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from kernels.step.sizes import COLUMNS, PARTS, ROWS, WARPS, part_scales
+from kernels.step.sizes import PARTS, ROWS, WARPS, part_columns, part_scales
 from kernels.step.weights import MATRICES
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ MIDDLE: Final = 8
 def packed_scales(weights: StepWeights) -> list[dict[str, Tensor]]:
     """Return the scales of each layer's matrices by name; nothing for full numbers.
 
-    Those of FP8 weights are the weights' own. Those of 4-bit weights are copies, see `pack`.
+    Those of rows are the weights' own. Those of groups and blocks are copies, see `pack`.
     """
     found = []
     for layer in weights.layers:
         matrices = {name: getattr(layer, name) for name in MATRICES}
         found.append(
             {
-                name: pack(it, weights.embedding.dtype) if it.format.bits == 4 else it.scale
+                name: pack(it, weights.embedding.dtype) if it.format.group else it.scale
                 for name, it in matrices.items()
                 if it.scale is not None
             }
@@ -38,7 +38,7 @@ def packed_scales(weights: StepWeights) -> list[dict[str, Tensor]]:
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Return the scales of 4-bit weights as int32, in the order of the stages of 8 rows.
+    """Return the scales of weights in groups or blocks as int32, in the order of the stages of 8 rows.
 
     A number has the bits of a scale in float32. Where there are shifts, its lower half has those of a scale, rounded to
     `dtype`, and its upper half those of the shift for an offset of `MIDDLE`. Behind the end of a row all are 0.
@@ -50,19 +50,21 @@ def pack(weight: Weight, dtype: torch.dtype) -> Tensor:
         weight: [N, C], N a multiple of 8.
         dtype: float16 or bfloat16.
     """
-    inputs = weight.shape[1]
-    each = part_scales(weight.format)
-    stages = -(-inputs // (2 * PARTS * 2 * COLUMNS))
+    form, (outputs, inputs) = weight.format, weight.shape
+    each = part_scales(form)
+    stages = -(-inputs // (2 * PARTS * part_columns(form)))
     column = torch.arange(stages * 2 * PARTS * each, device=weight.numbers.device)
-    column *= 2 * COLUMNS // each
-    last = weight.format.scale_shape(weight.shape)[1] - 1
-    group = (column // weight.format.group).clamp_(max=last)
+    column *= part_columns(form) // each
+    last = form.scale_shape(weight.shape)[1] - 1
+    group = (column // form.group).clamp_(max=last)
     parts = [torch.where(column < inputs, it[:, group].float(), 0) for it in weight.scales.values()]
+    if form.scales == "block":
+        parts = [it.repeat_interleave(form.group, 0)[:outputs] for it in parts]
     if weight.shift is None:
         packed = parts[0].view(torch.int32)
     else:
         # About the middle of the numbers, a shift is small, and so is its error.
-        parts[1] += (MIDDLE - weight.format.offset) * parts[0]
+        parts[1] += (MIDDLE - form.offset) * parts[0]
         low, high = (it.to(dtype).view(torch.int16).to(torch.int32) for it in parts)
         packed = (low & 0xFFFF) | (high << 16)
     ordered = packed.view(-1, ROWS, stages, 2, PARTS, each).permute(0, 2, 3, 1, 5, 4)

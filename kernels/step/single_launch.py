@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kernels.arch import BLACKWELL, HOPPER, NEVER_RUN, GPUArch
 from kernels.linear import group_tiles
-from kernels.step.sizes import COLUMNS, LEAST_STAGES, PARTS, ROW_COUNTS, on_tensor_cores, step_sizes
+from kernels.step.sizes import (
+    COLUMNS,
+    FP8_GROUP,
+    LEAST_STAGES,
+    PARTS,
+    ROW_COUNTS,
+    on_tensor_cores,
+    part_columns,
+    step_sizes,
+)
 from kernels.step.weights import LayerWeights, StepShape, StepWeights
 from kernels.weight_format import FP8_ROWS, WeightFormat
 
@@ -76,9 +85,10 @@ def unsupported(
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     divided = step_sizes(shape, arch, rows, tensor_cores=tensor_cores, weight_format=weight_format)
     units = rows * kv_heads * divided.group_splits
-    part = 2 * COLUMNS
-    group = weight_format.group if weight_format is not None and in_groups else part
-    row_stages = -(-divided.inputs // (2 * PARTS * part)) if in_groups else 0
+    in_int4 = in_groups and weight_format is not None and not weight_format.float
+    part = part_columns(weight_format) if in_groups and weight_format is not None else COLUMNS
+    group = weight_format.group if in_groups and weight_format is not None else part
+    row_stages = -(-divided.inputs // (2 * PARTS * part)) if in_int4 else 0
     # Of several sequences, gate and up are multiplied together.
     least = (
         max(LEAST_STAGES, row_stages)
@@ -93,8 +103,12 @@ def unsupported(
             f"no weights in {weight_format and weight_format.name}",
         ),
         (
-            in_groups and (heads * dim % part > 0 or (part % group > 0 and group % part > 0)),
+            in_int4 and (heads * dim % part > 0 or (part % group > 0 and group % part > 0)),
             f"{heads * dim} queries in groups of {group}, not in parts of {part}",
+        ),
+        (
+            in_groups and not in_int4 and group % FP8_GROUP > 0,
+            f"FP8 in groups of {group}, not of a multiple of {FP8_GROUP}",
         ),
         *(
             (rows > 1 and has, f"no {what} for several sequences")

@@ -23,6 +23,8 @@ PARTS: Final = 4
 STAGE_BYTES: Final = PARTS * ROWS * COLUMNS * 2
 MOST_STAGES: Final = 12
 LEAST_STAGES: Final = 4
+FP8_GROUP: Final = 128
+"""Of which groups of FP8 weights are multiples."""
 ROW_COUNTS: Final = (2, 4, 8)
 """Numbers of sequences for which a step of several is compiled."""
 MULTIPLIED: Final = ROWS * PARTS * COLUMNS
@@ -74,9 +76,19 @@ class StepSizes(NamedTuple):
     stages: int
 
 
+def part_columns(form: WeightFormat) -> int:
+    """Return the columns of a part of quantized weights, which has COLUMNS bytes of a row."""
+    return COLUMNS * 8 // form.bits
+
+
 def part_scales(form: WeightFormat | None) -> int:
-    """Return how many scales a row has in a part of 4-bit weights, 2 * COLUMNS columns; 0 for other weights."""
-    return max(1, 2 * COLUMNS // form.group) if form is not None and form.bits == 4 else 0
+    """Return how many scales a row has in a part of weights with scales of groups; 0 for other weights.
+
+    Half of the warps multiply `FP8_GROUP` columns of FP8, so there is a scale for each of these, whatever the group.
+    """
+    if form is None or not form.group:
+        return 0
+    return max(1, part_columns(form) // (FP8_GROUP if form.float else form.group))
 
 
 def on_tensor_cores(shape: StepShape, *, quantized: bool) -> bool:

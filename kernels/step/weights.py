@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Parameters of a layer, contiguous. The matrices of all layers have one format: full numbers or `FP8_ROWS`.
+    """Parameters of a layer, contiguous. The matrices of all layers have one format, one that the kernel reads.
 
     Attributes:
         qkv: [(H + 2 * K) * D, C].

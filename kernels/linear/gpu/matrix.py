@@ -7,7 +7,7 @@ multiplies. It writes partial sums; the norm that follows adds them to the resid
 
 Weights in FP8 take half of the bytes. The tensor cores multiply only numbers of one dtype, so a thread loads its part
 of a chunk to registers and converts it, exactly, while the chunk before is multiplied; the scales are applied to sums.
-Weights of 4 bits are converted likewise (`kernels.linear.gpu.matrix_groups`).
+Weights of 4 bits, and FP8 with scales of groups, are converted likewise (`kernels.linear.gpu.matrix_groups`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,19 @@ from kernels.linear.checks import check_weights
 from kernels.linear.gpu.arrange import arrange
 from kernels.linear.gpu.matrix_groups import (
     fetch_groups,
+    load_factors,
     load_groups,
+    multiply_fp8,
     multiply_groups,
     row_of_weights,
 )
-from kernels.linear.matrix_tiles import MANY_ROWS, ROW_COUNTS, plan_invariant_matrix, plan_matrix
+from kernels.linear.matrix_tiles import (
+    MANY_ROWS,
+    MOST_GROUPS_TILE,
+    ROW_COUNTS,
+    plan_invariant_matrix,
+    plan_matrix,
+)
 
 if TYPE_CHECKING:
     from kernels.linear.problem import LinearProblem
@@ -50,8 +58,8 @@ if TYPE_CHECKING:
 @gluon.jit(do_not_specialize=["num_rows"])
 def matrix_linear(
     x_desc, w_desc, bias, scale, shift, out, num_rows,
-    N: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr,
-    SHIFTED: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr,
+    OFFSET: gl.constexpr, SHIFTED: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, IN_PARTS: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -64,12 +72,14 @@ def matrix_linear(
         w_desc: [N, K], gate above up where GATED, in boxes of OUTPUTS rows and COLUMNS; two columns in a uint8 where
             BITS is 4.
         bias: [N]; where BIAS, which excludes IN_PARTS and GATED.
-        scale: [N] float32 where BITS is 8; [N, K / GROUP], rounded up, where BITS is 4.
-        shift: as `scale`; where SHIFTED.
+        scale: [N] float32 where GROUP is 0 and BITS 8; [N / TALL, K / GROUP], both rounded up, where GROUP is not 0.
+        shift: as `scale`; where SHIFTED, of 4 bits alone.
         out: [num_rows, N], or N / 2 where GATED; [SPLITS, num_rows, N] float32 where IN_PARTS.
         num_rows: of x.
         BITS: 16; 8 for weights in FP8; 4 for integers.
-        GROUP: columns with one scale, a multiple of 32 that divides COLUMNS or is divided by it; where BITS is 4.
+        GROUP: columns with one scale, a multiple of 32 that divides COLUMNS or is divided by it, the latter where BITS
+            is 8; 0 where a row has one.
+        TALL: outputs with one scale of a group; 1 where BITS is 4.
         OFFSET: subtracted from a number; where BITS is 4.
         OUTPUTS: rows of weights per program, 16 for each of its warps.
         ROWS: rows of x per program, a power of two from 16 to 256.
@@ -103,8 +113,12 @@ def matrix_linear(
         copy_weights(w_desc, tile, first // IN_BYTE + s * BYTES, full.index(s), w.index(s), GATED)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     factors = ()
-    if BITS == 8:
+    if BITS == 8 and GROUP == 0:
         factors = (load_scales(scale, tile, layout, N, OUTPUTS, GATED),)  # type: ignore[assignment]
+    if BITS == 8 and GROUP > 0:
+        none = gl.zeros([OUTPUTS], gl.float32, layout=gl.SliceLayout(1, layout))
+        loaded = load_factors(scale, tile, first, layout, N, K, GROUP, TALL, OUTPUTS, GATED)
+        factors = (none, loaded)  # type: ignore[assignment]
     groups = ()
     if BITS == 4:
         fetch_groups(scale, tile, first, CHUNKS * COLUMNS, N, K, GROUP, OUTPUTS, GATED)
@@ -122,10 +136,19 @@ def matrix_linear(
         copy_rows(x_desc, first_row, first + s * COLUMNS, full.index(s), x.index(s))
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
-    if BITS < 16:
+    if BITS == 8 and GROUP > 0:
+        product = warpgroup_mma_init(acc)
+    elif BITS < 16:
         acc = warpgroup_mma_init(acc)
     for i in range(CHUNKS):
-        if BITS == 4:
+        if BITS == 8 and GROUP > 0:
+            then_column = gl.minimum(first + (i + 1) * COLUMNS, K - COLUMNS)
+            loaded = load_factors(
+                scale, tile, then_column, layout, N, K, GROUP, TALL, OUTPUTS, GATED
+            )
+            acc, product = multiply_fp8(w, x, full, acc, product, i, factors[0], layout)  # type: ignore[misc]
+            factors = (factors[1], loaded)  # type: ignore[assignment,misc]
+        elif BITS == 4:
             then_column = gl.minimum(first + (i + 2) * COLUMNS, K - COLUMNS)
             loaded = load_groups(
                 scale,
@@ -155,8 +178,12 @@ def matrix_linear(
             expect_copies(w_desc, x_desc, full.index(then), w.index(then), x.index(then))
             copy_weights(w_desc, tile, column // IN_BYTE, full.index(then), w.index(then), GATED)
             copy_rows(x_desc, first_row, column, full.index(then), x.index(then))
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    if BITS == 8:
+    if BITS == 8 and GROUP > 0:
+        product = warpgroup_mma_wait(0, deps=(product,))
+        acc = acc + product * factors[0][:, None]  # type: ignore[misc]
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    if BITS == 8 and GROUP == 0:
         acc = acc * factors[0][:, None]  # type: ignore[misc]
     store(acc, bias, out, first_row, tile, part, num_rows, N, OUTPUTS, ROWS, IN_PARTS, GATED, BIAS)
     # The store needs shared memory. Used after it, the barriers keep theirs.
@@ -257,8 +284,8 @@ class MatrixLinear:
     whatever the number.
 
     The weights are [N, C], N and C multiples of 64; [2 * N, C], gate above up, where the problem is gated. They have
-    the inputs' dtype, float16 or bfloat16, or are in FP8 with scales. A projection with a gate or for the residual
-    stream has no bias.
+    the inputs' dtype, float16 or bfloat16, or are of 4 bits or in FP8 with scales. A projection with a gate or for the
+    residual stream has no bias.
     """
 
     def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
@@ -279,8 +306,12 @@ class MatrixLinear:
             assert self._scale is None, "tiles are planned for weights in the inputs' dtype"
             self._launches = plan_invariant_matrix(stacked, inputs, may_split=self._in_parts)
         else:
+            in_groups = self._form.float and self._form.group > 0
+            most = MOST_GROUPS_TILE if in_groups else ROW_COUNTS[-1]
             self._launches = {
-                rows: plan_matrix(stacked, inputs, rows, may_split=self._in_parts, bits=bits)
+                rows: plan_matrix(
+                    stacked, inputs, rows, may_split=self._in_parts, bits=bits, most_tile=most
+                )
                 for rows in ROW_COUNTS
             }
         shapes = {(it.outputs, it.columns) for it in self._launches.values()}
@@ -320,7 +351,8 @@ class MatrixLinear:
             TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, layout),
             self._boxes[launch.outputs, launch.columns],
             *(absent if it is None else it for it in (self._bias, self._scale, self._shift)), out, rows,
-            N=stacked, K=inputs, BITS=form.bits, GROUP=form.group, OFFSET=form.offset, SHIFTED=form.shifts,
+            N=stacked, K=inputs, BITS=form.bits, GROUP=form.group,
+            TALL=form.group if form.scales == "block" else 1, OFFSET=form.offset, SHIFTED=form.shifts,
             OUTPUTS=launch.outputs, ROWS=launch.rows, COLUMNS=launch.columns, STAGES=launch.stages(inputs),
             IN_PARTS=self._in_parts, SPLITS=launch.splits, GATED=self._gated, BIAS=self._bias is not None,
             num_warps=launch.outputs // 16, **dependent_launch(arguments.pdl),

@@ -1,7 +1,10 @@
-"""The 4-bit weights of `kernels.linear.gpu.matrix`: their scales by groups of columns, and their products.
+"""The weights of `kernels.linear.gpu.matrix` with scales by groups of columns, and their products.
 
-A thread converts four adjacent bytes, since the columns of the rows are ordered before (`kernels.linear.gpu.arrange`).
-Weights get their scales and shifts and are rounded to the inputs' dtype.
+Of 4 bits, a thread converts four adjacent bytes, since the columns of the rows are ordered before
+(`kernels.linear.gpu.arrange`). Weights get their scales and shifts and are rounded to the inputs' dtype.
+
+FP8 is converted exactly, and a chunk lies within a group, so its products have sums of their own, which get the scale
+before those of the next chunk take their place.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.gpu.functions import LINE_BYTES
 from kernels.gpu.unpack import dequantize, twice
+from kernels.gpu.widen import widen
 
 
 @gluon.jit
@@ -131,3 +135,47 @@ def multiply_groups(
     weights = gl.reshape(gl.permute(apart, [0, 1, 5, 3, 2, 4]), [OUTPUTS, 2 * BYTES])
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
     return warpgroup_mma(weights, rows, acc, is_async=True)
+
+
+@gluon.jit
+def load_factors(
+    scale, tile, column, layout: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    TALL: gl.constexpr, OUTPUTS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Load the scales of the chunk of FP8 weights from a column on, [OUTPUTS] float32."""
+    COUNT: gl.constexpr = (K + GROUP - 1) // GROUP
+    row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
+    line = row_of_weights(row, tile, N, OUTPUTS, GATED) // TALL
+    return gl.load(scale + line * COUNT + column // GROUP).to(gl.float32)
+
+
+@gluon.jit
+def multiply_fp8(w, x, full, acc, product, i, factors, layout: gl.constexpr):
+    """Add the products of the chunk before, times `factors`, and start those of chunk `i` of FP8 weights."""
+    STAGES: gl.constexpr = w.shape[0]
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), i // STAGES & 1)
+    rows = x.index(stage).permute((1, 0))
+    numbers = w.index(stage).load(gl.DotOperandLayout(0, layout, 2))
+    # The tensor cores may still read the registers of the last chunk's weights, and write those of its products.
+    product = warpgroup_mma_wait(0, deps=(product,))
+    acc = add_scaled(acc, product, factors)
+    weights = widen(numbers, x.dtype)
+    return acc, warpgroup_mma(weights, rows, product, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_scaled(acc, product, factors):
+    """Return acc + product * factors, of sums [OUTPUTS, ROWS] and [OUTPUTS].
+
+    Calls stay in their order among products: moved behind the start of the next ones, which write the same registers,
+    they would make the compiler let these wait for each other.
+    """
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        "=f,f,f,f",
+        [product, factors[:, None], acc],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )

@@ -14,7 +14,6 @@ from kernels.step.gpu.ring import (
     COLUMNS,
     DOWN,
     GATE_UP,
-    INT4,
     OUTPUT,
     PRODUCER_WARPS,
     QKV,
@@ -214,8 +213,8 @@ def computed_again(numbers):
 
 @gluon.jit
 def send_scales(ring, stage, scales, number, FP8: gl.constexpr, c):
-    """Copy the scales of ROWS rows of FP8 weights, or those of their stage `number` of 4-bit weights."""
-    if FP8 == INT4:
+    """Copy the scales of ROWS rows of FP8 weights, or those of their stage `number` of weights in groups."""
+    if FP8 and c.PART_SCALES > 0:
         SIZE: gl.constexpr = parts_per_stage(FP8) * ROWS * c.PART_SCALES
         EACH: gl.constexpr = max(1, min(4, SIZE // (32 * PRODUCER_WARPS)))
         place = gl.arange(0, SIZE, layout=gl.BlockedLayout([EACH], [32], [PRODUCER_WARPS], [0]))

@@ -22,6 +22,7 @@ from kernels.step import sizes
 ROWS = gl.constexpr(sizes.ROWS)
 COLUMNS = gl.constexpr(sizes.COLUMNS)
 PARTS = gl.constexpr(sizes.PARTS)
+LEAST_STAGES = gl.constexpr(sizes.LEAST_STAGES)
 MOST_SPLITS = gl.constexpr(sizes.MOST_SPLITS)
 MOST_HELD = gl.constexpr(sizes.MOST_HELD)
 MERGED = gl.constexpr(sizes.MERGED)
@@ -74,9 +75,11 @@ class StepConstants:
         BIAS: whether the QKV projection has a bias.
         WINDOWS: whether a layer has a sliding window.
         FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
-        FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row; INT4 if they are of 4
-            bits in groups. A stage holds as many bytes of these, so its parts have 2 * COLUMNS columns.
-        PART_SCALES: scales of a row in a part of 4-bit weights, each in an int32 with its shift; 0 of other weights.
+        FP8_WEIGHTS: whether the layers' matrices are in float8_e4m3fn, with a scale for each row or, with PART_SCALES,
+            for groups; INT4 if they are of 4 bits in groups. A stage holds as many bytes of these, so its parts have
+            2 * COLUMNS columns.
+        PART_SCALES: scales of a row in a part of weights in groups, each in an int32, with its shift where there are
+            some; 0 of other weights.
         WEIGHT_OFFSET: subtracted from 4-bit numbers.
         WEIGHT_SHIFTS: whether 4-bit weights have shifts.
         TENSOR_CORES: whether they multiply one sequence (`kernels.step.gpu.tensor_products`).
@@ -210,7 +213,7 @@ class Ring:
         x: [INPUTS / 256, 256], the input of a linear layer.
         sums: float32, each consumer warp's sums of a tile; on tensor cores only. Of several sequences
             [MOST_TILES, ROWS, SUMS], of one [MOST_TENSOR_TILES, ROWS, WARP_SUMS].
-        scales: [STAGES, ROWS] float32, of the rows of weights in a stage, of FP8 weights; of 4-bit weights int32,
+        scales: [STAGES, ROWS] float32, of the rows of weights in a stage, of FP8 weights; of weights in groups int32,
             [STAGES, 2 * PARTS * ROWS * PART_SCALES].
         heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
@@ -392,11 +395,11 @@ def address(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def matrix_of(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr, c):
-    """Look up the addresses of a layer's matrix and of its rows' scales, which only FP8 weights have."""
+    """Look up the addresses of a layer's matrix and of its scales, which only quantized weights have."""
     weight = address(table, layer, FIELD, stored_dtype(dtype, c.FP8_WEIGHTS))
     scales = weight
     if c.FP8_WEIGHTS:
-        kind: gl.constexpr = gl.int32 if c.FP8_WEIGHTS == INT4 else gl.float32
+        kind: gl.constexpr = gl.int32 if c.PART_SCALES > 0 else gl.float32
         scales = address(table, c.LAYERS + layer, FIELD, kind)
     return weight, scales
 
@@ -466,8 +469,8 @@ def stored_size(inputs, fp8):
 
 @gluon.constexpr_function
 def scale_stride(inputs, fp8, part_scales):
-    """Return how many scales a row of weights has; those of 4 bits as `kernels.step.packed_scales` arranges them."""
-    if fp8 != INT4.value:
+    """Return how many scales a row of weights has; those of groups as `kernels.step.packed_scales` arranges them."""
+    if not fp8 or not part_scales:
         return 1
     return stages_of(inputs, fp8) * parts_per_stage(fp8) * part_scales
 

@@ -28,6 +28,7 @@ from kernels.step.gpu.ring import (
     COLUMNS,
     CONSUMER_WARPS,
     INT4,
+    LEAST_STAGES,
     PARTS,
     ROWS,
     WARP_SUMS,
@@ -214,36 +215,80 @@ def no_products():
 
 
 @gluon.jit
-def multiply_packed(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, c):
-    """Multiply the next tiles of 4-bit weights by the vector in shared memory, as `multiply`.
+def multiply_groups(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, c):
+    """Multiply the next tiles of weights in groups by the vector in shared memory, as `multiply`.
 
     Their conversion takes so many instructions that these would not stay in a cache if tiles or stages were unrolled.
+    Rows of many stages of FP8 release them by twos.
     """
-    EACH: gl.constexpr = stages_of(INPUTS, INT4)
-    COUNT: gl.constexpr = (stored_size(INPUTS, INT4) + COLUMNS - 1) // COLUMNS
+    EACH: gl.constexpr = stages_of(INPUTS, FP8)
+    COUNT: gl.constexpr = (stored_size(INPUTS, FP8) + COLUMNS - 1) // COLUMNS
     FULL: gl.constexpr = COUNT // PARTS
+    FACTOR: gl.constexpr = 1.0 / vector_factor(ring.x.dtype, FP8)
+    TWOS: gl.constexpr = twos_of_stages(EACH, FP8)
+    REST: gl.constexpr = EACH - 2 * TWOS
     # All have read the sums before.
     gl.thread_barrier()
     for t in range(TILES):
         sums = gl.zeros([ROWS, WARP_SUMS], gl.float32, layout=packed_sums())
-        for n in range(FULL):
-            wait_full(ring, used + n // 2, c)
-            sums = add_packed(ring, sums, n, used + n // 2, PARTS, c)
+        if TWOS > 0:
+            for m in range(TWOS):
+                for n in range(4):
+                    wait_full(ring, used + n // 2, c)
+                    sums += of_groups(ring, 4 * m + n, used + n // 2, PARTS, FP8, c)
+                release(ring, used, gl.constexpr(2), c)
+                used += 2
+        for n in range(4 * TWOS, FULL):
+            wait_full(ring, used + n // 2 - 2 * TWOS, c)
+            sums += of_groups(ring, n, used + n // 2 - 2 * TWOS, PARTS, FP8, c)
         if COUNT % PARTS > 0:
-            wait_full(ring, used + FULL // 2, c)
-            sums = add_packed(ring, sums, FULL, used + FULL // 2, COUNT % PARTS, c)
+            LAST: gl.constexpr = FULL // 2 - 2 * TWOS
+            wait_full(ring, used + LAST, c)
+            sums += of_groups(ring, FULL, used + LAST, COUNT % PARTS, FP8, c)
         ring.sums.index(t).store(sums)
-        release(ring, used, EACH, c)
-        used += EACH
+        release(ring, used, REST, c)
+        used += REST
     totals = ()
     for t in gl.static_range(TILES):
-        totals = totals + (gl.sum(ring.sums.index(t).load(c.W), 1),)  # type: ignore[assignment]
+        total = gl.sum(ring.sums.index(t).load(c.W), 1)
+        if FACTOR != 1.0:
+            total *= FACTOR
+        totals = totals + (total,)  # type: ignore[assignment]
     return totals, used
 
 
+@gluon.constexpr_function
+def twos_of_stages(stages, fp8):
+    """Return how many times two stages of ROWS rows of weights in groups are released before the others."""
+    return (stages - 1) // 2 if fp8 != INT4.value and stages > LEAST_STAGES.value else 0
+
+
 @gluon.jit
-def add_packed(ring, sums, number, used, COUNT: gl.constexpr, c):
-    """Add the products of COUNT parts of 4-bit weights, from part `number` * PARTS of their rows on.
+def of_groups(ring, number, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
+    """Return the sums of COUNT parts, from part `number` * PARTS of their rows on, [ROWS, WARP_SUMS]."""
+    if FP8 == INT4:
+        sums = of_packed(ring, number, used, COUNT, c)
+    else:
+        sums = of_fp8(ring, number, used, COUNT, FP8, c)
+    return gl.convert_layout(gl.reshape(sums, [ROWS, WARP_SUMS]), packed_sums())
+
+
+@gluon.jit
+def of_fp8(ring, number, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
+    """Return the sums of COUNT parts of FP8 weights, times their scales, [ROWS, CONSUMER_WARPS, PARTS].
+
+    A warp's columns of a part are in one group, so a scale is that of a sum.
+    """
+    start = number % 2 * PARTS
+    products = parts_of_stage(ring, no_products(), number, start, used, COUNT, FP8, c)
+    left, right = halves_of_warps(own_parts(products))
+    scale, _ = group_scales(ring, used, number % 2, left, c)
+    return (left + right) * scale.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def of_packed(ring, number, used, COUNT: gl.constexpr, c):
+    """Return the sums of COUNT parts of 4-bit weights, as `of_fp8`.
 
     The numbers are multiplied as they are converted, and a group's sum gets scale and shift:
 
@@ -285,14 +330,15 @@ def add_packed(ring, sums, number, used, COUNT: gl.constexpr, c):
         ]
         x_left = gl.where(part < COUNT, x_left, 0.0)
         x_right = gl.where(part < COUNT, x_right, 0.0)
-    scale, zero, right_scale, right_zero = group_scales(ring, used, number % 2, left, c)
-    added = left * scale + right * right_scale + (x_left * zero + x_right * right_zero)
-    return sums + gl.convert_layout(gl.reshape(added, [ROWS, WARP_SUMS]), packed_sums())
+    both, right_both = group_scales(ring, used, number % 2, left, c)
+    scale, zero = scale_and_summand(both, dtype, c)
+    right_scale, right_zero = scale_and_summand(right_both, dtype, c)
+    return left * scale + right * right_scale + (x_left * zero + x_right * right_zero)
 
 
 @gluon.jit
 def group_scales(ring, used, half, like, c):
-    """Return scale and summand of each warp's first half of columns of each part, then of the second halves.
+    """Return the packed scales of each warp's first half of columns of each part, then of the second halves.
 
     All are [ROWS, CONSUMER_WARPS, PARTS] in the layout of `like`; `half` is that of the stage in use number `used`.
     """
@@ -303,10 +349,8 @@ def group_scales(ring, used, half, like, c):
     if GROUPS > CONSUMER_WARPS:
         shape: gl.constexpr = [4, ROWS, CONSUMER_WARPS, PARTS]
         view = stage._reinterpret(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-        left = view.index(half * 2)
-        right = view.index(half * 2 + 1)
-        scale, zero = scale_and_summand(left.load(layout), ring.x.dtype, c)
-        right_scale, right_zero = scale_and_summand(right.load(layout), ring.x.dtype, c)
+        both = view.index(half * 2).load(layout)
+        right_both = view.index(half * 2 + 1).load(layout)
     else:
         halves: gl.constexpr = [2, ROWS, GROUPS, PARTS]
         view = stage._reinterpret(gl.int32, halves, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -316,10 +360,8 @@ def group_scales(ring, used, half, like, c):
         zeros = gl.zeros([ROWS, GROUPS, EACH, PARTS], gl.int32, layout=apart_layout)
         both = gl.reshape(both[:, :, None, :] + zeros, [ROWS, CONSUMER_WARPS, PARTS])
         both = gl.convert_layout(both, layout)
-        scale, zero = scale_and_summand(both, ring.x.dtype, c)
-        right_scale = scale
-        right_zero = zero
-    return scale, zero, right_scale, right_zero
+        right_both = both
+    return both, right_both
 
 
 @gluon.jit
@@ -365,38 +407,46 @@ def packed_operand(weights, layout: gl.constexpr):
 @gluon.jit
 def add_stage(ring, products, number, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
     """Add the products of a tile's stage `number`, which has COUNT parts."""
+    AT_ONCE: gl.constexpr = parts_per_stage(FP8) // PARTS
+    sums = products
+    for i in gl.static_range((COUNT + PARTS - 1) // PARTS):
+        sums = parts_of_stage(
+            ring, sums, number * AT_ONCE + i, i * PARTS, used, min(PARTS, COUNT - i * PARTS), FP8, c
+        )
+    return sums
+
+
+@gluon.jit
+def parts_of_stage(ring, sums, number, start, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
+    """Add the products of COUNT parts, at most PARTS, of a stage from `start` on by the WIDTH elements `number`."""
     dtype: gl.constexpr = vector_dtype(ring.x.dtype, FP8)
     stored: gl.constexpr = stored_dtype(ring.data.dtype, FP8)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first: gl.constexpr = gl.DotOperandLayout(0, accumulators(), 2)
     second: gl.constexpr = gl.DotOperandLayout(1, accumulators(), 2)
-    AT_ONCE: gl.constexpr = parts_per_stage(FP8) // PARTS
     parts = ring.data.index(used % c.STAGES)._reinterpret(
         stored, [parts_per_stage(FP8), ROWS * COLUMNS], flat
     )
-    sums = products
-    for i in gl.static_range((COUNT + PARTS - 1) // PARTS):
-        x = part_of_vector(ring, number * AT_ONCE + i, WIDTH, FP8, c)
-        x = x._reinterpret(dtype, [CONSUMER_WARPS, 16, 8], vector_operand(FP8)).load(second)
-        added = ()
-        for j in gl.static_range(PARTS):
-            if i * PARTS + j < COUNT:
-                part = parts.index(i * PARTS + j)
-                weights = part._reinterpret(
-                    stored, [CONSUMER_WARPS, 2 * ROWS, 16], weights_operand(FP8)
-                ).load(first)
-                added = added + (mma_v2(weights.to(dtype), x, sums[j]),)  # type: ignore[assignment]
-            else:
-                added = added + (sums[j],)  # type: ignore[assignment]
-        sums = added
-    return sums
+    x = part_of_vector(ring, number, WIDTH, FP8, c)
+    x = x._reinterpret(dtype, [CONSUMER_WARPS, 16, 8], vector_operand(FP8)).load(second)
+    added = ()
+    for j in gl.static_range(PARTS):
+        if j < COUNT:
+            part = parts.index(start + j)
+            weights = part._reinterpret(
+                stored, [CONSUMER_WARPS, 2 * ROWS, 16], weights_operand(FP8)
+            ).load(first)
+            added = added + (mma_v2(weights.to(dtype), x, sums[j]),)  # type: ignore[assignment]
+        else:
+            added = added + (sums[j],)  # type: ignore[assignment]
+    return added
 
 
 @gluon.jit
 def multiply(ring, used, INPUTS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr, c):
     """Multiply the next tiles of weights by the vector in shared memory; returns TILES tensors of [ROWS] float32."""
-    if FP8 == INT4:
-        totals, used = multiply_packed(ring, used, INPUTS, TILES, c)
+    if FP8 and c.PART_SCALES > 0:
+        totals, used = multiply_groups(ring, used, INPUTS, TILES, FP8, c)
     else:
         totals, used = multiply_whole(ring, used, INPUTS, TILES, FP8, c)
     return totals, used

@@ -80,22 +80,24 @@ LLAMA_8B = StepShape(4096, 14336, 32, 8, 128, 128256, 1e-5, 0.1)
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
 STEPS |= {("8B",): LLAMA_8B, ("8B", "fp8"): LLAMA_8B}
 INT4 = WeightFormat("int4", 4, 32, "group", True, False, 0)
-INT4_STEPS = [("norm",), ("8B",), ("bias", "groups of 6")]
+GROUPS_STEPS = [("norm",), ("8B",), ("bias", "groups of 6")]
+FP8_BLOCKS = WeightFormat("fp8-blocks", 8, 128, "block")
 WEIGHT_FORMATS = {
     "fp8 weights": FP8_ROWS,
     "4-bit weights": WeightFormat("int4", 4, 128, "group", False, False, 8, "float16"),
     "4-bit weights and shifts": INT4,
+    "fp8 weights in blocks": FP8_BLOCKS,
 }
 """Of the layers' matrices."""
 _PLAIN_STEPS = dict(STEPS)
 STEPS |= {(*around, "fp8 weights"): shape for around, shape in _PLAIN_STEPS.items()}
 STEPS |= {
     (*around, name): _PLAIN_STEPS[around]
-    for around in INT4_STEPS
+    for around in GROUPS_STEPS
     for name in list(WEIGHT_FORMATS)[1:]
 }
 """Models whose steps are one launch, by the operations around the QKV projection and what is in FP8: "fp8" the cache,
-"fp8 weights" the layers' matrices. "gemma" has
+"fp8 weights" and "fp8 weights in blocks" the layers' matrices. "gemma" has
 norms after attention and MLP, weights of norms in float32, and a rotation of its own for layers with a window."""
 MATRICES = {
     ("wide",): (4096, 1024),
@@ -131,8 +133,8 @@ class FusedJob:
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`, of
-            the former also "fp8" or "int4", of the latter "invariant"; of "groups" see
-            `MATRICES`; of "invariant" some of "parts", "fp8", "float32"; of
+            the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant"; of "groups" see
+            `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
             "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window", "softcap", "alibi",
             "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
@@ -250,7 +252,7 @@ class FusedCompiler(Compiler):
         self._many_rows(job, PersistentLinear, pdl, batch_invariant="invariant" in job.around)
 
     def _many_rows(self, job: FusedJob, layer: Any, pdl: bool, *, batch_invariant: bool) -> None:
-        features = {"invariant", "fp8", "int4"}
+        features = {"invariant", "fp8", "fp8 blocks", "int4"}
         outputs, inputs = MATRICES[tuple(it for it in job.around if it not in features)]
         weight, scale = torch.empty((outputs, inputs), dtype=torch.bfloat16), None
         bias = weight[:, 0] if "bias" in job.around else None
@@ -258,8 +260,9 @@ class FusedCompiler(Compiler):
             weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(outputs)
         gated = "gated" in job.around
         weights = linear_weights(weight, bias, scale)
-        if "int4" in job.around:
-            weights = LinearWeights(Weight.empty(INT4, (outputs, inputs), "cpu"), bias)
+        for feature, form in (("int4", INT4), ("fp8 blocks", FP8_BLOCKS)):
+            if feature in job.around:
+                weights = LinearWeights(Weight.empty(form, (outputs, inputs), "cpu"), bias)
         problem = LinearProblem(
             job.tokens,
             outputs // (1 + gated),
@@ -273,11 +276,12 @@ class FusedCompiler(Compiler):
         layer(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
 
     def _groups(self, job: FusedJob, pdl: bool) -> None:
-        outputs, inputs = MATRICES[job.around]
+        outputs, inputs = MATRICES[tuple(it for it in job.around if it != "fp8 blocks")]
         gated = "gated" in job.around
-        weight = Weight.empty(INT4, (outputs, inputs), "cpu")
+        form = FP8_BLOCKS if "fp8 blocks" in job.around else INT4
+        weight = Weight.empty(form, (outputs, inputs), "cpu")
         problem = LinearProblem(
-            job.tokens, outputs // (1 + gated), inputs, gated=gated, format=INT4, residual="parts" in job.around
+            job.tokens, outputs // (1 + gated), inputs, gated=gated, format=form, residual="parts" in job.around
         )  # fmt: skip
         x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
         hidden = torch.empty((job.tokens, problem.outputs), dtype=x.dtype)

@@ -46,7 +46,9 @@ BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
 STEPS_OF_ROWS = {
     around: most
     for around, shape in STEPS.items()
-    for weight_format in (FP8_ROWS if "fp8 weights" in around else None,)
+    for weight_format in (
+        next((WEIGHT_FORMATS[it] for it in around if it in WEIGHT_FORMATS), None),
+    )
     for most in ROW_COUNTS
     if "gemma" not in around
     and not unsupported(shape, torch.bfloat16, ARCHES[HOPPER], most, weight_format)
@@ -125,14 +127,16 @@ def jobs_for(sm: int) -> list[FusedJob]:
             if sm == HOPPER and rows <= most
         ),
         *(
-            FusedJob(sm, "matrix", around=(*around, "int4"), tokens=rows, function="matrix_linear")
+            FusedJob(sm, "matrix", around=(*around, form), tokens=rows, function="matrix_linear")
             for around in (("wide",), ("gated",), ("parts",))
+            for form in ("int4", "fp8 blocks")
             for rows in (16, 64, 256)
             if sm == HOPPER
         ),
         *(
-            FusedJob(sm, "groups", around=around, tokens=rows)
+            FusedJob(sm, "groups", around=(*around, *form), tokens=rows)
             for around in (("wide",), ("gated", "wide"), ("parts", "long"))
+            for form in ((), ("fp8 blocks",))
             for rows in (1, 16)
         ),
         *(
@@ -187,7 +191,7 @@ def representative_jobs() -> list[FusedJob]:
             form = job.choice and job.choice.problem.format
             step = job.operation == "step" and (
                 job.tokens > 1,
-                "fp8 weights" in job.around,
+                any(it in WEIGHT_FORMATS for it in job.around),
             )
             found.setdefault((job.sm, job.operation, job.function, form, step), job)
     return list(found.values())
@@ -258,7 +262,7 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
         expected = {"LDGSTS.32": 2} if fp8 else {}
         if not WEIGHT_FORMATS.keys().isdisjoint(job.around):
             expected["LDGSTS.32"] = copies.get("LDGSTS.32", 0)
-        has_groups = any(name.startswith("4-bit") for name in job.around)
+        has_groups = any(WEIGHT_FORMATS[it].group for it in job.around if it in WEIGHT_FORMATS)
         if has_groups or (fp8 and STEPS[job.around].head_dim % 32):
             expected["LDGSTS.64"] = copies.get("LDGSTS.64", 0)
         expected["LDGSTS.128"] = copies.get("LDGSTS.128", 0)

@@ -117,6 +117,11 @@ class MatrixDevice(Device):
     def unchanged(self, x: Any, *_: Any) -> Any:
         return x
 
+    def add_scaled(self, acc: Array, product: Array, factors: Array) -> Array:
+        """Add products that have ended."""
+        assert products_in_flight() == 0, "a product may still write these registers"
+        return acc + product * factors[:, None]
+
     int32 = torch.int32
     multiple_of = max_contiguous = unchanged
 
@@ -132,17 +137,9 @@ class MatrixDevice(Device):
         offset: int,
         shifted: bool,
     ) -> tuple[Array, Array]:
-        """Convert 4-bit weights, of four bytes 0, 2, 1 and 3, in registers as `widen`."""
+        """Convert 4-bit weights in registers as `widen`."""
         assert products_in_flight() == 0, "an earlier product may read these registers"
-        numbers, scale, shift = (
-            it.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
-            for it in (numbers, scale, shift)
-        )
-        found = []
-        for half in (numbers & 15, numbers >> 4):
-            value = (half.to(dtype) - offset) * scale
-            found.append(array((value + shift if shifted else value).to(dtype)))
-        return found[0], found[1]
+        return dequantized(numbers, scale, shift, dtype, offset, shifted)
 
     def convert_layout(self, value: Array, layout: Any, assert_trivial: bool = False) -> Array:
         return super().convert_layout(value, layout, assert_trivial)
@@ -165,6 +162,20 @@ class MatrixDevice(Device):
 
     def _are_initialized(self) -> bool:
         return all(it.count for it in self._barriers)
+
+
+def dequantized(
+    numbers: Array, scale: Array, shift: Array, dtype: torch.dtype, offset: int, shifted: bool
+) -> tuple[Array, Array]:
+    """Convert as `kernels.gpu.unpack.dequantize`: of four bytes, 0, 2, 1 and 3."""
+    numbers, scale, shift = (
+        it.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3) for it in (numbers, scale, shift)
+    )
+    found = []
+    for half in (numbers & 15, numbers >> 4):
+        value = (half.to(dtype) - offset) * scale
+        found.append(array((value + shift if shifted else value).to(dtype)))
+    return found[0], found[1]
 
 
 class MatrixOnCPU:
@@ -212,6 +223,7 @@ def _in_place_of_gluon(device: MatrixDevice) -> AbstractContextManager[None]:
         "twice": lambda scale, dtype: scale.to(dtype),
         "bytes_layout": lambda *_: None,
         "fetch_groups": lambda *_: None,
+        "add_scaled": device.add_scaled,
         "warpgroup_mma_wait": functools.partial(device.wait_products, names["warpgroup_mma_wait"]),
     }
     return in_place_of_gluon((matrix, matrix_groups), device, replaced)

@@ -108,9 +108,11 @@ class Device:
         """Start to copy a box."""
         copy_box(box_of(desc, where), target, full)
 
-    def warpgroup_mma(self, a: Shared, b: Shared, acc: Array, is_async: bool) -> Array:
+    def warpgroup_mma(
+        self, a: Shared, b: Shared, acc: Array, is_async: bool, use_acc: bool = True
+    ) -> Array:
         assert is_async
-        return issue_product(a, b, acc)
+        return issue_product(a, b, acc, use_acc)
 
     def warp_specialize(
         self, roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]

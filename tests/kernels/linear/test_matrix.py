@@ -51,6 +51,17 @@ ROWS = (  # rows, those of a program, dtype, pdl
 )
 
 
+GROUPS = {
+    "4 bits in groups of 32": WeightFormat("int4", 4, 32, "group", True, False, 0, "float16"),
+    "4 bits in groups of 64": WeightFormat("int4", 4, 64, "group", False, False, 8, "float16"),
+    "4 bits in groups of 128": WeightFormat("int4", 4, 128, "group", True, False, 8, "float16"),
+    "4 bits in groups of 256": WeightFormat("int4", 4, 256, "group", False, False, 0, "float16"),
+    "fp8 in blocks of 128": WeightFormat("fp8-blocks", 8, 128, "block"),
+    "fp8 in blocks of 256": WeightFormat("fp8-blocks", 8, 256, "block", scale_dtype="bfloat16"),
+    "fp8 in groups of 128": WeightFormat("fp8-groups", 8, 128, "group"),
+}
+
+
 @pytest.fixture
 def kernel(monkeypatch):
     """Return what takes the place of the kernel."""
@@ -212,21 +223,21 @@ def arranged(x, *, pdl):
 
 @needs_triton
 @pytest.mark.parametrize("rows", [5, 65, 256])
-@pytest.mark.parametrize(
-    ("group", "shifts", "offset"), [(32, True, 0), (64, False, 8), (128, True, 8), (256, False, 0)]
-)
+@pytest.mark.parametrize("form", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize(
     ("kind", "outputs", "inputs"),
     [("plain", 192, 320), ("bias", 64, 64), ("gated", 128, 640), ("residual", 256, 1024)],
 )
-def test_4_bit_weights_are_multiplied_as_they_are_defined(
-    kernel, monkeypatch, kind, outputs, inputs, group, shifts, offset, rows
+def test_weights_in_groups_are_multiplied_as_they_are_defined(
+    kernel, monkeypatch, kind, outputs, inputs, form, rows
 ):
     monkeypatch.setattr(matrix, "arrange", arranged)
-    form = WeightFormat("int4", 4, group, "group", shifts, False, offset, "float16")
     weight = Weight.empty(form, (outputs, inputs), "cpu")
     generator = torch.Generator().manual_seed(1)
-    weight.numbers.random_(0, 256, generator=generator)
+    if form.float:
+        weight.numbers.copy_(whole_numbers(outputs, inputs, seed=1))
+    else:
+        weight.numbers.random_(0, 256, generator=generator)
     for scale in weight.scales.values():
         scale.copy_(torch.randint(1, 3, scale.shape, generator=generator) * SCALE)
     layer = Layer(kind, outputs, inputs)
@@ -243,6 +254,28 @@ def test_4_bit_weights_are_multiplied_as_they_are_defined(
 
     ((_, _, splits),) = kernel.grids
     layer.check(x, found, splits)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "form", [GROUPS["fp8 in blocks of 128"], GROUPS["fp8 in groups of 128"]], ids=str
+)
+@pytest.mark.parametrize("rows", [16, 130])
+def test_any_numbers_in_fp8_in_groups_are_as_exact_as_float32(kernel, form, rows):
+    """Numbers and scales are exact, also scales of other magnitudes beside each other, one of them 0."""
+    weight = Weight.empty(form, (192, 1024), "cpu")
+    generator = torch.Generator().manual_seed(1)
+    weight.numbers.copy_((torch.randn(weight.shape, generator=generator) * 100).clamp(-448, 448))
+    weight.scale.copy_(torch.rand(weight.scale.shape, generator=generator) * 2e-3)
+    weight.scale[:, ::2] *= 2.0**-8
+    weight.scale[0, 3] = 0
+    problem = LinearProblem(1, 192, 1024, "float16", format=form, residual=True, layer_weights=1)
+    x = torch.randn((rows, 1024), generator=generator).half()
+
+    found = matrix.MatrixLinear(LinearWeights(weight), problem)(x, None, None, LinearArguments())
+
+    expected = x.double() @ weight.dequantize().double().T
+    assert float((found.double().sum(0) - expected).abs().max()) < 1e-5
 
 
 @needs_triton

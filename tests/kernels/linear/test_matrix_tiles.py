@@ -72,8 +72,15 @@ def test_large_layers_in_fp8_use_the_library_beyond_64_rows():
     assert most_rows(weights["llama-3.1-8b"], bits=8) == 64
 
 
-def test_layers_of_4_bits_use_the_library_beyond_256_rows():
-    assert most_rows(1 << 30, bits=4) == 256
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_in_groups_use_the_library_beyond_256_rows(bits):
+    assert most_rows(1 << 30, bits=bits, in_groups=True) == 256
+
+
+def test_a_program_has_at_most_so_many_rows_as_it_is_told():
+    for outputs, inputs in set().union(*LAYERS.values()):
+        for rows in ROW_COUNTS:
+            assert plan_matrix(outputs, inputs, rows, may_split=True, most_tile=64).rows <= 64
 
 
 @pytest.mark.parametrize("may_split", [False, True])

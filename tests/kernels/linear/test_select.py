@@ -132,6 +132,34 @@ def test_other_problems_with_4_bit_weights_give_the_reason(change, why):
     assert why in "; ".join(dict(select_linear(asked, H100).refusals)["groups"])
 
 
+FP8_BLOCKS = WeightFormat("fp8-blocks", 8, 128, "block")
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "changes", "chosen"),
+    [
+        (1, "h100", {}, "groups"),
+        (8, "h100", {}, "groups"),
+        (9, "h100", {}, "matrix"),
+        (256, "h100", {}, "matrix"),
+        (257, "h100", {}, "library"),
+        (1, "a100", {}, "groups"),
+        (16, "l4", {}, "groups"),
+        (17, "a100", {}, "library"),
+        (1, "t4", {}, "pytorch"),
+        (16, "h100", {"group": 64}, "groups"),
+        (17, "h100", {"group": 64}, "library"),
+        (9, "h100", {"group": 256, "scales": "group"}, "matrix"),
+        (1, "h100", {"group": 96}, "library"),
+    ],
+)
+def test_the_number_of_rows_decides_the_kernel_for_fp8_in_blocks(rows, arch, changes, chosen):
+    form = dataclasses.replace(FP8_BLOCKS, **changes)
+    asked = problem(rows, format=form, layer_weights=4 * LAYER)
+
+    assert select_linear(asked, CATALOGUE[arch]).spec.name == chosen
+
+
 @pytest.mark.parametrize(
     ("asked", "arch", "why"),
     [
@@ -145,6 +173,8 @@ def test_other_problems_with_4_bit_weights_give_the_reason(change, why):
         (problem(64, layer_weights=4 * LAYER, format=FP8_ROWS), "h100", None),
         (problem(65, layer_weights=4 * LAYER, format=FP8_ROWS), "h100", "65 rows: others are faster outside 3 to 64"),
         (problem(16, batch_invariant=True, format=FP8_ROWS), "h100", "weights are quantized"),
+        (problem(16, format=dataclasses.replace(FP8_BLOCKS, group=64), layer_weights=LAYER), "h100",
+         "FP8 in groups of 64, not of a multiple of 128"),
         (problem(16, inputs=96, layer_weights=LAYER), "h100", "a size of 96 is not a multiple of 64"),
         (problem(16, dtype="float32", layer_weights=LAYER), "h100", "no float32"),
         (problem(16, layer_weights=LAYER, trainable=True), "h100", "not differentiable"),

@@ -99,6 +99,21 @@ INT4_WEIGHTS = (
     Case(1, form=INT4_SHIFTS, hidden=1088, inner=2176, dim=128, layers=1, early=False, num_sms=20),
     Case(1, form=INT4_64, hidden=4096, inner=2048, dim=256, kv_heads=1, layers=1, num_sms=20),
 )
+FP8_BLOCKS, FP8_GROUPS, FP8_WIDE = (
+    WeightFormat("fp8-blocks", 8, 128, "block"),
+    WeightFormat("fp8-groups", 8, 128, "group", scale_dtype="bfloat16"),
+    WeightFormat("fp8-blocks", 8, 384, "block"),
+)
+FP8_IN_GROUPS = (
+    Case(1, form=FP8_BLOCKS),
+    Case(1, form=FP8_GROUPS, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
+    Case(1, form=FP8_BLOCKS, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
+    Case(1, form=FP8_WIDE, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+    Case(1, form=FP8_BLOCKS, hidden=2112, inner=4160, layers=1, num_sms=20),
+    Case(1, form=FP8_BLOCKS, hidden=1024, inner=8256, layers=1, num_sms=20),
+    Case(1, form=FP8_GROUPS, hidden=4096, inner=2048, layers=1, num_sms=20),
+    Case(1, form=FP8_BLOCKS, parts=GEMMA, window=40, hidden=1152),
+)  # fmt: skip
 FP8_WEIGHTS = (
     Case(1, fp8_weights=True),
     Case(1, fp8_weights=True, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
@@ -157,6 +172,7 @@ CASES = (
     Case(4, heads=10, num_sms=40, vocab=640),
     Case(8, heads=3, kv_heads=1, dim=64, hidden=192, inner=1536, num_sms=9),
     *INT4_WEIGHTS,
+    *FP8_IN_GROUPS,
     *FP8_WEIGHTS,
     *FP8_WEIGHTS_OF_ROWS,
     *GEMMAS,
@@ -181,15 +197,22 @@ def in_fp8(layer):
     return layer._replace(**quantized)
 
 
-def in_int4(layer, form):
-    """Return a layer with random 4-bit matrices of the same shapes and standard deviations."""
+def in_groups(layer, form):
+    """Return a layer with random matrices in groups of the same shapes and standard deviations."""
     made = {}
     for name in MATRICES:
         matrix = getattr(layer, name)
         weight = Weight.empty(form, matrix.shape, "cpu")
-        weight.numbers.random_(0, 256, generator=GENERATOR)
         size = torch.rand(weight.scale.shape, generator=GENERATOR) + 0.5
-        weight.scale.copy_(size * matrix.numbers.float().std() / 4.6)
+        deviation = 100.0 if form.float else 4.6
+        if form.float:
+            numbers = torch.randn(matrix.shape, generator=GENERATOR) * deviation
+            weight.numbers.copy_(numbers.clamp(-448, 448))
+            # Scales of neighbouring groups differ by a factor of up to 4.
+            size[..., ::2] /= 4
+        else:
+            weight.numbers.random_(0, 256, generator=GENERATOR)
+        weight.scale.copy_(size * matrix.numbers.float().std() / deviation)
         if weight.shift is not None:
             weight.shift.copy_(weight.scale.float() * (form.offset - 7.5))
         made[name] = weight
@@ -199,7 +222,7 @@ def in_int4(layer, form):
 def wide_matrix(layer, name):
     """Return a layer's matrix, float64."""
     weight = getattr(layer, name)
-    if weight.format.bits == 4:
+    if weight.format.group:
         return weight.dequantize().double()
     numbers = weight.numbers.double()
     return numbers if weight.scale is None else numbers * weight.scale.double()[:, None]
@@ -231,7 +254,7 @@ class Model:
         if case.fp8_weights:
             layers = [in_fp8(it) for it in layers]
         if case.form is not None:
-            layers = [in_int4(it, case.form) for it in layers]
+            layers = [in_groups(it, case.form) for it in layers]
         embedding = random(case.vocab, c, std=1.0)
         head = random(case.vocab, c, std=0.5 * c**-0.5)
         self.weights = StepWeights(case.shape, layers, embedding, head, gain(c))
@@ -365,6 +388,7 @@ def model(request, monkeypatch):
         (
             *CASES[:2],
             *INT4_WEIGHTS[:2],
+            *FP8_IN_GROUPS[:1],
             *FP8_WEIGHTS[:1],
             *FP8_WEIGHTS_OF_ROWS[:1],
             *TENSOR_CORES[:1],

@@ -8,7 +8,7 @@ import torch
 from kernels.arch import CATALOGUE, NEVER_RUN
 from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
 from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
-from kernels.weight_format import FP8_ROWS, INT8_ROWS
+from kernels.weight_format import FP8_ROWS, INT8_ROWS, WeightFormat
 from model.decoder import DecoderLM
 from model.executors import single_launch
 from model.executors.single_launch import step_shape
@@ -66,6 +66,33 @@ def test_small_models_on_hopper_are_supported(sizes, num_sms):
     assert divided.stages >= 8
     assert divided.group_splits * divided.heads >= shape.num_heads // shape.num_kv_heads
     assert divided.group_splits * shape.num_kv_heads <= num_sms
+
+
+@pytest.mark.parametrize("sizes", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("scales", ["block", "group"])
+def test_small_models_in_fp8_with_blocks_are_supported_for_one_sequence(sizes, scales):
+    shape, form = (
+        StepShape(*sizes, eps=1e-6, softmax_scale=0.1),
+        WeightFormat("fp8", 8, 128, scales),
+    )
+
+    assert unsupported(shape, torch.bfloat16, HOPPER, 1, form) == ()
+    assert unsupported(shape, torch.bfloat16, HOPPER, 2, form)[0] == "no weights in fp8"
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        (64, ("FP8 in groups of 64, not of a multiple of 128",)),
+        (192, ("FP8 in groups of 192, not of a multiple of 128",)),
+        (96, ("no weights in fp8",)),
+        (384, ()),
+    ],
+)
+def test_fp8_in_blocks_of_other_sizes_is_supported_or_refused_by_its_size(group, why):
+    form = WeightFormat("fp8", 8, group, "block")
+
+    assert unsupported(QWEN, torch.bfloat16, HOPPER, 1, form) == why
 
 
 @pytest.mark.parametrize("rows", ROW_COUNTS)

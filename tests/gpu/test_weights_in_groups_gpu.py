@@ -1,4 +1,4 @@
-"""4-bit weights in groups on a GPU: products of every number of rows, and the step as one launch."""
+"""Weights in groups and blocks on a GPU, 4 bits and FP8: products of any number of rows, and the step in one launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ FORMATS = {
     "groups of 32 with shifts": WeightFormat("int4", 4, 32, "group", True, False, 0, "float32"),
     "groups of 64 with shifts": WeightFormat("int4", 4, 64, "group", True, False, 8, "bfloat16"),
     "groups of 256": WeightFormat("int4", 4, 256, "group", False, False, 8, "float16"),
+    "FP8 in blocks of 128": WeightFormat("fp8-blocks", 8, 128, "block"),
+    "FP8 in groups of 128": WeightFormat("fp8-groups", 8, 128, "group", scale_dtype="bfloat16"),
+    "FP8 in blocks of 64": WeightFormat("fp8-blocks", 8, 64, "block"),
 }
+STEP_FORMATS = {name: it for name, it in FORMATS.items() if not it.float or it.group % 128 == 0}
+
 SHAPES = [
     (4096, 4096, False, True),
     (6144, 1024, True, False),
@@ -55,9 +60,14 @@ def random_weight(form, outputs, inputs, seed=0):
     """Return weights of mean 0 and variance about 1 / inputs."""
     generator = torch.Generator("cuda").manual_seed(seed)
     weight = Weight.empty(form, (outputs, inputs), "cuda")
-    weight.numbers.random_(0, 256, generator=generator)
+    deviation = 100.0 if form.float else 5.0
+    if form.float:
+        numbers = torch.randn((outputs, inputs), device="cuda", generator=generator) * deviation
+        weight.numbers.copy_(numbers.clamp(-448, 448))
+    else:
+        weight.numbers.random_(0, 256, generator=generator)
     size = torch.rand(weight.scale.shape, device="cuda", generator=generator) + 0.5
-    weight.scale.copy_(size * inputs**-0.5 / 5)
+    weight.scale.copy_(size * inputs**-0.5 / deviation)
     if weight.shift is not None:
         weight.shift.copy_(weight.scale.float() * (form.offset - 7.5))
     return weight
@@ -150,7 +160,7 @@ class Step:
         return logits
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", STEP_FORMATS.values(), ids=STEP_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", STEPS, ids=lambda it: f"{it.hidden_size}x{it.inner_size}")
 def test_a_step_in_one_launch_computes_the_same_as_with_dequantized_weights(shape, dtype, form):
