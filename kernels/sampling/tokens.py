@@ -25,7 +25,8 @@ from kernels.selection import VectorProblem, select_vector
 
 __all__ = [
     "ENTROPY_SCALE", "FILTERED", "GREEDY", "UNFILTERED", "WEIGHT_SCALE", "SampleRow", "candidate_bounds",
-    "chosen_logprobs", "sample_tokens", "embed_tokens", "has_kernels", "log_softmax", "argmax_tokens",
+    "chosen_logprobs", "sample_tokens", "embed_tokens", "known_ids", "has_kernels", "log_softmax",
+    "argmax_tokens",
 ]  # fmt: skip
 
 
@@ -56,9 +57,12 @@ def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> T
         from kernels.sampling.gpu.embed import embed  # noqa: PLC0415
 
         return embed(ids, sampled, table, pdl=may_depend(detect(ids.device), ids.device))
-    if sampled is not None:
-        ids = torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)
-    return functional.embedding(ids, table)
+    return functional.embedding(known_ids(ids, sampled), table)
+
+
+def known_ids(ids: Tensor, sampled: Tensor | None = None) -> Tensor:
+    """Return the ids of tokens without waiting for the device; arguments as for `embed_tokens`."""
+    return ids if sampled is None else torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)
 
 
 def argmax_tokens(
