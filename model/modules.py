@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from model.errors import ModelFolderError, UnsupportedModelError, WeightsError
 from model.executors.bound import BoundExecutors
 from model.executors.modules.check import check_modules
 from model.executors.modules.executor import ModulesExecutor
-from model.executors.modules.interface import PROBE, STEPS, probe, register, unsupported
+from model.executors.modules.interface import PROBE, STEPS, library, probe, unsupported
 from model.families.unlisted import NAME
 from model.network.rope import RotaryEmbedding
 from model.network.spec import Modules, Network
@@ -50,7 +50,7 @@ class ModulesLM(DecoderLM):
         self.config, self.max_context = config, config.max_context
         self.network = self.whole_network = network
         self.communicator = None
-        self.library: Any = modules
+        self.library = cast("Any", modules)
         self.embed_tokens = self.library.get_input_embeddings().weight
         self.weight_format = unquantized(self.dtype_name)
         self.other_formats = ()
@@ -124,9 +124,6 @@ def load_modules(
     Raises:
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
-    register()
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
-
     num_bytes = config.network.num_parameters * dtype.itemsize
     if num_bytes > (free := free_bytes(device)):
         raise WeightsError(
@@ -137,7 +134,7 @@ def load_modules(
         if load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_DUMMY_SEED)
-                modules = AutoModelForCausalLM.from_config(
+                modules = library().AutoModelForCausalLM.from_config(
                     _library_config(path), dtype=dtype, attn_implementation=STEPS
                 )
         else:
@@ -148,10 +145,8 @@ def load_modules(
 
 
 def _read(path: Path, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
-
     try:
-        modules, report = AutoModelForCausalLM.from_pretrained(
+        modules, report = library().AutoModelForCausalLM.from_pretrained(
             path,
             config=_library_config(path),
             dtype=dtype,
@@ -186,16 +181,15 @@ def _listed(names: Iterable[Any]) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep bars and messages of the library out of the log."""
-    from transformers.utils import logging as library_logging  # noqa: PLC0415 - takes seconds
-
-    level = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()
-    library_logging.disable_progress_bar()
+    log = library().utils.logging
+    level = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
     try:
         yield
     finally:
-        library_logging.set_verbosity(level)
-        library_logging.enable_progress_bar()
+        log.set_verbosity(level)
+        log.enable_progress_bar()
 
 
 def _library_config(path: Path) -> Any:  # noqa: ANN401 - the library's
@@ -205,14 +199,10 @@ def _library_config(path: Path) -> Any:  # noqa: ANN401 - the library's
         ModelFolderError: it cannot be read.
         UnsupportedModelError: the library does not have the model.
     """
+    auto = library().AutoConfig
     try:
-        from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
-    except ImportError as error:
-        raise UnsupportedModelError(
-            f"{NAME} needs the packages of the extra `transformers`, pip install 'tessera[transformers]': {error}"
-        ) from None
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        with _quiet():
+            return auto.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many types
         raise ModelFolderError(
             f"{path}: transformers cannot read config.json: {_first_line(error)}"
@@ -226,20 +216,17 @@ def _first_line(error: Exception) -> str:
 def _built(path: Path, config: ModelConfig, tokens: int | None) -> tuple[ModelConfig, nn.Module]:
     """Build the modules without memory; return the configuration with their network, and the modules."""
     library_config = _library_config(path)
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
-
-    register()
-    if type(library_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    known = library().MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(library_config) not in known:
         raise UnsupportedModelError(
             f"{NAME}: transformers has no decoder of model_type {library_config.model_type!r}"
         )
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(library_config)]
+    kind = known[type(library_config)]
     text = library_config.get_text_config()
     _check_class(kind, text, config, tokens or config.max_context)
     try:
         with _quiet(), torch.device("meta"):
-            modules = AutoModelForCausalLM.from_config(
+            modules = library().AutoModelForCausalLM.from_config(
                 library_config, attn_implementation=PROBE, experts_implementation="batched_mm"
             )
     except Exception as error:  # code of the library, of any model
@@ -280,8 +267,8 @@ def _check_class(kind: Any, text: Any, config: ModelConfig, tokens: int) -> None
         original = rope.get("original_max_position_embeddings") or config.max_context
         if rope.get("rope_type") in ("dynamic", "longrope") and tokens > original:
             problems.append(
-                f"a rotation of type {rope['rope_type']} that depends on the longest sequence of a step: --max-model-len"
-                f" {original} keeps it the same"
+                f"a rotation of type {rope['rope_type']} that depends on the longest sequence of a step:"
+                f" --max-model-len {original} keeps it the same"
             )
     if problems:
         raise unsupported(kind.__name__, problems)

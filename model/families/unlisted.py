@@ -19,7 +19,9 @@ from model.network.spec import Modules, Network
 
 ModelBackend = Literal["tessera", "transformers", "auto"]
 NAME: Final = "--model-backend transformers"
-HINT: Final = f"{NAME} may serve it, more slowly: it takes the decoders of the library transformers"
+HINT: Final = (
+    f"{NAME} serves it, more slowly, if the installed library transformers has it as a decoder"
+)
 """What to do about an architecture without a family; a clause."""
 
 _VOCAB: Final = Meta(ge=1, le=2**21)
@@ -71,4 +73,3 @@ def _network(keys: Keys) -> Network:
         keys.require(key, False)
     model_type = keys.text("model_type") or ""
     return Network(keys.integer("vocab_size", _VOCAB), 0, (), modules=Modules(model_type))
-

@@ -34,7 +34,10 @@ dtypes, in which the experts of a few may be others."""
 
 @torch.inference_mode()
 def check_modules(
-    model: DecoderParameters, executor: ModulesExecutor, library: Any, block_size: int  # noqa: ANN401 - the library's
+    model: DecoderParameters,
+    executor: ModulesExecutor,
+    library: Any,  # noqa: ANN401 - the library's
+    block_size: int,
 ) -> None:
     """Check that chunks of several sequences have the scores of whole sequences.
 
@@ -63,19 +66,22 @@ def check_modules(
     found = _in_chunks(model, executor, sequences, block_size)
     in_float32 = model.embed_tokens.dtype is torch.float32
     errors = _differences(torch.cat(found).float(), torch.cat(expected).float())
-    error = (errors.max() if in_float32 else errors.median()).item()
+    largest = (errors.max() if in_float32 else errors.median()).item()
     # Scores that are not finite numbers are reported by the engine, with what to do.
-    if math.isfinite(error) and error > (_MOST_ERROR if in_float32 else _MOST_ERROR_OF_HALVES):
+    if math.isfinite(largest) and largest > (_MOST_ERROR if in_float32 else _MOST_ERROR_OF_HALVES):
         raise unsupported(
             type(library).__name__,
-            [f"other scores for chunks of several sequences than for a whole one (by {error:.2g})"],
+            [
+                f"other scores for chunks of several sequences than for a whole one (by {largest:.2g})"
+            ],
         )
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:
     """Return the difference of the scores of each token relative to how much they vary."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return (found - expected).norm(dim=-1) / spread
+    differences: Tensor = (found - expected).norm(dim=-1) / spread
+    return differences
 
 
 def _in_chunks(
@@ -124,7 +130,9 @@ def _in_chunks(
         )
         ids = torch.cat([sequences[at][starts[at] : ends[at]] for at in ordered])
         logits = executor.logits(ids, torch.cat(positions), cache, metadata)
-        for at, part in zip(ordered, logits.split([lengths[at] for at in ordered]), strict=True):
+        for at, part in zip(
+            ordered, logits.split_with_sizes([lengths[at] for at in ordered]), strict=True
+        ):
             found[at].append(part)
     return [torch.cat(it) for it in found]
 

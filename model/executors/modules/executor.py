@@ -113,11 +113,14 @@ class ModulesExecutor:
         def attend(call: AttentionCall) -> Tensor:
             index: Any = call.module.layer_idx
             if call.mask is not None:
-                raise RuntimeError(f"{type(call.module).__name__} has a mask that the probe has not seen")
+                raise RuntimeError(
+                    f"{type(call.module).__name__} has a mask that the probe has not seen"
+                )
             heads = [
                 it.transpose(1, 2).flatten(2).to(dtype) for it in (call.query, call.key, call.value)
             ]
-            mixed = attention.of_rotated(index, *self._places[index], torch.cat(heads, -1)[0])
+            problem, rotary = self._places[index]
+            mixed = attention.of_rotated(index, problem, rotary, torch.cat(heads, -1)[0])
             return mixed.view(1, len(mixed), -1, call.value.shape[-1]).to(call.value.dtype)
 
         selected = {_ROWS: rows} if self._selects and rows is not None else {}

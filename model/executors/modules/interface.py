@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from model.errors import UnsupportedModelError
+from model.families.unlisted import NAME
 from model.network.spec import Attention, Dense, Layer
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ PROBE: Final = "tessera_probe"
 _MOST_TOKENS: Final = 16_384
 """Of the probe, which computes no numbers: what modules do only with long texts is seen too."""
 _NO_EFFECT: Final = frozenset((
-    "position_ids", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-    "use_cache", "logits_to_keep", "position_embeddings", "layer_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "num_items_in_batch", "past_key_values", "token_type_ids", "input_ids", "inputs_embeds",
+    "position_ids", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
+    "return_dict", "use_cache", "logits_to_keep", "position_embeddings", "layer_idx", "num_items_in_batch",
+    "input_ids", "inputs_embeds",
 ))  # fmt: skip
 """Arguments that modules pass on to attention and that do not change it; None has no effect in any other."""
 _MASK: Final = "_tessera_mask"
@@ -106,7 +107,7 @@ def _probe_mask(
     mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     **_others: Any,  # noqa: ANN401 - the library's
 ) -> Tensor:
-    """Return a mask without memory that says what it is; called by models, with the names of the library's interface."""
+    """Return a mask without memory that says what it is; called by models, as `_attention` is."""
     mask = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device="meta")
     setattr(mask, _MASK, _read_mask(mask_function, _context.get()))
     return mask
@@ -135,13 +136,22 @@ def _read_mask(
 
 
 @functools.cache
-def register() -> None:
-    """Add the functions to the library's implementations of attention."""
-    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - takes seconds
+def library() -> Any:  # noqa: ANN401 - a package of which few functions have types
+    """Import the library and add our functions to its implementations of attention.
 
+    Raises:
+        UnsupportedModelError: it is not installed.
+    """
+    try:
+        import transformers  # noqa: PLC0415 - takes seconds
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{NAME} needs the packages of the extra `transformers`, pip install 'tessera[transformers]': {error}"
+        ) from None
     for name in (STEPS, PROBE):
-        AttentionInterface.register(name, _attention)
-    AttentionMaskInterface.register(PROBE, _probe_mask)
+        transformers.AttentionInterface.register(name, _attention)
+    transformers.AttentionMaskInterface.register(PROBE, _probe_mask)
+    return transformers
 
 
 class _Probe:
@@ -228,9 +238,11 @@ def probe(model: ProbedModel, context: int) -> tuple[Layer, ...]:
                 position_ids=torch.arange(tokens, device="meta")[None],
                 use_cache=False,
             ).logits
-    except Exception as error:  # noqa: BLE001 - code of the library, of any model
+    except Exception as error:  # code of the library, of any model
         text = str(error).partition("\n")[0]
-        raise unsupported(name, [*found.problems, f"modules that fail when probed: {text}"]) from error
+        raise unsupported(
+            name, [*found.problems, f"modules that fail when probed: {text}"]
+        ) from error
     finally:
         _context.reset(token)
     if missing := sorted({*range(count)} - found.layers.keys()):
@@ -249,6 +261,4 @@ _NO_MLP: Final = Dense(0)
 
 def unsupported(name: str, problems: Any) -> UnsupportedModelError:  # noqa: ANN401 - texts
     """Return the error of a model whose modules do not fit, with the reasons."""
-    return UnsupportedModelError(
-        f"--model-backend transformers does not compute {name}, which has {'; '.join(problems)}"
-    )
+    return UnsupportedModelError(f"{NAME} does not compute {name}, which has {'; '.join(problems)}")

@@ -65,7 +65,7 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
             f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
         )
     if model.network.modules is not None:
-        _check_modules(config)
+        check_with_modules(config)
     if reasons := model.parallel_unsupported(config.tensor_parallel):
         raise StartupError(f"--tensor-parallel {config.tensor_parallel}: {'; '.join(reasons)}")
     folder = config.compiled_kernels
@@ -82,8 +82,12 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         )
 
 
-def _check_modules(config: EngineConfig) -> None:
-    """Check the settings that a network with modules of `transformers` does not take."""
+def check_with_modules(config: EngineConfig) -> None:
+    """Check the settings of an engine whose network has modules of `transformers`.
+
+    Raises:
+        StartupError: the library is not installed, or a setting is not supported with it.
+    """
     if find_spec("transformers") is None:
         raise StartupError(
             f"{NAME} needs the packages of the extra `transformers`: pip install 'tessera[transformers]'"

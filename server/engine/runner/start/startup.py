@@ -182,7 +182,9 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
     """
     with phases("reading the configuration"):
         path = Path(config.model_path)
-        model_config = ModelConfig.from_folder(path, config.model_backend).within(config.max_model_len)
+        model_config = ModelConfig.from_folder(path, config.model_backend).within(
+            config.max_model_len
+        )
         model_config = with_modules(path, model_config, config.max_model_len)
         check_start(config, model_config, has_gpu=torch.cuda.is_available())
         device = _device(config.device, endpoint.rank if endpoint else 0, config.tensor_parallel)
@@ -212,6 +214,9 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         else:
             model = load_modules(path, model_config, dtype, device, config.load_format)
             model.check(config.block_size)
+            log.warning(
+                "modules of transformers compute the model, which is the slow path; GET /plan says why"
+            )
         phases.tell("packing the weights")
         model.optimize(quantization if in_library else None, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
