@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _LISTED: Final = 8
 _DUMMY_SEED: Final = 0
+_ROPES_BY_LENGTH: Final = ("dynamic", "longrope")
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 
 
@@ -82,26 +83,23 @@ class ModulesLM(DecoderLM):
         return ()
 
 
-def with_modules(path: Path, config: ModelConfig, tokens: int | None = None) -> ModelConfig:
+def with_modules(path: Path, config: ModelConfig) -> ModelConfig:
     """Return the configuration with the network that the modules of the library state, which are built without memory.
 
     Args:
         path: the checkpoint folder.
         config: its configuration; returned as it is if its network has no modules.
-        tokens: most tokens of a sequence; None for the model's own limit.
 
     Raises:
         ModelFolderError: the library cannot read the configuration.
         UnsupportedModelError: the library does not have the model, or its modules are not what our attention computes.
     """
-    return config if config.network.modules is None else _built(path, config, tokens)[0]
+    return config if config.network.modules is None else _built(path, config)[0]
 
 
-def plan_modules(
-    path: Path, config: ModelConfig, tokens: int | None, dtype: torch.dtype
-) -> ModulesLM:
+def plan_modules(path: Path, config: ModelConfig, dtype: torch.dtype) -> ModulesLM:
     """Return the model without weights, on the device "meta"; arguments and errors as for `with_modules`."""
-    stated, modules = _built(path, config, tokens)
+    stated, modules = _built(path, config)
     return ModulesLM(stated, modules.to(dtype))
 
 
@@ -213,7 +211,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _built(path: Path, config: ModelConfig, tokens: int | None) -> tuple[ModelConfig, nn.Module]:
+def _built(path: Path, config: ModelConfig) -> tuple[ModelConfig, nn.Module]:
     """Build the modules without memory; return the configuration with their network, and the modules."""
     library_config = _library_config(path)
     known = library().MODEL_FOR_CAUSAL_LM_MAPPING
@@ -223,7 +221,7 @@ def _built(path: Path, config: ModelConfig, tokens: int | None) -> tuple[ModelCo
         )
     kind = known[type(library_config)]
     text = library_config.get_text_config()
-    _check_class(kind, text, config, tokens or config.max_context)
+    _check_class(kind, text, config)
     try:
         with _quiet(), torch.device("meta"):
             modules = library().AutoModelForCausalLM.from_config(
@@ -247,7 +245,7 @@ def _built(path: Path, config: ModelConfig, tokens: int | None) -> tuple[ModelCo
     return dataclasses.replace(config, network=network), modules
 
 
-def _check_class(kind: Any, text: Any, config: ModelConfig, tokens: int) -> None:  # noqa: ANN401 - the library's
+def _check_class(kind: Any, text: Any, config: ModelConfig) -> None:  # noqa: ANN401 - the library's
     """Check what a class and a configuration of the library say of themselves.
 
     Raises:
@@ -263,12 +261,11 @@ def _check_class(kind: Any, text: Any, config: ModelConfig, tokens: int) -> None
     if text.vocab_size != config.network.vocab:
         problems.append(f"{text.vocab_size} tokens, not the {config.network.vocab} of config.json")
     stated = getattr(text, "rope_parameters", None) or {}
-    for rope in (stated, *(it for it in stated.values() if isinstance(it, dict))):
-        original = rope.get("original_max_position_embeddings") or config.max_context
-        if rope.get("rope_type") in ("dynamic", "longrope") and tokens > original:
-            problems.append(
-                f"a rotation of type {rope['rope_type']} that depends on the longest sequence of a step:"
-                f" --max-model-len {original} keeps it the same"
-            )
+    ropes = (stated, *(it for it in stated.values() if isinstance(it, dict)))
+    problems += [
+        f"a rotation of type {it}, which depends on the longest sequence of a step"
+        for it in dict.fromkeys(rope.get("rope_type") for rope in ropes)
+        if it in _ROPES_BY_LENGTH
+    ]
     if problems:
         raise unsupported(kind.__name__, problems)

@@ -56,7 +56,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     if config.network.modules is not None:
         check_with_modules(engine_config(settings, folder))
         dtype = _dtype(settings.dtype, config, arch)
-        planned = plan_modules(folder, config, settings.max_model_len, dtype)
+        planned = plan_modules(folder, config, dtype)
         return PlannedModel(planned, None, quantized_kv_dtype(settings.kv_cache_dtype))
     num_ranks = settings.tensor_parallel
     if reasons := config.parallel_unsupported(num_ranks):

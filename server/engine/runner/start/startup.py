@@ -185,7 +185,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         model_config = ModelConfig.from_folder(path, config.model_backend).within(
             config.max_model_len
         )
-        model_config = with_modules(path, model_config, config.max_model_len)
+        model_config = with_modules(path, model_config)
         check_start(config, model_config, has_gpu=torch.cuda.is_available())
         device = _device(config.device, endpoint.rank if endpoint else 0, config.tensor_parallel)
         if config.compiled_kernels is not None:
