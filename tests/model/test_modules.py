@@ -1,5 +1,6 @@
 """The modules of transformers that are refused by name, and the network that the others state."""
 
+import dataclasses
 import json
 
 import pytest
