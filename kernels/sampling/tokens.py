@@ -59,8 +59,8 @@ def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> T
     return functional.embedding(known_ids(ids, sampled), table)
 
 
-def known_ids(ids: Tensor, sampled: Tensor | None) -> Tensor:
-    """Return token ids [T] int64 with those of `sampled`, [R] int64, in place of -1 - i."""
+def known_ids(ids: Tensor, sampled: Tensor | None = None) -> Tensor:
+    """Return token ids [T] int64 with those of `sampled`, [R] int64, in place of -1 - i, without waiting for a device."""
     if sampled is None:
         return ids
     return torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)

@@ -25,8 +25,9 @@ from model.checkpoint.side_files import with_side_files
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
-from model.families.table import FAMILIES, find_architecture
+from model.families.table import FAMILIES
 from model.families.tensors import Rewrite
+from model.families.unlisted import HINT, NAME, ModelBackend, find_family
 from model.json_input import read_json_object, shorten
 from model.network.spec import Network
 
@@ -45,7 +46,7 @@ class ModelConfig:
     """The configuration of one checkpoint.
 
     Attributes:
-        architecture: a key of `FAMILIES`.
+        architecture: a key of `FAMILIES`, or another one if `network` has modules.
         network: the function that the model computes.
         max_context: maximum number of tokens in a sequence.
         initializer_range: standard deviation of freshly initialized weights.
@@ -73,8 +74,12 @@ class ModelConfig:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> ModelConfig:
+    def from_folder(cls, path: str | Path, backend: ModelBackend = "tessera") -> ModelConfig:
         """Read `config.json` and, if it exists, `generation_config.json`; or the metadata of a GGUF file.
+
+        Args:
+            path: of the folder or the file.
+            backend: as for `find_family`.
 
         Raises:
             ModelFolderError: a file is missing or broken, or a value is missing, of the wrong type
@@ -99,12 +104,17 @@ class ModelConfig:
             )
         config = with_side_files(folder, config, MAX_FILE_BYTES)
         try:
-            return cls.from_dict(config, generation_config, stored_dtype(folder))
+            found = cls.from_dict(config, generation_config, stored_dtype(folder), backend)
         except UnsupportedFormatError as error:
             text = f"{file}: {error}{unquantized_hint(folder, config)}"
             raise UnsupportedModelError(text) from None
         except ModelError as error:
             raise type(error)(f"{file}: {error}") from None
+        if found.network.modules is not None and folder.is_file():
+            raise UnsupportedModelError(
+                f"{file}: {NAME} reads folders with safetensors files, no GGUF files"
+            )
+        return found
 
     @classmethod
     def from_dict(
@@ -112,6 +122,7 @@ class ModelConfig:
         config: dict[str, Any],
         generation_config: dict[str, Any] | None = None,
         stored_dtype: str | None = None,
+        backend: ModelBackend = "tessera",
     ) -> ModelConfig:
         """Build the configuration from the parsed content of `config.json`.
 
@@ -120,21 +131,27 @@ class ModelConfig:
                 (`rope_parameters`, `dtype`).
             generation_config: its end-of-sequence ids are added to those of `config`.
             stored_dtype: of the weights in the files, for a `config` that states none; None if it is not known.
+            backend: as for `find_family`.
 
         Raises:
             ModelFolderError: a value is missing, of the wrong type or outside its limits.
             UnsupportedModelError: the architecture or a feature is not supported.
         """
         try:
-            architecture = find_architecture(config)
+            family = find_family(config, backend)
         except UnsupportedModelError as error:
-            what = describe_architecture(config)
-            raise UnsupportedModelError(f"{error}{f'; {what}' if what else ''}") from None
-        family = FAMILIES[architecture]
+            advice = describe_architecture(config) or HINT
+            raise UnsupportedModelError(f"{error}; {advice}") from None
+        architecture = family.architecture
         weight_format = detect(config)
         keys = family.keys(config)
         outer = Keys(config) if family.part else keys
         network = family.network(keys)
+        has_modules = network.modules is not None
+        if has_modules and stored_formats(config).first is not None:
+            raise UnsupportedModelError(
+                f"{NAME} reads checkpoints of full numbers alone, and this one is quantized"
+            )
         family.rewrites(keys)
         bos, eos = (
             outer.token_ids(key, network.vocab) + keys.token_ids(key, network.vocab)
@@ -163,7 +180,7 @@ class ModelConfig:
             content=config,
             notes=tuple(dict.fromkeys(it for at in (outer, keys, generation) for it in at.notes)),
         )
-        for it in (outer, keys):
+        for it in () if has_modules else (outer, keys):
             it.refuse_unread()
         return found
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from model.checkpoint_files import read_text
 from model.errors import ModelError, ModelFolderError
+from model.families.unlisted import HINT
 from model.json_input import read_json_object, shorten
 
 _MAX_BYTES: Final = 1 << 20
@@ -68,7 +69,7 @@ _ARCHITECTURES: Final = tuple(
             "it is an encoder, which embeds texts and generates none",
         ),
         (r"^(CLIP|Siglip|ViT|Dino|Swin|ConvNext)", "it is a model of images"),
-        (r"M[oO][eE]|^Mixtral|^Dbrx", "it is a mixture of experts"),
+        (r"M[oO][eE]|^Mixtral|^Dbrx", f"it is a mixture of experts; {HINT}"),
         (r"Model$", "it has no head that predicts tokens"),
     )
 )

@@ -277,13 +277,26 @@ class PagedAttention:
             ahead = attention.next_weights
         cache = CacheSlots(kv, slots, scale)
         q = self._rotations[attention.rotary](qkv, cache, attention.norms, ahead)
-        return self._attend(index, attention, attention.scaled_queries(q, self._query_scales))
+        q = attention.scaled_queries(q, self._query_scales)
+        return self._attend(index, attention.problem, q)
 
-    def _attend(self, index: int, attention: BoundAttention, q: Tensor) -> Tensor:
+    def of_rotated(self, index: int, problem: int, rotary: int, qkv: Tensor) -> Tensor:
+        """Do the same with queries and keys that need no norm and are rotated already.
+
+        Args:
+            index: as above.
+            problem: as of `BoundAttention`.
+            rotary: index of a rotary embedding of None in `Network.rotaries`.
+            qkv: as above.
+        """
+        cache = CacheSlots(self._layers[index], self._metadata.slot_mapping, self._scales[index])
+        return self._attend(index, problem, self._rotations[rotary](qkv, cache, None))
+
+    def _attend(self, index: int, problem: int, q: Tensor) -> Tensor:
         """Compute attention over a cache that already holds the step's tokens: [T, H, D] to [T, H * D] contiguous."""
         kv, scale = self._layers[index], self._scales[index]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode, prefill = self._metadata.plans[attention.problem]
+        decode, prefill = self._metadata.plans[problem]
         split = self._metadata.num_decode_tokens
         if decode is not None:
             # Kernels of prefill take rows of several tokens where those of decode take one.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from model.executors.columns import Bucket
     from model.executors.executor import Executor
     from model.executors.layers import Layers
+    from model.executors.modules.executor import ModulesExecutor
     from model.network.parameters import DecoderParameters
 
 _logger = logging.getLogger(__name__)
@@ -33,17 +34,23 @@ class BoundExecutors:
 
     Args:
         model: its parameters.
-        layers: computes layer by layer.
+        layers: computes layer by layer; None for a network with modules.
 
     Attributes:
         model: see above.
         layers: see above; bound again for serving. Deleted where the C library has packed the matrices.
+        modules: computes a network with modules; None for any other.
         cpu_library: has the packed matrices; None where they are not packed for the C library.
         for_serving: whether the parameters are bound to kernels for serving; until then the layers compute every step.
     """
 
-    def __init__(self, model: DecoderParameters, layers: Layers) -> None:
-        self.model, self.layers = model, layers
+    layers: Layers
+
+    def __init__(self, model: DecoderParameters, layers: Layers | None) -> None:
+        self.model = model
+        if layers is not None:
+            self.layers = layers
+        self.modules: ModulesExecutor | None = None
         self.cpu_library: cpu_library.CPULibrary | None = None
         self.for_serving = False
         self._refusals: tuple[str, ...] = ()
@@ -129,6 +136,8 @@ def deterministic_unsupported(
     """
     if model.is_in_library:
         return ()
+    if model.network.modules is not None:
+        return ("modules of transformers give no equal bits in every step",)
     if arch.is_cpu:
         in_c = cpu_library.unsupported(
             model.whole_network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks

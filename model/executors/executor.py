@@ -100,6 +100,10 @@ class Bindings(Protocol):
     def cpu_library(self) -> StatelessExecutor | None:
         """Has the packed matrices; None where they are not packed for the C library."""
 
+    @property
+    def modules(self) -> StatelessExecutor | None:
+        """Computes a network with modules of `transformers`; None for any other."""
+
     def bound_once(self, key: Hashable, kv_cache: KVCache, bind: Callable[[], T]) -> T:
         """Return what has been bound to a cache under a key; `bind` binds it at its first use."""
 

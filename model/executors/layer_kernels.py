@@ -41,6 +41,24 @@ AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"
 """The row of any registry for an operation, and the reasons."""
 
 
+def attention_kernels(
+    model: DecoderParameters,
+    bucket: Bucket,
+    arch: GPUArch,
+    block_size: int,
+    kv_dtype: str | None = None,
+) -> Iterator[tuple[str, AnyChoice]]:
+    """Yield the operations of attention alone; arguments and errors as for `layer_kernels`."""
+    vectors = VectorProblem(model.dtype_name)
+    yield "rotation and cache write", select_vector(rope.REGISTRY, vectors, arch)
+    for problem in attention_planner(model).problems(
+        block_size, kv_dtype, deterministic=bucket.deterministic, queries=bucket.queries
+    ):
+        if bucket.rows if problem.phase is Phase.DECODE else bucket.prompt_seqs:
+            window = f", window {problem.sliding_window}" if problem.sliding_window else ""
+            yield f"{problem.phase.value} attention{window}", select(problem, arch)
+
+
 def layer_kernels(
     model: DecoderParameters,
     bucket: Bucket,
@@ -63,13 +81,7 @@ def layer_kernels(
     network, dtype = model.network, model.dtype
     vectors = VectorProblem(model.dtype_name)
     yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
-    yield "rotation and cache write", select_vector(rope.REGISTRY, vectors, arch)
-    for problem in attention_planner(model).problems(
-        block_size, kv_dtype, deterministic=bucket.deterministic, queries=bucket.queries
-    ):
-        if bucket.rows if problem.phase is Phase.DECODE else bucket.prompt_seqs:
-            window = f", window {problem.sliding_window}" if problem.sliding_window else ""
-            yield f"{problem.phase.value} attention{window}", select(problem, arch)
+    yield from attention_kernels(model, bucket, arch, block_size, kv_dtype)
     purpose = Purpose.DETERMINISTIC_SERVING if bucket.deterministic else Purpose.SERVING
 
     def choose(

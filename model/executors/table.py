@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Final
 
 from kernels.selection import Choice, choose
 from model.executors import cpu_library, layers, single_launch
+from model.executors.modules import executor as modules
 
 if TYPE_CHECKING:
     from model.executors.columns import Bucket
     from model.executors.executor import ExecutorSpec, ModelProblem
 
-EXECUTORS: Final = (single_launch.SINGLE_LAUNCH, cpu_library.CPU_LIBRARY, layers.LAYERS)
+EXECUTORS: Final = (
+    single_launch.SINGLE_LAUNCH, cpu_library.CPU_LIBRARY, layers.LAYERS, modules.MODULES,
+)  # fmt: skip
 
 
 def choose_executor(

@@ -274,6 +274,22 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class Modules:
+    """What the modules of `transformers` compute of a network: all but the attention of its layers.
+
+    The other parts of the network then say nothing, and its layers have only their mixers, without what is before and
+    after the products of queries, keys and values.
+
+    Attributes:
+        model_type: of config.json.
+        num_parameters: of all modules; 0 before they are built.
+    """
+
+    model_type: str
+    num_parameters: int = 0
+
+
+@dataclass(frozen=True)
 class Network:
     """A decoder: embedding, layers, final norm, projection to the vocabulary.
 
@@ -287,6 +303,7 @@ class Network:
         logit_softcap: c in c * tanh(logit / c); None for none.
         tied: whether the projection to the vocabulary is the embedding matrix.
         head_bias: whether the projection to the vocabulary has a bias.
+        modules: of `transformers`, which compute the network; None for our executors.
     """
 
     vocab: int
@@ -298,10 +315,13 @@ class Network:
     logit_softcap: float | None = field(default=None, metadata={_TEXT: "softcap of logits"})
     tied: bool = False
     head_bias: bool = field(default=False, metadata={_TEXT: "bias of the output head"})
+    modules: Modules | None = field(default=None, metadata={_TEXT: "modules of transformers"})
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters; a tied projection counts once."""
+        if self.modules is not None:
+            return self.modules.num_parameters
         tables = self.vocab * (1 if self.tied else 2)
         if self.positions is not None:
             tables += self.positions.count + self.positions.offset

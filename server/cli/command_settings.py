@@ -250,7 +250,7 @@ def find_model(settings: Settings) -> tuple[Path, ModelConfig]:
         StartupError: an engine with these settings cannot start on this machine.
     """
     folder = resolve(settings.model, settings.revision, config_only=True)
-    model = ModelConfig.from_folder(folder)
+    model = ModelConfig.from_folder(folder, settings.model_backend)
     has_gpu = None if may_have_gpu() else False
     check_start(engine_config(settings, folder), model, has_gpu=has_gpu)
     pickle = None if settings.load_format == "dummy" else settings.load_format == "pickle"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from model.device.quantizations import QuantizationSetting
+from model.families.unlisted import ModelBackend
 from server.log import LogFormat
 from server.setting import Setting
 
@@ -27,6 +28,11 @@ class EngineSettings:
             none, with PyTorch's loader of tensors alone: it refuses all other content, but a mistake in it could run
             code of the file with the rights of the service, so use it for files whose author you trust. dummy generates
             random weights from config.json, to measure speed without a checkpoint.
+        model_backend: what computes the model. tessera: our executors, for the families of docs/models.md.
+            transformers: modules of the library transformers (an extra), with our attention, KV cache, scheduler and
+            sampling, for every decoder of the library that allows another attention; slower, and without
+            --tensor-parallel, --quantization, --deterministic and recorded steps. auto: transformers for the
+            architectures that are no family of ours.
         compiled_kernels: folder of kernels that `tessera warmup --arch` compiled; only read, those that it lacks are
             compiled into Triton's own cache.
         max_model_len: limit of prompt and output tokens of a sequence; default: the model's own limit.
@@ -71,6 +77,7 @@ class EngineSettings:
     load_format: Annotated[Literal["auto", "safetensors", "pickle", "dummy"], Setting("model")] = (
         "auto"
     )
+    model_backend: Annotated[ModelBackend, Setting("model")] = "tessera"
     compiled_kernels: str | None = None
     max_model_len: Annotated[int | None, Setting("model", ge=2)] = None
     max_num_seqs: Annotated[int | None, Setting(ge=1, le=4096)] = None

@@ -99,7 +99,8 @@ def warm_up(call: Invocation) -> None:
     # The folder that the service is to read may be the one that this command makes.
     config = engine_config(settings.model_copy(update={"compiled_kernels": None}), folder)
     try:
-        check_start(config, ModelConfig.from_folder(folder), has_gpu=True)
+        model = ModelConfig.from_folder(folder, settings.model_backend)
+        check_start(config, model, has_gpu=True)
     except StartupError as error:
         fail(str(error), "warmup")
     from server.cli import warmup as warmup_command
@@ -141,6 +142,7 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
     """
     from model.checkpoint.config import ModelConfig
     from model.errors import ModelError
+    from model.families.unlisted import NAME
     from model.hub.resolve import resolve
     from server.cli.bench.engine.options import shape_folder
     from server.cli.nvidia import may_have_gpu
@@ -154,7 +156,9 @@ def _configuration(settings: Settings, arch: str | None, flag: str, command: str
         folder = shape_folder(settings.model) or resolve(
             settings.model, settings.revision, config_only=True
         )
-        ModelConfig.from_folder(folder)
+        model = ModelConfig.from_folder(folder, settings.model_backend)
     except ModelError as error:
         fail(str(error), command)
+    if model.network.modules is not None and command != "plan":
+        fail(f"{NAME}: only `tessera plan` and a service know the modules of its models", command)
     return folder

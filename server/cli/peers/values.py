@@ -17,6 +17,7 @@ SPELLINGS: Final = {
         "qwen3_xml": "qwen3-coder",
     },
     "load_format": {"hf": "auto", "pt": "pickle"},
+    "model_backend": {"vllm": "tessera", "sglang": "tessera"},
     "log_level": {"warn": "warning", "critical": "error", "fatal": "error"},
 }  # fmt: skip
 """For each setting, its value for that of a peer with the same meaning."""

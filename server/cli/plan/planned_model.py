@@ -13,8 +13,10 @@ from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
 from model.decoder import DecoderLM
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
+from model.modules import plan_modules
 from model.network.state import quantized_kv_dtype
 from server.cli.command_settings import engine_config
+from server.engine.core.start_checks import check_with_modules
 from server.engine.runner.start.quantization import resolved_quantization
 
 if TYPE_CHECKING:
@@ -48,8 +50,14 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
 
     Raises:
         ModelError: the model is not supported, or the processor does not support the quantization.
+        StartupError: as for `check_with_modules`.
     """
-    config = ModelConfig.from_folder(folder).within(settings.max_model_len)
+    config = ModelConfig.from_folder(folder, settings.model_backend).within(settings.max_model_len)
+    if config.network.modules is not None:
+        check_with_modules(engine_config(settings, folder))
+        dtype = _dtype(settings.dtype, config, arch)
+        planned = plan_modules(folder, config, dtype)
+        return PlannedModel(planned, None, quantized_kv_dtype(settings.kv_cache_dtype))
     num_ranks = settings.tensor_parallel
     if reasons := config.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")

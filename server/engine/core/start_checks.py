@@ -6,12 +6,14 @@ so that the same mistake has the same message.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.checkpoint.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
 from model.device.quantizations import CPU_QUANTIZATIONS
+from model.families.unlisted import NAME
 from model.network.state import quantized_kv_dtype
 from server.engine.core.memory.kv_demand import (
     GIB,
@@ -62,6 +64,8 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         raise StartupError(
             f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
         )
+    if model.network.modules is not None:
+        check_with_modules(config)
     if reasons := model.parallel_unsupported(config.tensor_parallel):
         raise StartupError(f"--tensor-parallel {config.tensor_parallel}: {'; '.join(reasons)}")
     folder = config.compiled_kernels
@@ -78,6 +82,26 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         )
 
 
+def check_with_modules(config: EngineConfig) -> None:
+    """Check the settings of an engine whose network has modules of `transformers`.
+
+    Raises:
+        StartupError: the library is not installed, or a setting is not supported with it.
+    """
+    if find_spec("transformers") is None:
+        raise StartupError(
+            f"{NAME} needs the packages of the extra `transformers`: pip install 'tessera[transformers]'"
+        )
+    wrong = {
+        f"--tensor-parallel {config.tensor_parallel}": config.tensor_parallel > 1,
+        f"--quantization {config.quantization}": config.quantization not in ("auto", "none"),
+        "--deterministic": config.deterministic,
+        f"--load-format {config.load_format}": config.load_format == "pickle",
+    }
+    if names := [name for name, is_wrong in wrong.items() if is_wrong]:
+        raise StartupError(f"{', '.join(names)}: not supported with {NAME}")
+
+
 def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
     if config.tensor_parallel > 1 and config.quantization in CPU_QUANTIZATIONS:
         raise StartupError(
@@ -91,6 +115,8 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
         )
     if config.kv_cache_tokens is None and config.kv_cache_gib is None:
         return
+    if not model.network.layers:
+        return  # those of modules are not known before the engine has built them
     demand = KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
         requested_gib=config.kv_cache_gib,

@@ -20,6 +20,8 @@ from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.device.quantizations import QUANTIZATIONS, loaded_format
+from model.errors import UnsupportedModelError
+from model.families.unlisted import NAME
 from model.progress import Status, watched
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
@@ -60,7 +62,11 @@ def main(
         ModelError: the model cannot be loaded.
     """
     plan = make_plan(options)
-    model = ModelConfig.from_folder(Path(config.model_path))
+    model = ModelConfig.from_folder(Path(config.model_path), config.model_backend)
+    if model.network.modules is not None:
+        raise UnsupportedModelError(
+            f"{NAME}: the work of its modules is not known; `tessera bench serve` measures a service"
+        )
     config = adapt(config, plan, given, model.max_context)
     try:
         engine = EngineRun(config, options.idle_seconds)

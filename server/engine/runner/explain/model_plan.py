@@ -12,8 +12,9 @@ from kernels.step.single_launch import has_run
 from model.executors.bound import deterministic_unsupported
 from model.executors.columns import Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
-from model.executors.layer_kernels import layer_kernels
+from model.executors.layer_kernels import attention_kernels, layer_kernels
 from model.executors.layers import LAYERS
+from model.executors.modules.executor import MODULES
 from model.executors.single_launch import ROW_COUNTS, SINGLE_LAUNCH
 from model.executors.table import choose_executor
 from model.sampling.sampler import SAMPLERS
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from model.executors.layer_kernels import AnyChoice
 
 _DECODE_ROWS: Final = (1, *ROW_COUNTS, 64)
+_KERNELS: Final = {LAYERS.name: layer_kernels, MODULES.name: attention_kernels}
+"""The operations of the executors that launch more than one kernel."""
 _PROMPT_TOKENS: Final = 1024
 """Steps that are explained: those that may be one launch, one of many sequences, and one of a chunk of a prompt."""
 
@@ -143,8 +146,8 @@ def _plan_step(
     chosen = choose_executor(problem, bucket, f"a {name}")
     note = chosen.spec.describe(problem)
     operations: list[tuple[str, AnyChoice]] = []
-    if chosen.spec.name == LAYERS.name:
-        operations += layer_kernels(model, bucket, arch, block_size, kv_dtype)
+    if (kernels := _KERNELS.get(chosen.spec.name)) is not None:
+        operations += kernels(model, bucket, arch, block_size, kv_dtype)
     operations.append(("sampling", select_vector(SAMPLERS, VectorProblem("float32"), arch)))
     return StepPlan(
         step=name,
@@ -190,6 +193,8 @@ def _describe_few(steps: Sequence[StepPlan], arch: GPUArch) -> str:
 
 
 def _way(step: StepPlan) -> str:
+    if step.executor == MODULES.name:
+        return "by modules of transformers, the slow path"
     if step.executor != LAYERS.name:
         return "in one launch"
     (reasons,) = (row.reasons for row in step.refused if row.kernel == SINGLE_LAUNCH.name)

@@ -162,7 +162,7 @@ def _records(config: EngineConfig, runner: ModelRunner) -> bool:
 
 def _recorded_bytes(model: DecoderLM, config: EngineConfig, limits: SchedulerConfig) -> int:
     """Return the memory of the inputs and results of recorded steps; 0 if steps are not recorded."""
-    if not config.cuda_graphs:
+    if not config.cuda_graphs or model.network.modules is not None:
         return 0
     row_bytes = model.network.vocab * model.dtype.itemsize
     return recorded_bytes(limits, config.block_size, row_bytes)
@@ -173,6 +173,9 @@ def _can_record(runner: ModelRunner) -> bool:
 
     PyTorch's attention, the fallback for other GPUs and dtypes, reads its batch on the host.
     """
+    if runner.model.network.modules is not None:
+        log.info("steps are not recorded: modules of transformers may read values of the device")
+        return False
     arch = detect(runner.model.device)
     specs = [select(problem, arch).spec for problem in runner.attention_problems()]
     names = {spec.name for spec in specs if spec.launch is None}

@@ -21,6 +21,7 @@ from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
+from model.modules import load_modules, with_modules
 from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
 from server.engine.core.engine import Engine
@@ -180,7 +181,11 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         endpoint: of this process; None without other ranks.
     """
     with phases("reading the configuration"):
-        model_config = ModelConfig.from_folder(Path(config.model_path)).within(config.max_model_len)
+        path = Path(config.model_path)
+        model_config = ModelConfig.from_folder(path, config.model_backend).within(
+            config.max_model_len
+        )
+        model_config = with_modules(path, model_config)
         check_start(config, model_config, has_gpu=torch.cuda.is_available())
         device = _device(config.device, endpoint.rank if endpoint else 0, config.tensor_parallel)
         if config.compiled_kernels is not None:
@@ -193,17 +198,25 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
     if endpoint is not None:
         with phases("connecting the ranks"):
             communicator = connect(endpoint, device)
+    model: DecoderLM
     with phases("loading the weights"), _weights_progress(phases) as progress:
-        model = load_part(
-            Path(config.model_path),
-            model_config,
-            stored_dtype(model_config) if in_library else dtype,
-            device,
-            config.load_format,
-            progress,
-            weight_format=loaded_format(quantization, model_config.stored_format),
-            communicator=communicator,
-        )
+        if model_config.network.modules is None:
+            model = load_part(
+                path,
+                model_config,
+                stored_dtype(model_config) if in_library else dtype,
+                device,
+                config.load_format,
+                progress,
+                weight_format=loaded_format(quantization, model_config.stored_format),
+                communicator=communicator,
+            )
+        else:
+            model = load_modules(path, model_config, dtype, device, config.load_format)
+            model.check(config.block_size)
+            log.warning(
+                "modules of transformers compute the model, which is the slow path; GET /plan says why"
+            )
         phases.tell("packing the weights")
         model.optimize(quantization if in_library else None, threads)
         model.unmeasured_kernels = config.unmeasured_kernels

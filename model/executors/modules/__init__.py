@@ -1,0 +1,1 @@
+"""Steps by the modules of the library `transformers`, with our attention and cache."""
