@@ -78,6 +78,16 @@ class ModulesLM(DecoderLM):
         check_modules(self, self.executors.modules, self.library, block_size)
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.embedding.numbers.device
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the parameters have no memory, so that the model can only be planned."""
+        return self.embedding.numbers.is_meta
+
+    @property
     def row_counts(self) -> tuple[int, ...]:
         """None: the library computes the projections."""
         return ()

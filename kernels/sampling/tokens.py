@@ -60,7 +60,7 @@ def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> T
 
 
 def known_ids(ids: Tensor, sampled: Tensor | None = None) -> Tensor:
-    """Return token ids [T] int64 with those of `sampled`, [R] int64, in place of -1 - i, without waiting for a device."""
+    """Return token ids [T] int64 with those of `sampled`, [R] int64, in place of -1 - i. Waits for no device."""
     if sampled is None:
         return ids
     return torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)

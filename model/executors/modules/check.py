@@ -50,7 +50,7 @@ def check_modules(
     Raises:
         UnsupportedModelError: the scores differ.
     """
-    device, vocab = model.embed_tokens.device, model.network.vocab
+    device, vocab = model.device, model.network.vocab
     totals = (min(sum(counts), model.max_context) for counts in zip(*_CHUNKS, strict=True))
     sequences = [
         ((torch.arange(total) + seed) * 7919 % vocab).to(device)
@@ -64,7 +64,7 @@ def check_modules(
     finally:
         library.set_attn_implementation(STEPS)
     found = _in_chunks(model, executor, sequences, block_size)
-    in_float32 = model.embed_tokens.dtype is torch.float32
+    in_float32 = model.dtype is torch.float32
     errors = _differences(torch.cat(found).float(), torch.cat(expected).float())
     largest = (errors.max() if in_float32 else errors.median()).item()
     # Scores that are not finite numbers are reported by the engine, with what to do.
@@ -91,10 +91,10 @@ def _in_chunks(
     block_size: int,
 ) -> list[Tensor]:
     """Return the logits [tokens, V] of sequences, computed in chunks."""
-    device = model.embed_tokens.device
+    device = model.device
     longest = max(map(len, sequences))
     columns = -(-longest // block_size)
-    state = model.network.state(model.embed_tokens.dtype)
+    state = model.network.state(model.dtype)
     cache = KVCache(state, len(sequences) * columns, block_size, device)
     # The blocks of a sequence are not adjacent.
     blocks = torch.arange(cache.num_blocks, dtype=torch.int32, device=device)

@@ -62,9 +62,9 @@ class ModulesExecutor:
 
     def reserve_positions(self, num_positions: int) -> None:
         """Allocate the tables of the rotation by 0, with which the cache is written."""
-        parameter = self._model.embed_tokens
-        for it in self._model.ropes:
-            it.reserve(num_positions, parameter.dtype, parameter.device)
+        model = self._model
+        for it in model.ropes:
+            it.reserve(num_positions, model.dtype, model.device)
 
     def step(
         self, state: KVCache, step: StepInput, sampled: Tensor | None, out: StepOutput | None
@@ -102,7 +102,7 @@ class ModulesExecutor:
         Returns:
             [M, V].
         """
-        dtype = self._model.embed_tokens.dtype
+        dtype = self._model.dtype
         rotation, _, _ = select_vector(
             rope.REGISTRY, VectorProblem(self._model.dtype_name), self._model.arch
         )
