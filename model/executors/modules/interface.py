@@ -22,7 +22,7 @@ from model.network.spec import Attention, Dense, Layer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STEPS: Final = "tessera"
+STEPS: Final = "tessera_steps"
 PROBE: Final = "tessera_probe"
 """Our names among the implementations of attention: without masks for steps, with masks that tell what they are."""
 

@@ -15,6 +15,7 @@ from model.network.spec import (
     Attention,
     Dense,
     Layer,
+    Modules,
     Network,
     Norm,
     Positions,
@@ -29,6 +30,7 @@ OTHERS = {
         "logit_softcap": 3.0,
         "tied": True,
         "head_bias": True,
+        "modules": Modules("olmo"),
     },
     Layer: {"post_norms": True, "pre_norms": False, "parallel": True, "shared_norm": True},
     Norm: {"eps": 1e-5, "kind": "layer", "float32": True, "bias": False},
@@ -48,7 +50,7 @@ OTHERS = {
 }
 """A value of each field that has a default, other than that; a norm that is always there is read by its own fields."""
 FIELDS = [(part, name) for part, fields in OTHERS.items() for name in fields]
-EVERY_PART = {part: {} for part in (*OTHERS, Rotary, Positions, QueryScale)}
+EVERY_PART = {part: {} for part in (*OTHERS, Rotary, Positions, QueryScale, Modules)}
 EXECUTORS = {
     "a launch": (single_launch.READS, single_launch.VARYING),
     "a launch of several": (single_launch.READS_OF_ROWS, single_launch.VARYING_OF_ROWS),
