@@ -94,6 +94,7 @@ print(spawn.ENGINE_COMMAND[-1], *os.environ["PYTHONPATH"].split(os.pathsep))
     assert str(installed / "tessera") not in folders
 
 
+@pytest.mark.slow
 def test_no_module_of_an_installation_names_a_package_without_tessera(installed):
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -137,6 +138,7 @@ def test_an_import_that_cannot_be_renamed_fails_the_build(text):
         renamed(text.encode(), MODULES)
 
 
+@pytest.mark.slow
 def test_the_public_names_are_those_of_the_installation(installed):
     program = """
 import sys, tessera

@@ -150,6 +150,7 @@ def test_both_front_ends_answer_with_one_engine_without_mixing_requests(service,
     assert answers[0] != answers[1]
 
 
+@pytest.mark.slow
 def test_either_front_end_reports_the_metrics_of_both(service, clients):
     names = (
         "tessera_requests_total",
@@ -349,6 +350,7 @@ def test_all_processes_end_when_the_service_is_killed():
     until(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_ends_the_service():
     service = FrontEndService("fail")
 

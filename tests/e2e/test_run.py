@@ -13,6 +13,7 @@ pytestmark = pytest.mark.e2e
 RUN = [sys.executable, "-m", "server.cli.main", "run"]
 
 
+@pytest.mark.slow
 def test_a_service_of_its_own_answers_and_ends_with_the_command():
     done = subprocess.run(
         [*RUN, "bundled", "def add(a, b):", "--port=0", "--max-tokens=8", "--temperature=0"],

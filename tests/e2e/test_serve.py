@@ -54,6 +54,7 @@ def test_a_function_header_is_completed_with_python(bundled_service):
     assert codeop.compile_command(prompt + completion) is None
 
 
+@pytest.mark.slow
 def test_the_service_and_the_plan_command_report_the_same_plan(bundled_service):
     command = [sys.executable, "-m", "server.cli.main", "plan", "--device=cpu", "--json"]
     printed = subprocess.run(command, check=True, capture_output=True).stdout

@@ -168,6 +168,7 @@ def test_a_folder_without_weights_is_named(checkpoint):
     assert "safetensors" in line
 
 
+@pytest.mark.slow
 def test_a_truncated_shard_is_named(checkpoint):
     shard = max(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-1000])

@@ -115,7 +115,7 @@ def answers(checkpoint):
     return []
 
 
-@pytest.mark.parametrize("company", slow_except(COMPANIES[-1:], COMPANIES))
+@pytest.mark.parametrize("company", slow_except((), COMPANIES))
 def test_requests_have_the_bits_that_they_have_alone(checkpoint, answers, company):
     if not answers:
         one = engine(checkpoint, max_num_seqs=1, enable_prefix_caching=False)
@@ -131,6 +131,7 @@ def test_requests_have_the_bits_that_they_have_alone(checkpoint, answers, compan
         assert together.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_a_step_with_drafts_has_the_bits_of_as_many_steps(checkpoint):
     rng = random.Random(3)
     ways = [{"temperature": 0.0, "logprobs": True}, {"seed": 5, "logprobs": True}]

@@ -92,6 +92,7 @@ def test_recorded_steps(tmp_path):
     assert all(it.num_logits == it.rows * it.queries for it in recorded)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_model(tmp_path):
     rng = random.Random(10)
     folder = write_tiny_checkpoint(tmp_path, num_key_value_heads=4)

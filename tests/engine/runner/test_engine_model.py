@@ -105,6 +105,7 @@ def test_a_preemption_does_not_change_the_tokens(checkpoint, reference):
     assert_all_free(engine)
 
 
+@pytest.mark.slow
 def test_64_requests_in_a_cache_for_fewer_than_half_get_the_tokens_that_each_gets_alone(
     checkpoint, reference
 ):
