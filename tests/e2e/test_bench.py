@@ -47,6 +47,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_engine_is_measured_without_http_and_a_profile_of_its_steps_adds_up(tmp_path):
     workloads = ("--workloads", "batch1", "decode4", "ttft64", "mixed8")
     done = bench(*SMALL, *workloads, "--profile", "--commit=abc", f"--json={tmp_path}/")

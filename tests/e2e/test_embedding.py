@@ -125,6 +125,7 @@ def test_a_request_that_its_server_cancels_counts_as_aborted_by_the_client(strea
     assert (aborted, failed) == (1, 0)
 
 
+@pytest.mark.slow
 def test_requests_that_still_run_when_the_service_is_left_end_with_an_error():
     async def use():
         async with contextlib.AsyncExitStack() as stack:

@@ -50,6 +50,7 @@ def imported(folder):
     return sorted(path.name for path in folder.parent.glob("*.imported"))
 
 
+@pytest.mark.slow
 def test_the_service_and_its_children_import_nothing_from_the_working_directory(folder, script):
     service = Service(
         ["--device=cpu", "--frontends=2"],

@@ -18,6 +18,7 @@ def warm_up(*arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_warmup_starts_an_engine_and_prints_how_long_each_phase_took():
     done = warm_up("--device=cpu", "--kv-cache-tokens=512")
 

@@ -118,6 +118,7 @@ def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
     assert engine.engine._runner.sharing_rule is not None
 
 
+@pytest.mark.slow
 def test_a_step_with_drafts_samples_what_as_many_steps_sample(
     monkeypatch, as_on_a_gpu, prefixes, tmp_path
 ):
