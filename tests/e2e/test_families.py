@@ -7,6 +7,7 @@ import pytest
 
 from model.hub.names import BUNDLED_FOLDER
 from tests.e2e.conftest import CLIENT
+from tests.e2e.served_tokens import assert_equal_tokens
 from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.oracle import generated
 
@@ -71,21 +72,8 @@ def test_a_service_has_the_tokens_of_transformers_and_refuses_images(tmp_path, s
         "--max-num-batched-tokens=32",
     )
     service.wait_until_healthy(120)
-    body = {
-        "model": "it",
-        "prompt": PROMPT,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "logprobs": 1,
-        "return_tokens_as_token_ids": True,
-        "ignore_eos": True,
-    }
-    reply = CLIENT.post(f"{service.url}/v1/completions", json=body, timeout=180).json()
 
-    found = reply["choices"][0]["logprobs"]
-    assert [int(token.removeprefix("token_id:")) for token in found["tokens"]] == theirs.tokens
-    pairs = zip(found["token_logprobs"], theirs.logprobs, strict=True)
-    assert max(abs(ours - other) for ours, other in pairs) < 1e-4
+    assert_equal_tokens(CLIENT, service.url, PROMPT, theirs, 1e-4)
     for path, fields in REQUESTS.items():
         refused = CLIENT.post(f"{service.url}{path}", json={"model": "it", **fields})
         assert refused.status_code == 400

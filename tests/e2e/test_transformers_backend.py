@@ -7,6 +7,7 @@ import pytest
 
 from model.hub.names import BUNDLED_FOLDER
 from tests.e2e.conftest import CLIENT
+from tests.e2e.served_tokens import assert_equal_tokens
 from tests.model.library_cases import CASES
 from tests.model.oracle import generated
 
@@ -40,20 +41,7 @@ def test_a_service_has_the_tokens_of_transformers(tmp_path, start_service, name)
     service.wait_until_healthy(120)
     for prompt in ([*range(7, 4000, 97)], [*range(7, 4000, 97), 5, 6], [9]):
         theirs = generated(oracle, prompt, TOKENS)
-        body = {
-            "model": "it",
-            "prompt": prompt,
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "logprobs": 1,
-            "return_tokens_as_token_ids": True,
-            "ignore_eos": True,
-        }
-        reply = CLIENT.post(f"{service.url}/v1/completions", json=body, timeout=180).json()
-        found = reply["choices"][0]["logprobs"]
-        assert [int(it.removeprefix("token_id:")) for it in found["tokens"]] == theirs.tokens
-        pairs = zip(found["token_logprobs"], theirs.logprobs, strict=True)
-        assert max(abs(ours - other) for ours, other in pairs) < 1e-3
+        assert_equal_tokens(CLIENT, service.url, prompt, theirs, 1e-3)
 
     plan = CLIENT.get(f"{service.url}/plan").json()
     assert {step["executor"] for step in plan["steps"]} == {"modules"}
