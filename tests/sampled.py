@@ -34,6 +34,7 @@ MOST_CASES: Final = {
     "tests/kernels/collective/": 1,
     "tests/kernels/compile/": 1,
     "tests/kernels/linear/": 4,
+    "tests/kernels/linear/test_select.py": 500,
     "tests/kernels/norms/": 4,
     "tests/kernels/sampling/": 4,
     "tests/kernels/step/": 1,

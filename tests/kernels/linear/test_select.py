@@ -173,7 +173,7 @@ def test_the_number_of_rows_decides_the_kernel_for_fp8_in_blocks(rows, arch, cha
         (problem(64, layer_weights=4 * LAYER, format=FP8_ROWS), "h100", None),
         (problem(65, layer_weights=4 * LAYER, format=FP8_ROWS), "h100", "65 rows: others are faster outside 3 to 64"),
         (problem(16, batch_invariant=True, format=FP8_ROWS), "h100", "weights are quantized"),
-        (problem(16, format=dataclasses.replace(FP8_BLOCKS, group=64), layer_weights=LAYER), "h100",
+        (problem(17, format=dataclasses.replace(FP8_BLOCKS, group=64), layer_weights=LAYER), "h100",
          "FP8 in groups of 64, not of a multiple of 128"),
         (problem(16, inputs=96, layer_weights=LAYER), "h100", "a size of 96 is not a multiple of 64"),
         (problem(16, dtype="float32", layer_weights=LAYER), "h100", "no float32"),
