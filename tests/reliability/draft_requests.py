@@ -35,8 +35,9 @@ PATHS: Final = (*_TGI, "/v1/completions", *_CHAT)
 _VOLATILE: Final = frozenset(
     {
         "id", "item_id", "response_id", "created", "created_at", "completed_at", "system_fingerprint", "warnings",
-        "sequence_number", "index", "output_index", "content_index", "prompt_tokens_details", "completion_tokens_details", "input_tokens_details",
-        "output_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens", "speculation", "obfuscation",
+        "sequence_number", "index", "output_index", "content_index", "obfuscation", "speculation",
+        "prompt_tokens_details", "completion_tokens_details", "input_tokens_details", "output_tokens_details",
+        "cache_read_input_tokens", "cache_creation_input_tokens",
     }
 )  # fmt: skip
 """Fields that differ between two replies to one request."""
@@ -205,7 +206,7 @@ def content(reply: Reply) -> dict[str, Any]:
     return found
 
 
-def _collect(value: Any, place: str, found: dict[str, Any]) -> None:  # noqa: ANN401 - JSON
+def _collect(value: Any, place: str, found: dict[str, Any]) -> None:
     """Add a value at a place: texts are joined, those of a list and other values listed, names listed once."""
     if isinstance(value, dict):
         if value.get("type") == "ping":

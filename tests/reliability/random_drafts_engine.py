@@ -1,7 +1,7 @@
 """Runs an engine process whose drafts are random: right, wrong, partly right, and with end tokens in them.
 
-The service's own drafts are right more often than not, and it stops proposing where that does not pay. Here every decode
-row has a draft as long as it may be, whatever it costs.
+The service's own drafts are right more often than not, and it stops proposing where that does not pay. Here every
+decode row has a draft, whatever it costs.
 
     python -m tests.reliability.random_drafts_engine
 """

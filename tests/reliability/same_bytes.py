@@ -1,13 +1,13 @@
 """Checks that drafts change no byte of a reply: requests of every kind, with drafts and without, over HTTP.
 
-Each request is sent to a service without drafts, then twice with them: its own drafts in one company, and random ones,
-right, wrong, partly right and with end tokens, in another one. A company is a service whose cache, steps or prefix cache
-are such that sequences are preempted, prompts divided into chunks or prefixes found, and a number of requests at the
-same time. The second time, the earlier answers are known to the drafter.
+Each request is sent to a service without drafts, then twice with them: to one company with the service's own drafts,
+and to another one with random drafts, right, wrong, partly right and with end tokens in them. A company is a service
+whose cache, steps or prefix cache are such that sequences are preempted, prompts divided into chunks or prefixes found,
+and a number of requests at the same time. The second time, the earlier answers are known to the drafter.
 
     python -m tests.reliability.same_bytes [--count 2000] [--seed 0] [--quantization int8] [--kv-cache-dtype auto]
 
-Options after `--` are those of `tessera serve`. The exit status is 1 if a reply differs, failed, or nothing was drafted.
+Options after `--` are those of `tessera serve`. The exit status is 1 if a reply differs or failed, or no draft was kept.
 """
 
 from __future__ import annotations
