@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def read_served(options: argparse.Namespace) -> tuple[EngineConfig, Path]:
     """Return the configuration of an engine with the settings after `--`, and the checkpoint."""
-    settings = read_settings(options.served, "serve")
+    settings = read_settings(["--log-level=warning", *options.served], "serve")
     if shape := shape_folder(settings.model):
         settings = settings.model_copy(update={"model": str(shape), "load_format": "dummy"})
     config = local_engine(settings, "serve")

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 _TIMEOUT: Final = 600.0
 _COUNTERS: Final = {
-    "steps": "steps_total",
-    "drafted": "draft_tokens_total",
-    "accepted": "accepted_tokens_total",
+    "steps": "tessera_engine_steps_total",
+    "drafted": "tessera_draft_tokens_total",
+    "accepted": "tessera_draft_accepted_tokens_total",
 }
-"""Ends of the names of the service's counters."""
 
 
 class _Reply(OpenAI):
@@ -70,16 +69,15 @@ class Service:
             self._model: str = msgspec.json.decode(reply.read())["data"][0]["id"]
         self._num_runs = 0
 
-    def counters(self) -> dict[str, float]:
-        """Return the counters of `_COUNTERS`; 0 for those that the service does not have."""
-        values = dict.fromkeys(_COUNTERS, 0.0)
+    def counters(self) -> dict[str, int]:
+        """Return the counters of `_COUNTERS`."""
         with urllib.request.urlopen(f"{self._url}/metrics") as reply:  # noqa: S310
-            for line in reply.read().decode().splitlines():
-                name = line.split("{")[0].split(" ")[0]
-                for key, end in _COUNTERS.items():
-                    if name.startswith("tessera") and name.endswith(end):
-                        values[key] += float(line.rsplit(" ", 1)[1])
-        return values
+            samples = dict(
+                line.rsplit(" ", 1)
+                for line in reply.read().decode().splitlines()
+                if not line.startswith("#")
+            )
+        return {key: int(float(samples[name])) for key, name in _COUNTERS.items()}
 
     def run(
         self, cases: Sequence[Case], streams: int, *, drafts: bool, logprobs: bool = False
@@ -102,7 +100,7 @@ class Service:
         before = self.counters()
         seconds, tokens, replies = asyncio.run(self._send(bodies, cases, streams))
         after = self.counters()
-        counts = {name: int(after[name] - before[name]) for name in _COUNTERS}
+        counts = {name: after[name] - before[name] for name in _COUNTERS}
         return Run(seconds=seconds, tokens=tokens, **counts), replies
 
     async def _send(

@@ -37,7 +37,7 @@ _VOLATILE: Final = frozenset(
         "id", "item_id", "response_id", "created", "created_at", "completed_at", "system_fingerprint", "warnings",
         "sequence_number", "index", "output_index", "content_index", "obfuscation", "speculation",
         "prompt_tokens_details", "completion_tokens_details", "input_tokens_details", "output_tokens_details",
-        "cache_read_input_tokens", "cache_creation_input_tokens",
+        "cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens", "tessera",
     }
 )  # fmt: skip
 """Fields that differ between two replies to one request."""
@@ -206,6 +206,12 @@ def content(reply: Reply) -> dict[str, Any]:
     return found
 
 
+def differing_places(one: Reply, other: Reply) -> list[str]:
+    """Return the places at which two replies differ, of those that `content` returns."""
+    here, there = content(one), content(other)
+    return sorted(it for it in {*here, *there} if here.get(it) != there.get(it))
+
+
 def _collect(value: Any, place: str, found: dict[str, Any]) -> None:
     """Add a value at a place: texts are joined, those of a list and other values listed, names listed once."""
     if isinstance(value, dict):
@@ -213,7 +219,8 @@ def _collect(value: Any, place: str, found: dict[str, Any]) -> None:
             return
         here = f"{place}[{value['index']}]" if place and "index" in value else place
         for name, entry in value.items():
-            if name not in _VOLATILE:
+            spent = name == "usage" and "queue_ms" in (entry or ())
+            if name not in _VOLATILE and not spent:
                 _collect(entry, f"{here}.{name}", found)
     elif isinstance(value, list):
         for entry in value:

@@ -21,7 +21,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks.report import add_bookkeeping, write_report
-from tests.reliability.draft_requests import Request, RequestMaker, content
+from tests.reliability.draft_requests import Request, RequestMaker, differing_places
 from tests.reliability.exchange import HOST, Reply, Truncated, encode_post, read_reply
 from tests.reliability.managed_service import ManagedService
 
@@ -34,12 +34,11 @@ _TIMEOUT: Final = 600.0
 _DRAFTS: Final = (None, None, 1, 2, 4, 7)
 """Most tokens of a request's drafts."""
 _COUNTERS: Final = {
-    "drafted": "draft_tokens_total",
-    "accepted": "accepted_tokens_total",
-    "preemptions": "preemptions_total",
-    "cached": "prefix_cache_hits_total",
+    "drafted": "tessera_draft_tokens_total",
+    "accepted": "tessera_draft_accepted_tokens_total",
+    "preemptions": "tessera_preemptions_total",
+    "cached": "tessera_prefix_cache_hit_tokens_total",
 }
-"""Ends of the names of the service's counters."""
 
 
 class Company(NamedTuple):
@@ -111,17 +110,10 @@ async def _send(port: int, request: Request) -> Reply:
         writer.transport.abort()
 
 
-def counters(service: ManagedService) -> dict[str, float]:
+def counters(service: ManagedService) -> dict[str, int]:
     """Return the counters of `_COUNTERS`."""
     values = service.metrics()
-    return {
-        key: sum(
-            value
-            for name, value in values.items()
-            if name.startswith("tessera") and name.endswith(end)
-        )
-        for key, end in _COUNTERS.items()
-    }
+    return {key: int(values[name]) for key, name in _COUNTERS.items()}
 
 
 @contextlib.contextmanager
@@ -155,9 +147,11 @@ def check(
             replies = asyncio.run(send_all(service.port, sent, streams))
             for i, request, reply in zip(order, sent, replies, strict=True):
                 statuses[reply.status] += 1
-                if reply.status != 200 or content(reply) != content(expected[i]):
+                places = differing_places(expected[i], reply)
+                if reply.status != 200 or places:
                     different.append(
                         {
+                            "places": places,
                             "path": request.path,
                             "body": request.body,
                             "statuses": [expected[i].status, reply.status],
