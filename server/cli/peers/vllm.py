@@ -79,7 +79,8 @@ VLLM: Final = Peer(
         near(common.HUB_FOLDER, "--download-dir"),
         near(common.HUB_TOKEN, "--hf-token"),
         near(common.GPU_CHOICE, "--device-ids"),
-        near(common.DRAFTS, "--speculative-config -sc --spec-method --ngram-prompt-lookup-max --ngram-prompt-lookup-min"),
+        near(common.DRAFTS, "--speculative-config -sc --spec-method --ngram-prompt-lookup-max "
+             "--ngram-prompt-lookup-min"),
         near(common.OTLP, "--otlp-traces-endpoint"),
         near(common.ACCESS_LOG, "--enable-log-requests", takes="nothing"),
         near("--log-level is that of all messages", "--uvicorn-log-level"),

@@ -33,8 +33,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int
     recomputed_tokens: int
     steps: int
-    draft_tokens: int
-    accepted_tokens: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     device_seconds: float
     kv_block_seconds: float
 

@@ -107,7 +107,7 @@ class LookupDrafter:
             pool = TokenIndex(pool.token_ids[-_MOST_POOLED:])
         # With the end of the prompt, which the answer's first tokens follow.
         first = max(0, sequence.num_prompt_tokens - ORDER, sequence.num_tokens - _MOST_POOLED)
-        pool.token_ids += [END, *sequence.token_ids[first:]]
+        pool.token_ids += [*sequence.token_ids[first:], END]
         while not pool.is_complete:
             pool.update()
         self._pool_of[salt] = pool

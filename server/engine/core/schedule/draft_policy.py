@@ -27,10 +27,12 @@ _LEAST_GAIN: Final = 1.02
 """Tokens per second with drafts, relative to those without, from which on drafts are used."""
 _BEST_RATE: Final = 0.9
 """Share of right tokens at which drafts must be able to pay, for sequences to be looked at at all."""
-_PROBE: Final = 64
-"""Tokens after which a sequence whose drafts do not pay gets a draft of one token: its text may have changed."""
+_PROBE: Final = 32
+"""Tokens after which a sequence whose drafts do not pay gets a draft of one token, since its text may have changed. The
+next such draft comes after twice as many, up to 16 times."""
 _RENEWED: Final = 256
-"""Steps after which `_pays` is asked again for a number of sequences."""
+_RENEWED_YES: Final = 16
+"""Steps after which `_may_pay` asks again for a number of sequences: those without drafts cost nothing."""
 
 
 class _Record:
@@ -40,14 +42,15 @@ class _Record:
         rights, tries: tokens, of late more than before.
         certainty, num_tokens, num_accepted: of the last draft, and the account's accepted tokens before it.
         probe_at: output tokens at which a draft is due whether it pays or not.
+        wait: tokens between the last such draft and that one.
     """
 
-    __slots__ = ("certainty", "num_accepted", "num_tokens", "probe_at", "rights", "tries")
+    __slots__ = ("certainty", "num_accepted", "num_tokens", "probe_at", "rights", "tries", "wait")
 
     def __init__(self) -> None:
         self.rights = self.tries = 0.0
         self.certainty = self.num_tokens = self.num_accepted = 0
-        self.probe_at = 0
+        self.probe_at = self.wait = _PROBE
 
 
 class DraftPolicy:
@@ -103,35 +106,30 @@ class DraftPolicy:
         rates: dict[int, float] = {}
         probes: list[int] = []
         for row, sequence in enumerate(sequences):
-            if sequence.num_tokens_in_flight > num_ahead:
+            limit = self._limit(sequence)
+            if limit < 1 or sequence.num_tokens_in_flight > num_ahead:
                 continue
-            limit = self._limit(sequence) + num_ahead
-            if limit <= num_ahead:
+            record = self._record(sequence)
+            draft = self.drafter.propose(sequence, limit + num_ahead)
+            if len(draft.tokens) <= num_ahead:
                 continue
-            record = self._records.get(sequence)
-            if record is None:
-                record = self._records[sequence] = _Record()
-            self._learn(sequence, record)
-            draft = self.drafter.propose(sequence, limit)
-            tokens = draft.tokens[num_ahead:]
-            if not tokens:
-                continue
+            proposed[row] = draft.tokens[num_ahead:]
+            record.certainty = draft.certainty
             prior = self._rates[draft.certainty]
             rates[row] = (record.rights + _PRIOR * prior) / (record.tries + _PRIOR)
-            proposed[row] = tokens
-            record.certainty = draft.certainty
             if sequence.num_output_tokens >= record.probe_at and not num_ahead:
                 probes.append(row)
         if not rates:
             return None
         counts = self._counts(len(sequences), proposed, rates)
+        for row in counts:
+            self._note_due(sequences[row], _PROBE)
         for row in probes:
-            counts[row] = max(counts.get(row, 0), 1)
+            if row not in counts:
+                counts[row] = 1
+                self._note_due(sequences[row], 2 * self._records[sequences[row]].wait)
         if not counts:
             return None
-        for row in counts:
-            sequence = sequences[row]
-            self._records[sequence].probe_at = sequence.num_output_tokens + _PROBE
         return [tokens[: counts.get(row, 0)] for row, tokens in enumerate(proposed)]
 
     def note_drafts(
@@ -156,6 +154,12 @@ class DraftPolicy:
             del self._records[sequence]
             self.drafter.forget(sequence)
 
+    def _note_due(self, sequence: Sequence, wait: int) -> None:
+        """Note that a sequence gets a draft now; another is due after `wait` tokens."""
+        record = self._records[sequence]
+        record.wait = min(wait, 16 * _PROBE)
+        record.probe_at = sequence.num_output_tokens + record.wait
+
     def _limit(self, sequence: Sequence) -> int:
         """Return the most tokens of a draft for a sequence."""
         if not sequence.deterministic or sequence.slots is not None or sequence.num_void_results:
@@ -165,10 +169,16 @@ class DraftPolicy:
             most = min(most, sequence.max_draft_tokens)
         return min(most, sequence.max_num_tokens - sequence.num_known_tokens - 1)
 
+    def _record(self, sequence: Sequence) -> _Record:
+        """Return the record of a sequence, with the result of its last draft."""
+        record = self._records.get(sequence)
+        if record is None:
+            record = self._records[sequence] = _Record()
+        if record.num_tokens:
+            self._learn(sequence, record)
+        return record
+
     def _learn(self, sequence: Sequence, record: _Record) -> None:
-        """Enter the result of the last draft of a sequence, if it had one."""
-        if not record.num_tokens:
-            return
         rights = sequence.account.num_accepted_tokens - record.num_accepted
         tries = min(record.num_tokens, rights + 1)
         record.num_tokens = 0
@@ -218,7 +228,7 @@ class DraftPolicy:
         """Return whether drafts that are mostly right make a step of so many rows more productive."""
         self._num_asked += 1
         asked, pays = self._pays.get(num_rows, (-_RENEWED, False))
-        if self._num_asked - asked < _RENEWED:
+        if self._num_asked - asked < (_RENEWED_YES if pays else _RENEWED):
             return pays
         alone = self.costs.seconds(num_rows)
         pays = False
