@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FILE: Final = Path(__file__).parent / "edits.jsonl"
 COUNT: Final = 100
-_SEED: Final = 43
+SEED: Final = 43
 _TOKENS: Final = range(300, 880)
 """Of a part, by the bundled tokenizer: prompt and answer have the part twice and fit into 2,048 tokens."""
 _CHARACTERS: Final = range(600, 6000)
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; compare")
     options = parser.parse_args()
     evaluation = json.loads((resolve(BUNDLED) / "evaluation.json").read_text())
-    edits = make_edits(options.stdlib, evaluation["data"]["held_out"]["paths"], COUNT, _SEED)
+    edits = make_edits(options.stdlib, evaluation["data"]["held_out"]["paths"], COUNT, SEED)
     if options.check:
         sys.exit(0 if edits == read_edits(options.output) else f"{options.output} differs")
     write_edits(edits, options.output)

@@ -26,10 +26,6 @@ WITHOUT: Final = 0
 Answers = dict[int, list["TokenEvent"]]
 
 
-class DifferentBytesError(Exception):
-    """Answers with drafts and without differ; the text says in which tokens."""
-
-
 class Run(msgspec.Struct):
     """One run of all requests of a workload.
 

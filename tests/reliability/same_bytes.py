@@ -7,7 +7,8 @@ and a number of requests at the same time. The second time, the earlier answers 
 
     python -m tests.reliability.same_bytes [--count 2000] [--seed 0] [--quantization int8] [--kv-cache-dtype auto]
 
-Options after `--` are those of `tessera serve`. The exit status is 1 if a reply differs or failed, or no draft was kept.
+Options after `--` are those of `tessera serve`. The exit status is 1 if a reply differs or failed, or if no
+draft was kept.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ COMPANIES: Final = (
     Company(
         "random drafts, small cache",
         RANDOM,
-        ("--kv-cache-tokens=3072", "--max-num-seqs=32"),
+        ("--kv-cache-tokens=1024", "--max-model-len=1024", "--block-size=4", "--max-num-seqs=32"),
         (16, 64),
     ),
     Company(

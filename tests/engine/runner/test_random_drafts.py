@@ -22,7 +22,7 @@ LIMITS = {
         "max_model_len": 60,
     },
 }
-ENDS = tuple(range(0, VOCAB_SIZE, 12))
+ENDS = tuple(range(0, VOCAB_SIZE, 8))
 """Ends of some of the sequences."""
 PROPOSALS = st.lists(
     st.tuples(
