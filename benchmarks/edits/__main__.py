@@ -125,7 +125,7 @@ def replay(options: argparse.Namespace, engine: LocalEngine, model: Model) -> It
         cases = random_cases(vocab_size, options.replay_prompt, options.replay_tokens, count)
         rounds = Rounds(engine, model.config, cases, streams, options.max_draft_tokens)
         _, answers = rounds.run(drafts=False)
-        tokens = {i: [it.token_id for it in events] for i, events in answers.items()}
+        tokens = {i: [it.token_id or 0 for it in events] for i, events in answers.items()}
         for right in options.right:
             engine.drafts.drafter = ReplayedTokens(tokens, right, vocab_size)
             yield {"workload": REPLAY, "right": right} | rounds.compare(options.rounds)

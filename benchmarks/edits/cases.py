@@ -76,7 +76,7 @@ class Case(msgspec.Struct, frozen=True):
             temperature=self.temperature,
             seed=self.seed,
             eos_token_ids=ends,
-            grammar=self.schema and serialize("json_schema", self.schema),
+            grammar=None if self.schema is None else serialize("json_schema", self.schema),
             logprobs=logprobs,
         )
         return GenerateRequest(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks.edits.data import read_edits
 from benchmarks.json_schemas import SchemaMaker
+from model.checkpoint.config import ModelConfig
+from model.errors import GrammarError
+from model.hub.resolve import BUNDLED, resolve
+from model.sampling.grammar import GrammarTokenizer, check, serialize
+from model.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tests.reliability.exchange import Reply
@@ -131,8 +138,12 @@ class RequestMaker:
     def _grammar(self, kind: str) -> dict[str, Any] | str:
         if kind == "pattern":
             return self._random.choice(_PATTERNS)
-        schema = self._schemas.make()
-        return {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+        while True:
+            schema = self._schemas.make()
+            # Some of them no text follows.
+            with contextlib.suppress(GrammarError):
+                check(_vocabulary(), serialize("json_schema", schema))
+                return schema
 
     def _limits(self, kind: str, most: str, least: str) -> dict[str, Any]:
         """Return the length, stop strings and banned words, by the API's names."""
@@ -187,6 +198,14 @@ class RequestMaker:
             name = "json" if kind == "json" else "regex"
             body["structured_outputs"] = {name: self._grammar(kind)}
         return body
+
+
+@functools.cache
+def _vocabulary() -> GrammarTokenizer:
+    folder = resolve(BUNDLED)
+    config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    return GrammarTokenizer(tokenizer, config.network.vocab, config.eos_token_ids)
 
 
 def content(reply: Reply) -> dict[str, Any]:
