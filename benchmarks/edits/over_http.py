@@ -27,33 +27,37 @@ _COUNTERS: Final = {
 }
 
 
-class _Reply(OpenAI):
-    """The API of one stream, which keeps the text and the log-probabilities of the reply that it reads."""
+class _Events(OpenAI):
+    """The API of one stream, which keeps the events of the reply that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts: list[Any] = []
+        self._events: list[bytes] = []
 
     def read(self, data: bytes) -> Event:
         """Parse one event; see `API.read`."""
         event = super().read(data)
         if not event.last:
-            decoded = msgspec.json.decode(data)
-            self._parts += [
-                (it.get("text"), it.get("logprobs"), it.get("finish_reason"))
-                for it in decoded.get("choices", [])
-            ]
+            self._events.append(data)
         return event
 
-    def take(self) -> tuple[str, list[float], list[str]]:
-        """Return the text, the log-probabilities and the reasons of the end, and forget them.
+    def take(self) -> list[bytes]:
+        """Return the events of a reply, and forget them."""
+        events, self._events = self._events, []
+        return events
 
-        They do not depend on how many tokens an event has.
-        """
-        parts, self._parts = self._parts, []
-        text = "".join(part or "" for part, _, _ in parts)
-        scores = [it for _, found, _ in parts if found for it in found["token_logprobs"]]
-        return text, scores, [reason for _, _, reason in parts if reason]
+
+def content(events: Sequence[bytes]) -> tuple[str, list[float], list[str]]:
+    """Return a reply's text, log-probabilities and reasons of its end; events may have one token or several."""
+    choices = [it for event in events for it in msgspec.json.decode(event).get("choices", ())]
+    text = "".join(it.get("text") or "" for it in choices)
+    scores = [
+        it
+        for choice in choices
+        if (found := choice.get("logprobs"))
+        for it in found["token_logprobs"]
+    ]
+    return text, scores, [it["finish_reason"] for it in choices if it.get("finish_reason")]
 
 
 class Service:
@@ -101,13 +105,14 @@ class Service:
         seconds, tokens, replies = asyncio.run(self._send(bodies, cases, streams))
         after = self.counters()
         counts = {name: after[name] - before[name] for name in _COUNTERS}
-        return Run(seconds=seconds, tokens=tokens, **counts), replies
+        return Run(seconds=seconds, tokens=tokens, **counts), [*map(content, replies)]
 
     async def _send(
         self, bodies: list[bytes], cases: Sequence[Case], streams: int
-    ) -> tuple[float, int, list[Any]]:
+    ) -> tuple[float, int, list[list[bytes]]]:
+        """Return the seconds until all are answered, the number of tokens, and the events of each reply."""
         waiting = iter(enumerate(bodies))
-        replies: list[Any] = [None] * len(bodies)
+        replies: list[list[bytes]] = [[] for _ in bodies]
         start = time.perf_counter()
         counts = await asyncio.gather(
             *(self._stream(waiting, cases, replies) for _ in range(streams))
@@ -115,10 +120,13 @@ class Service:
         return time.perf_counter() - start, sum(counts), replies
 
     async def _stream(
-        self, waiting: Iterator[tuple[int, bytes]], cases: Sequence[Case], replies: list[Any]
+        self,
+        waiting: Iterator[tuple[int, bytes]],
+        cases: Sequence[Case],
+        replies: list[list[bytes]],
     ) -> int:
-        """Send one request after the other; return the number of their tokens."""
-        reply, tokens = _Reply(), 0
+        """Send one request after the other, and put their events into `replies`; return the number of tokens."""
+        reply, tokens = _Events(), 0
         client = LoadGenerator(Target.from_url(self._url, ()), reply, _TIMEOUT)
         try:
             for i, body in waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 WITHOUT: Final = 0
 """`max_draft_tokens` of the requests without drafts."""
+
+_run_numbers = itertools.count()
 
 Answers = dict[int, list["TokenEvent"]]
 
@@ -107,7 +110,6 @@ class Rounds:
     ) -> None:
         self._engine, self._model, self._cases, self._streams = engine, model, cases, streams
         self._max_draft_tokens = max_draft_tokens
-        self._num_runs = 0
 
     def run(self, *, drafts: bool, logprobs: bool = False) -> tuple[Run, Answers]:
         """Run all requests once.
@@ -116,8 +118,7 @@ class Rounds:
             drafts: whether tokens are proposed.
             logprobs: whether every other request has log-probabilities.
         """
-        self._num_runs += 1
-        salt = f"run {self._num_runs} of {id(self)}"
+        salt = f"run {next(_run_numbers)}"
         limit = self._max_draft_tokens if drafts else WITHOUT
         requests = [
             msgspec.structs.replace(
