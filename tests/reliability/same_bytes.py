@@ -95,10 +95,10 @@ async def send_all(port: int, requests: Sequence[Request], streams: int) -> list
 
     async def work() -> None:
         for i, request in waiting:
-            # A service with a small cache refuses what would wait too long.
-            while (reply := await _send(port, request)).status == _REFUSED:
+            replies[i] = await _send(port, request)
+            while replies[i].status == _REFUSED:  # by a small cache, if it would wait too long
                 await asyncio.sleep(_RETRY_SECONDS)
-            replies[i] = reply
+                replies[i] = await _send(port, request)
 
     await asyncio.gather(*(work() for _ in range(streams)))
     return replies
