@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import distributed
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from server.engine.core.messages import EngineConfig
-    from server.engine.core.request import GenerateRequest, TokenEvent
+    from server.engine.core.request import GenerateRequest, SequenceUsage, TokenEvent
 
 
 class LocalChannel:
@@ -48,9 +49,13 @@ class LocalEngine:
 
     Args:
         config: the engine's configuration.
+
+    Attributes:
+        usage: what the requests of the last `generate` used, by their ids.
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self.usage: dict[int, SequenceUsage] = {}
         self.channel = LocalChannel()
         self._ranks = RankProcesses(config) if config.tensor_parallel > 1 else None
         try:
@@ -59,24 +64,43 @@ class LocalEngine:
             self.close()
             raise
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenEvent]]:
-        """Run requests that arrive at the same time.
+    @property
+    def drafts(self) -> Any:  # noqa: ANN401 - of the scheduler, whose `drafter` a caller may replace
+        """What proposes tokens to the engine's steps."""
+        return self.engine._scheduler.drafts  # noqa: SLF001
+
+    def use_idle_time(self) -> None:
+        """Let the engine do its preparatory work, such as recording steps."""
+        while self.engine._runner.use_idle_time():  # noqa: SLF001
+            pass
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], streams: int | None = None
+    ) -> list[list[TokenEvent]]:
+        """Run requests that arrive at the same time, or each when another ends.
 
         Args:
             requests: with distinct ids.
+            streams: so many arrive at the beginning, and one whenever another ends; None for all.
 
         Returns:
             The events of each request, in the order of `requests`; without the usage, which differs between runs.
         """
-        self.channel.inbox += requests
+        arriving = iter(requests)
+        self.channel.inbox += itertools.islice(arriving, streams)
         self.channel.steps.clear()
+        self.usage.clear()
         answers: dict[int, list[TokenEvent]] = {r.request_id: [] for r in requests}
         unfinished = len(requests)
         self.engine.receive(wait=math.inf)
         while True:
-            unfinished -= sum(self._take(answers) for _ in range(len(self.channel.steps)))
+            ended = sum(self._take(answers) for _ in range(len(self.channel.steps)))
+            unfinished -= ended
             if not unfinished:
                 break
+            if ended:
+                self.channel.inbox += itertools.islice(arriving, ended)
+                self.engine.receive(wait=0)
             self.engine.step()
         while self.engine.has_work:
             self.engine.step()  # steps that were launched before the last sequence ended
@@ -95,6 +119,7 @@ class LocalEngine:
         for i, request_id in enumerate(step.request_ids):
             event = step.event(i)
             if event.usage is not None:
+                self.usage[request_id] = event.usage
                 event = msgspec.structs.replace(event, usage=None)
             answers[request_id].append(event)
         return sum(map(bool, step.finish_reasons))

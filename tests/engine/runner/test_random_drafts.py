@@ -1,0 +1,144 @@
+"""Whatever is proposed, replies have the bytes that they have without drafts."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine.core.schedule.draft import NUM_CLASSES, Draft
+from tests.engine.runner.drafts import WAYS, requests
+from tests.engine.runner.test_engine_model import assert_all_free, make_engine
+from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+MOST = 7
+LIMITS = {
+    "roomy": {},
+    "short steps, chunks": {"max_num_seqs": 3, "max_num_batched_tokens": 11},
+    "preemptions": {
+        "kv_cache_tokens": 168,
+        "max_num_seqs": 8,
+        "block_size": 3,
+        "max_model_len": 60,
+    },
+}
+ENDS = tuple(range(0, VOCAB_SIZE, 8))
+"""Ends of some of the sequences."""
+PROPOSALS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["right", "wrong", "partly right", "end", "beyond the end", "too long", "none"]
+        ),
+        st.integers(1, MOST),
+        st.integers(0, 2**16),
+    ),
+    min_size=1,
+    max_size=12,
+)
+"""What is proposed for one row after the other, again from the start after the last: kind, length and a number."""
+
+
+def made_requests():
+    """Return requests of which some end by a token, and some prompts begin alike."""
+    rng = random.Random(4)
+    ways = [
+        *WAYS,
+        *({**way, "eos_token_ids": ENDS[::2], "stop_token_ids": ENDS[1::2]} for way in WAYS),
+    ]
+    ways = [{**way, "logprobs": True} for way in ways]
+    made = requests(rng, ways, most_prompt=24, max_new_tokens=20, deterministic=True)
+    for request in made[::3]:
+        request.prompt_token_ids[:] = made[0].prompt_token_ids + request.prompt_token_ids[:6]
+    return made
+
+
+class Proposer:
+    """A drafter that proposes a list of proposals, whatever the sequence is.
+
+    Args:
+        texts: by request id, the tokens that the request gets without drafts.
+        proposals: see `PROPOSALS`.
+    """
+
+    def __init__(self, texts, proposals):
+        self.texts, self.proposals, self.num_calls = texts, proposals, 0
+
+    def propose(self, sequence, limit):
+        kind, length, number = self.proposals[self.num_calls % len(self.proposals)]
+        self.num_calls += 1
+        text = self.texts[sequence.request_id]
+        tokens = text[sequence.num_output_tokens :]
+        if kind != "too long":
+            tokens = tokens[:length]
+        if kind == "wrong":
+            tokens = [(token + 1 + number % 9) % VOCAB_SIZE for token in tokens]
+        elif kind == "partly right" and tokens:
+            tokens[number % len(tokens)] = number % VOCAB_SIZE
+        elif kind == "end" and tokens:
+            tokens[number % len(tokens)] = ENDS[number % len(ENDS)]
+        elif kind == "beyond the end":
+            tokens += [number % VOCAB_SIZE] * (limit - len(tokens))
+        elif kind == "none":
+            tokens = []
+        if kind != "too long":
+            tokens = tokens[:limit]
+        return Draft(tuple(tokens), number % NUM_CLASSES)
+
+    def forget(self, sequence):
+        pass
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """The engines of `LIMITS` by their names, and the events of `made_requests` without drafts."""
+    folder = write_tiny_checkpoint(
+        tmp_path_factory.mktemp("small"), intermediate_size=128, head_dim=32
+    )
+    found = {}
+    for name, limits in LIMITS.items():
+        engine = make_engine(folder, **({"dtype": "auto", "quantization": "int8"} | limits))
+        engine.engine._scheduler.drafts.most = 0
+        expected = engine.generate(made_requests())
+        engine.engine._scheduler.drafts.most = MOST
+        engine.engine._scheduler.drafts.costs.note = lambda *_: None
+        engine.engine._scheduler.drafts.costs.seconds = lambda _: 1.0
+        found[name] = engine, expected
+    return found
+
+
+def test_the_requests_end_in_every_way_and_are_preempted(engines):
+    ends = [events[-1].finish_reason.name for events in engines["roomy"][1]]
+
+    assert {"EOS", "STOP", "LENGTH"} == {*ends}
+    assert engines["preemptions"][0].engine.stats().num_preemptions
+    assert all(expected == engines["roomy"][1] for _, expected in engines.values())
+
+
+def test_right_drafts_are_kept(engines):
+    engine, expected = engines["roomy"]
+    texts = {i: [event.token_id for event in events] for i, events in enumerate(expected)}
+    engine.drafts.drafter = Proposer(texts, [("right", MOST, 0)])
+    before = engine.engine.stats()
+
+    assert engine.generate(made_requests()) == expected
+    after = engine.engine.stats()
+    kept = after.num_accepted_tokens - before.num_accepted_tokens
+    assert kept == after.num_draft_tokens - before.num_draft_tokens > 100
+
+
+@settings(max_examples=12)
+@given(limits=st.sampled_from(sorted(LIMITS)), proposals=PROPOSALS)
+def test_no_draft_changes_a_reply(engines, limits, proposals):
+    engine, expected = engines[limits]
+    texts = {i: [event.token_id for event in events] for i, events in enumerate(expected)}
+    engine.drafts.drafter = Proposer(texts, proposals)
+
+    assert engine.generate(made_requests()) == expected
+    assert_all_free(engine)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(limits=st.sampled_from(sorted(LIMITS)), proposals=PROPOSALS)
+def test_no_draft_of_many_changes_a_reply(engines, limits, proposals):
+    test_no_draft_changes_a_reply.hypothesis.inner_test(engines, limits, proposals)
