@@ -49,6 +49,7 @@ class GenerateRequest(
             computes; the engine must support it.
         max_draft_tokens: tokens that are proposed at once to follow its own, see `EngineSettings`; None for the
             engine's setting, which is also the limit.
+        prediction: tokens that its output probably has, from which some are proposed; empty for none.
     """
 
     request_id: int
@@ -62,6 +63,7 @@ class GenerateRequest(
     deterministic: bool = False
     client_priority: int = 0
     max_draft_tokens: int | None = None
+    prediction: list[int] = []
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):

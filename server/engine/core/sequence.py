@@ -62,7 +62,7 @@ class Sequence:
         cache_salt: only sequences with equal salts share cached blocks. Deterministic sequences share none with others,
             since steps that are not deterministic compute other bits.
         deterministic: whether the steps that compute it must be deterministic; see `Bucket`.
-        max_draft_tokens: see `GenerateRequest`.
+        max_draft_tokens, prediction: see `GenerateRequest`.
         client: who sent the request; the queue shares the engine among clients.
         deadline: when the sequence ends, complete or not, on the clock of `Accounting.now`; None for never.
         priority: sequences with a lower number are served first, whoever sent them.
@@ -88,8 +88,8 @@ class Sequence:
         "deadline", "deterministic", "end_token_ids", "error", "expected_output", "finish_reason",
         "first_scheduled_step", "is_expired", "matcher", "max_draft_tokens", "max_num_tokens", "num_cached_tokens",
         "num_computed_tokens", "num_linked_blocks", "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight",
-        "num_void_results", "prefix_link", "priority", "rank", "request_id", "sampling", "slots", "status",
-        "token_ids", "usage",
+        "num_void_results", "prediction", "prefix_link", "priority", "rank", "request_id", "sampling", "slots",
+        "status", "token_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -110,6 +110,7 @@ class Sequence:
         self.matcher: Matcher | None = None
         self.deterministic = request.deterministic
         self.max_draft_tokens = request.max_draft_tokens
+        self.prediction = request.prediction
         self.cache_salt: CacheSalt = request.cache_salt
         if request.deterministic:
             self.cache_salt = ("deterministic", request.cache_salt)

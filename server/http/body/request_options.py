@@ -5,13 +5,15 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import ValidationError
 from server.http.body.field_types import optional
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from server.engine.core.messages import EngineInfo
 
 MAX_PRIORITY = 2**31 - 1
@@ -28,7 +30,7 @@ class RequestOptions(NamedTuple):
         timeout_ms: time from the request's arrival until its deadline; None for no deadline but the API key's.
         cache_salt: the request shares cached prefixes only with requests of an equal salt.
         deterministic: whether its results must have the same bits whatever else the engine computes.
-        max_draft_tokens: see `GenerateRequest`.
+        max_draft_tokens, prediction: see `GenerateRequest`.
     """
 
     priority: int = 0
@@ -36,6 +38,7 @@ class RequestOptions(NamedTuple):
     cache_salt: str | None = None
     deterministic: bool = False
     max_draft_tokens: int | None = None
+    prediction: Sequence[int] = ()
 
     def salt_within(self, namespace: bytes | None) -> str | None:
         """Return the salt for the engine.
@@ -54,6 +57,8 @@ class RequestOptions(NamedTuple):
 class Speculation(BaseModel):
     """Whether tokens are proposed to follow those of a request, and how many at once."""
 
+    model_config = ConfigDict(strict=True, extra="forbid")
+
     enabled: bool | None = optional("false: propose none. Default: true.")
     max_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = optional(
         "Most tokens proposed at once; 0 for none. Default and limit: `--max-draft-tokens`."
@@ -61,8 +66,10 @@ class Speculation(BaseModel):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """See `GenerateRequest`."""
-        return 0 if self.enabled is False else self.max_tokens
+        """See `GenerateRequest`; not None if the request asks for drafts."""
+        if self.enabled is False:
+            return 0
+        return MAX_DRAFT_TOKENS if self.enabled and self.max_tokens is None else self.max_tokens
 
 
 class RequestOptionFields(BaseModel):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.sampling.parameters import SamplingParams
+    from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
     from server.http.text.structured_output import CompiledConstraint
@@ -100,6 +101,8 @@ class Generation:
         lowest = request.limits.lowest_priority
         if options.priority < lowest:
             self.warnings += (f"`priority` below {lowest} orders only requests of the same client",)
+        self.has_prediction = bool(options.prediction)
+        self.warnings += _draft_warnings(options, context.engine_info())
         deadline, timeout_ms = None, options.timeout_ms or request.limits.longest_timeout_ms
         if timeout_ms is not None:
             deadline = request.arrived + timeout_ms / 1000
@@ -126,6 +129,7 @@ class Generation:
                         client=request.client,
                         deterministic=options.deterministic,
                         max_draft_tokens=options.max_draft_tokens,
+                        prediction=list(options.prediction),
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     stream.on_start = context.shedding.enqueue(
@@ -295,3 +299,15 @@ def _sampling(prompt: Prompt, index: int) -> SamplingParams:
     if index:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)
     return sampling
+
+
+def _draft_warnings(options: RequestOptions, info: EngineInfo) -> tuple[str, ...]:
+    """Return what of a request has no effect, because it gets no drafts."""
+    if options.deterministic or info.plan.deterministic.requests == "all":
+        return ()
+    asked = {"prediction": options.prediction, "speculation": options.max_draft_tokens}
+    return tuple(
+        f"`{name}` has no effect: only deterministic requests have drafts"
+        for name, value in asked.items()
+        if value
+    )

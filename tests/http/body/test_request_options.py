@@ -105,6 +105,71 @@ async def test_the_engine_gets_whether_a_request_is_deterministic(client, engine
     assert request.deterministic is bool(value)
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        ({"enabled": True}, 31),
+        ({"enabled": False}, 0),
+        ({"enabled": False, "max_tokens": 3}, 0),
+        ({"max_tokens": 3}, 3),
+        ({"enabled": True, "max_tokens": 0}, 0),
+    ],
+)
+async def test_the_engine_gets_how_many_tokens_may_be_proposed(
+    client, engine, path, speculation, expected
+):
+    fields = {"speculation": speculation, "deterministic": True}
+    tgi = {"inputs": "x", "parameters": fields}
+
+    response = await client.post(
+        path, json=tgi if path == "/generate" else {"prompt": "x"} | fields
+    )
+
+    assert response.status_code == 200
+    (request,) = engine.requests
+    assert request.max_draft_tokens == expected
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [{"max_tokens": 32}, {"max_tokens": -1}, {"enabled": "yes"}, {"n_max": 3}, True, 3],
+)
+async def test_a_wrong_limit_of_drafts_is_refused(generate, engine, speculation):
+    response = await generate(speculation=speculation)
+
+    assert response.status_code == 422
+    assert "speculation" in response.json()["error"]
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "warned"),
+    [
+        ({"enabled": True}, True),
+        ({"max_tokens": 2}, True),
+        ({"enabled": False}, False),
+        ({}, False),
+    ],
+)
+async def test_a_request_without_equal_bits_is_told_that_it_has_no_drafts(
+    client, engine, fields, warned
+):
+    plan = DeterminismPlan(requests="on request", why="kernels")
+    engine.info = msgspec.structs.replace(
+        INFO, plan=msgspec.structs.replace(INFO.plan, deterministic=plan)
+    )
+
+    reply = (
+        await client.post("/v1/completions", json={"prompt": "x", "speculation": fields})
+    ).json()
+
+    text = "`speculation` has no effect: only deterministic requests have drafts"
+    assert reply.get("warnings", []) == [text] * warned
+
+
 async def test_a_deterministic_request_is_refused_with_the_reason_where_no_kernel_supports_it(
     generate, engine
 ):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from server.engine.core.schedule.token_index import END, ORDER, TokenIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from server.engine.core.sequence import CacheSalt, Sequence
 
 _CLASSES: Final = (4, 6, 9, 16)
@@ -53,7 +55,7 @@ class Drafter(Protocol):
 
 
 class LookupDrafter:
-    """Proposes what followed the same tokens before: in the sequence, or in earlier answers with its cache salt.
+    """Proposes what followed the same tokens before: in the sequence, its prediction, or answers with its cache salt.
 
     Answers are only shared where the blocks of the prefix cache are, since the speed of a reply shows that a part of it
     was computed before.
@@ -76,23 +78,12 @@ class LookupDrafter:
                 return Draft(forced, NUM_CLASSES - 1)
         text = self._texts.get(sequence)
         if text is None:
-            first = max(0, sequence.num_tokens - _MOST_INDEXED)
-            text = self._texts[sequence] = _Text(TokenIndex(sequence.token_ids, first))
-        index, known = text.index, sequence.token_ids
-        index.update()
+            text = self._texts[sequence] = _Text(sequence)
+        for index in text.indexes:
+            index.update()
         pool = self._pool_of.get(sequence.cache_salt)
-        near = text.place + len(known) - text.num_tokens
-        found = index.longest_match(known, near if text.source is index else -1)
-        if pool is not None:
-            other = pool.longest_match(known, near if text.source is pool else -1)
-            if other is not None and (found is None or other.length > found.length):
-                found, index = other, pool
-        if found is None:
-            text.source = None
-            return NO_DRAFT
-        text.source, text.place, text.num_tokens = index, found.place, len(known)
-        tokens = index.continuation(found.place, limit)
-        return Draft(tokens, bisect.bisect_right(_CLASSES, found.length))
+        sources = text.indexes if pool is None else (*text.indexes, pool)
+        return text.draft(sequence, sources, limit)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
@@ -117,18 +108,46 @@ class LookupDrafter:
 
 
 class _Text:
-    """The index of a sequence's tokens, and where its last draft was found.
+    """The indexes of a sequence's tokens and of its prediction, and where its last draft was found.
 
     Attributes:
-        index: of its tokens.
+        indexes: that of its tokens, and that of its prediction if it has one.
         source: the index of the last match; None without one.
         place: of the match there.
         num_tokens: of the sequence then.
     """
 
-    __slots__ = ("index", "num_tokens", "place", "source")
+    __slots__ = ("indexes", "num_tokens", "place", "source")
 
-    def __init__(self, index: TokenIndex) -> None:
-        self.index = index
+    def __init__(self, sequence: Sequence) -> None:
+        first = max(0, sequence.num_tokens - _MOST_INDEXED)
+        self.indexes: tuple[TokenIndex, ...] = (TokenIndex(sequence.token_ids, first),)
+        if sequence.prediction:
+            self.indexes += (TokenIndex([*sequence.prediction[:_MOST_INDEXED], END]),)
         self.source: TokenIndex | None = None
         self.place = self.num_tokens = 0
+
+    def draft(self, sequence: Sequence, sources: Iterable[TokenIndex], limit: int) -> Draft:
+        """Return what follows the longest match in some indexes, the first among equals."""
+        known = sequence.token_ids
+        near = self.place + len(known) - self.num_tokens
+        best, place, found = 0, 0, None
+        for index in sources:
+            match = index.longest_match(known, near if self.source is index else -1)
+            if match is not None and match.length > best:
+                best, found, place = match.length, index, match.place
+        self.num_tokens = len(known)
+        if found is None:
+            self.source = None
+            return self._beginning(sequence, limit)
+        self.source, self.place = found, place
+        return Draft(found.continuation(place, limit), bisect.bisect_right(_CLASSES, best))
+
+    def _beginning(self, sequence: Sequence, limit: int) -> Draft:
+        """Return what follows in the prediction while the output is too short for a match."""
+        count = sequence.num_output_tokens
+        output = sequence.token_ids[sequence.num_prompt_tokens :] if count < ORDER else []
+        tokens = tuple(sequence.prediction[count : count + limit])
+        if count >= ORDER or not tokens or output != sequence.prediction[:count]:
+            return NO_DRAFT
+        return Draft(tokens, 1)

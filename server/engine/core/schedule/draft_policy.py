@@ -29,7 +29,10 @@ _BEST_RATE: Final = 0.9
 """Share of right tokens at which drafts must be able to pay, for sequences to be looked at at all."""
 _PROBE: Final = 32
 """Tokens after which a sequence whose drafts do not pay gets a draft of one token, since its text may have changed. The
-next such draft comes after twice as many, up to 16 times."""
+next such draft comes after twice as many, up to `_MOST_WAITED`."""
+_MOST_WAITED: Final = 16 * _PROBE
+_MOST_SKIPPED: Final = 7
+"""Tokens that a sequence without drafts has at most before its text is looked at again; one at first, then three."""
 _RENEWED: Final = 256
 _RENEWED_YES: Final = 16
 """Steps after which `_may_pay` asks again for a number of sequences: those without drafts cost nothing."""
@@ -43,14 +46,34 @@ class _Record:
         certainty, num_tokens, num_accepted: of the last draft, and the account's accepted tokens before it.
         probe_at: output tokens at which a draft is due whether it pays or not.
         wait: tokens between the last such draft and that one.
+        look_at: known output tokens from which on its text is looked at again.
+        skipped: tokens that were skipped before that.
     """
 
-    __slots__ = ("certainty", "num_accepted", "num_tokens", "probe_at", "rights", "tries", "wait")
+    __slots__ = (
+        "certainty", "look_at", "num_accepted", "num_tokens", "probe_at", "rights", "skipped", "tries", "wait",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.rights = self.tries = 0.0
         self.certainty = self.num_tokens = self.num_accepted = 0
         self.probe_at = self.wait = _PROBE
+        self.look_at = self.skipped = 0
+
+    def skip(self, num_output_tokens: int) -> None:
+        """Note that the sequence gets no draft: its text is looked at more and more rarely."""
+        self.skipped = min(2 * self.skipped + 1, _MOST_SKIPPED)
+        self.look_at = num_output_tokens + self.skipped
+
+    def use(self, num_output_tokens: int) -> None:
+        """Note that the sequence gets a draft that pays."""
+        self.skipped, self.wait = 0, _PROBE
+        self.probe_at = num_output_tokens + _PROBE
+
+    def probe(self, num_output_tokens: int) -> None:
+        """Note that the sequence gets a draft although it does not pay; the next one comes later."""
+        self.wait = min(2 * self.wait, _MOST_WAITED)
+        self.probe_at = num_output_tokens + self.wait
 
 
 class DraftPolicy:
@@ -104,30 +127,24 @@ class DraftPolicy:
             return None
         proposed: list[tuple[int, ...]] = [()] * len(sequences)
         rates: dict[int, float] = {}
-        probes: list[int] = []
         for row, sequence in enumerate(sequences):
-            limit = self._limit(sequence)
-            if limit < 1 or sequence.num_tokens_in_flight > num_ahead:
-                continue
-            record = self._record(sequence)
-            draft = self.drafter.propose(sequence, limit + num_ahead)
-            if len(draft.tokens) <= num_ahead:
-                continue
-            proposed[row] = draft.tokens[num_ahead:]
-            record.certainty = draft.certainty
-            prior = self._rates[draft.certainty]
-            rates[row] = (record.rights + _PRIOR * prior) / (record.tries + _PRIOR)
-            if sequence.num_output_tokens >= record.probe_at and not num_ahead:
-                probes.append(row)
+            found = self._propose(sequence, num_ahead)
+            if found is not None:
+                proposed[row], rates[row] = found
         if not rates:
             return None
         counts = self._counts(len(sequences), proposed, rates)
-        for row in counts:
-            self._note_due(sequences[row], _PROBE)
-        for row in probes:
-            if row not in counts:
+        for row in rates:
+            sequence = sequences[row]
+            record = self._records[sequence]
+            if row in counts:
+                record.use(sequence.num_output_tokens)
+            elif record.probe_at <= sequence.num_output_tokens:
                 counts[row] = 1
-                self._note_due(sequences[row], 2 * self._records[sequences[row]].wait)
+                if not num_ahead:
+                    record.probe(sequence.num_output_tokens)
+            else:
+                record.skip(sequence.num_output_tokens)
         if not counts:
             return None
         return [tokens[: counts.get(row, 0)] for row, tokens in enumerate(proposed)]
@@ -154,11 +171,22 @@ class DraftPolicy:
             del self._records[sequence]
             self.drafter.forget(sequence)
 
-    def _note_due(self, sequence: Sequence, wait: int) -> None:
-        """Note that a sequence gets a draft now; another is due after `wait` tokens."""
-        record = self._records[sequence]
-        record.wait = min(wait, 16 * _PROBE)
-        record.probe_at = sequence.num_output_tokens + record.wait
+    def _propose(self, sequence: Sequence, num_ahead: int) -> tuple[tuple[int, ...], float] | None:
+        """Return a draft without its first tokens, and how probably one of its tokens is right; None for no draft."""
+        limit = self._limit(sequence)
+        if limit < 1 or sequence.num_tokens_in_flight > num_ahead:
+            return None
+        record = self._record(sequence)
+        if sequence.num_output_tokens < record.look_at:
+            return None
+        draft = self.drafter.propose(sequence, limit + num_ahead)
+        if len(draft.tokens) <= num_ahead:
+            record.skip(sequence.num_output_tokens)
+            return None
+        record.certainty = draft.certainty
+        prior = self._rates[draft.certainty]
+        rate = (record.rights + _PRIOR * prior) / (record.tries + _PRIOR)
+        return draft.tokens[num_ahead:], rate
 
     def _limit(self, sequence: Sequence) -> int:
         """Return the most tokens of a draft for a sequence."""

@@ -150,7 +150,22 @@ class ChatAnswer:
             await self._tools.check(self._context)
         token_ids = await self.prompt()
         limit = self._output_limit()
-        return await submit(self._context, self._info, self._options, [token_ids], limit)
+        options = await self._with_prediction()
+        return await submit(self._context, self._info, options, [token_ids], limit)
+
+    async def _with_prediction(self) -> Options:
+        """Return the options with the tokens of the predicted answer, if the body has one."""
+        prediction = self._request.prediction
+        if prediction is None or not (text := prediction.text):
+            return self._options
+        token_ids = await self._context.encode(
+            text,
+            "prediction.content",
+            add_special_tokens=False,
+            most=self._info.max_total_tokens,
+        )
+        request = self._options.request._replace(prediction=token_ids)
+        return dataclasses.replace(self._options, request=request)
 
     async def prompt(self) -> list[int]:
         """Render the conversation with the chat template and tokenize it.

@@ -22,6 +22,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Of a request with a `prediction`: tokens that were proposed, and are in the answer or not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tokens. Each prompt counts once; every generated completion counts, also those not returned.
 
@@ -32,6 +39,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     tessera: RequestUsage | UnsetType = UNSET
 
 
@@ -393,10 +401,16 @@ class OpenAIErrorReply(msgspec.Struct, frozen=True):
 def usage_of(generation: Generation, *, unreported: int = 0) -> Usage:
     """Return the usage of a request so far."""
     generated = sum([c.num_tokens for c in generation.completions]) - unreported
+    used = generation.usage() if generation.settled else UNSET
+    details: CompletionTokensDetails | UnsetType = UNSET
+    if generation.has_prediction and used is not UNSET:
+        rejected = used.draft_tokens - used.accepted_tokens
+        details = CompletionTokensDetails(used.accepted_tokens, rejected)
     return Usage(
         prompt_tokens=generation.prompt_tokens,
         completion_tokens=generated,
         total_tokens=generation.prompt_tokens + generated,
         prompt_tokens_details=PromptTokensDetails(generation.cached_tokens),
-        tessera=generation.usage() if generation.settled else UNSET,
+        completion_tokens_details=details,
+        tessera=used,
     )

@@ -27,6 +27,7 @@ INT64_MAX = 2**63 - 1
 MAX_TEMPERATURE = 2.0
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128
+MAX_PREDICTION_PARTS = 1024
 
 # Unknown fields were removed, and reported, before.
 _BODY = ConfigDict(
@@ -262,6 +263,27 @@ class ToolFields(BaseModel):
     parallel_tool_calls: bool | None = optional("Whether one reply may call several tools.")
 
 
+class PredictionText(BaseModel):
+    """A part of a predicted answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """What the answer will probably be, in whole or in part."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictionText], Field(max_length=MAX_PREDICTION_PARTS)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatBody(TextFields, ToolFields):
     """A conversation, which the model continues."""
 
@@ -293,6 +315,10 @@ class ChatBody(TextFields, ToolFields):
     chat_template: None = optional("Not supported: null. The model's own template is used.")
     functions: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = optional(
         "Older form of `tools`."
+    )
+    prediction: Prediction | None = optional(
+        "Text that the answer will probably have, such as a file to edit: as far as it does, the answer takes fewer "
+        "steps. It changes nothing else. See `speculation`."
     )
     function_call: ObjectOrText | None = optional("Older form of `tool_choice`.")
     modalities: list[Literal["text"]] | None = optional("Kinds of output: text only.")

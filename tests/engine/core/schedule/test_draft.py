@@ -1,10 +1,12 @@
 """Drafts come from the text of a sequence, and from earlier answers of the same part of the prefix cache."""
 
+import msgspec
 import pytest
 
 from server.engine.core.schedule import draft
 from server.engine.core.schedule.draft import NO_DRAFT, NUM_CLASSES, LookupDrafter
-from tests.engine.core.bookkeeping import make_sequence
+from server.engine.core.sequence import Sequence
+from tests.engine.core.bookkeeping import make_request, make_sequence
 
 
 def ended(drafter, request_id, prompt, answer, **options):
@@ -125,3 +127,39 @@ def test_tokens_that_a_grammar_forces_are_proposed_unless_they_need_no_step(logp
     sequence.matcher = ForcingMatcher()
 
     assert LookupDrafter().propose(sequence, 2).tokens == expected
+
+
+def predicted(prediction, prompt=(1, 2), output=()):
+    request = make_request(1, prompt, 50)
+    sequence = Sequence(msgspec.structs.replace(request, prediction=list(prediction)))
+    sequence.token_ids += output
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([], (7, 8, 9)),
+        ([7], (8, 9, 10)),
+        ([7, 8], (9, 10, 11)),
+        ([7, 8, 9], (10, 11, 12)),
+        ([5], ()),
+        ([7, 5], ()),
+        ([5, 8, 9, 10], (11, 12, 13)),
+        ([7, 8, 9, 10, 11, 12, 13], ()),
+    ],
+)
+def test_a_prediction_is_followed_from_its_beginning_and_from_where_the_output_meets_it(
+    output, expected
+):
+    sequence = predicted(range(7, 14), output=output)
+
+    assert LookupDrafter().propose(sequence, 3).tokens == expected
+
+
+def test_the_longest_match_decides_between_prediction_and_own_text():
+    sequence = predicted([4, 1, 2, 3, 50], prompt=[9, 1, 2, 3, 60, 4, 1, 2, 3])
+
+    assert LookupDrafter().propose(sequence, 1).tokens == (50,)
+    sequence = predicted([4, 1, 2, 3, 50], prompt=[9, 1, 2, 3, 60, 9, 1, 2, 3])
+    assert LookupDrafter().propose(sequence, 1).tokens == (60,)

@@ -261,3 +261,48 @@ async def test_replies_and_events_have_a_stable_fingerprint(chat, complete, toke
 
     assert len(fingerprints) == 1
     assert fingerprints.pop().startswith("tessera-")
+
+
+PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+
+
+@pytest.mark.parametrize("content", ["hello", PARTS])
+async def test_a_predicted_answer_is_passed_on_and_counted(chat, engine, tokenizer, content):
+    engine.script = say(tokenizer.encode("four"), FinishReason.LENGTH)
+
+    prediction = {"type": "content", "content": content}
+    reply = (await chat(prediction=prediction, deterministic=True)).json()
+
+    (request,) = engine.requests
+    assert request.prediction == tokenizer.encode("hello")
+    assert "warnings" not in reply
+    assert reply["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 4,
+        "rejected_prediction_tokens": 1,
+    }
+
+
+@pytest.mark.parametrize("prediction", [None, {"type": "content", "content": ""}])
+async def test_without_a_prediction_none_is_counted(chat, engine, prediction):
+    reply = (await chat(prediction=prediction)).json()
+
+    assert engine.requests[0].prediction == []
+    assert "completion_tokens_details" not in reply["usage"]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": "a" * 70_000}, "prediction.content"),
+        ("a", "prediction"),
+    ],
+)
+async def test_a_wrong_prediction_is_refused(chat, engine, prediction, said):
+    reply = await chat(prediction=prediction)
+
+    assert reply.status_code == 400
+    assert said in reply.json()["error"]["message"]
+    assert not engine.requests
