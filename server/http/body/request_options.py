@@ -27,12 +27,14 @@ class RequestOptions(NamedTuple):
         timeout_ms: time from the request's arrival until its deadline; None for no deadline but the API key's.
         cache_salt: the request shares cached prefixes only with requests of an equal salt.
         deterministic: whether its results must have the same bits whatever else the engine computes.
+        receipt: whether the reply has a receipt.
     """
 
     priority: int = 0
     timeout_ms: int | None = None
     cache_salt: str | None = None
     deterministic: bool = False
+    receipt: bool = False
 
     def salt_within(self, namespace: bytes | None) -> str | None:
         """Return the salt for the engine.
@@ -71,6 +73,10 @@ class RequestOptionFields(BaseModel):
         "The tokens and log-probabilities have the same bits whatever else the service computes. Default: "
         "the service's setting."
     )
+    receipt: bool | None = optional(
+        "Whether the reply has a receipt, from which `tessera replay` computes it again: the tokens of prompt and "
+        "output, the parameters, and what computed them. Default: false."
+    )
 
     def request_options(self, info: EngineInfo) -> RequestOptions:
         """Return the options, and note the deadline of the current request.
@@ -95,4 +101,5 @@ class RequestOptionFields(BaseModel):
             self.timeout_ms,
             self.cache_salt,
             bool(self.deterministic),
+            bool(self.receipt),
         )
