@@ -58,22 +58,12 @@ def replay_here(
     report.finish()
 
 
-def replay_there(options: argparse.Namespace) -> None:
-    """Compute receipts again with a running service; exits as `replay_here`."""
-    from server.cli.replay.remote import replay  # noqa: PLC0415 - only with --url
-
-    report = _Report(options)
-    with report.progress() as progress:
-        replay(options, report.tasks, report.note, progress)
-    report.finish()
-
-
 class _Report:
     """Reads the receipts, and prints what was found in their order."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         try:
-            self._receipts = read_files(options.files)
+            self._receipts = read_files(options.files, self.note)
         except ReceiptError as error:
             fail(printable(str(error)), COMMAND, status=2)
         self._quiet: bool = options.quiet
@@ -93,10 +83,6 @@ class _Report:
     def note(self, text: str) -> None:
         """Say something about the computation on standard error."""
         print(f"tessera {COMMAND}: {printable(text)}", file=sys.stderr, flush=True)
-
-    def progress(self) -> Progress:
-        """Return a progress of all outputs."""
-        return Progress("computing again", self.note, len(self.tasks), "outputs")
 
     def finish(self) -> None:
         """Print a line for each output and a last one; exits with status 1 if not all are equal."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from server.receipts.record import ReceiptError, read_receipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from server.receipts.record import Receipt
 
@@ -32,8 +32,12 @@ class NamedReceipt:
     receipt: Receipt
 
 
-def read_files(files: Sequence[str]) -> list[NamedReceipt]:
-    """Read all receipts of some files; `-` is standard input.
+def read_files(files: Sequence[str], note: Callable[[str], None]) -> list[NamedReceipt]:
+    """Read all receipts of some files.
+
+    Args:
+        files: their paths; `-` is standard input.
+        note: called with a sentence about replies that have none.
 
     Raises:
         ReceiptError: a file cannot be read, is not JSON, has something else than receipts, or has none.
@@ -42,7 +46,7 @@ def read_files(files: Sequence[str]) -> list[NamedReceipt]:
     for file in files:
         shown = "standard input" if file == STANDARD_INPUT else file
         place = f"{shown}: " if len(files) > 1 else ""
-        receipts = list(_receipts(_read(file, shown), shown))
+        receipts = list(_receipts(_read(file, shown), shown, note))
         if not receipts:
             raise ReceiptError(
                 f"{shown} has no receipt; a reply has one if its request has `receipt: true`"
@@ -63,14 +67,20 @@ def _read(file: str, shown: str) -> str:
         raise ReceiptError(f"{shown} is not a text in UTF-8: {error}") from None
 
 
-def _receipts(text: str, shown: str) -> Iterator[Receipt]:
+def _receipts(text: str, shown: str, note: Callable[[str], None]) -> Iterator[Receipt]:
     is_stream = text.lstrip(_BLANK).startswith((_DATA, *_EVENT_FIELDS))
+    without, last = 0, 0
     for line, value in _events(text, shown) if is_stream else _values(text, 1, shown):
-        for plain in _within(value):
+        found = list(_within(value))
+        if not found and not is_stream:  # nearly all events of a stream have none
+            without, last = without + 1, line
+        for plain in found:
             try:
                 yield read_receipt(plain)
             except ReceiptError as error:
                 raise ReceiptError(f"{shown}, line {line}: {error}") from None
+    if without:
+        note(f"{shown}: {without} of its JSON values have no receipt, such as that in line {last}")
 
 
 def _within(value: object) -> Iterator[object]:
