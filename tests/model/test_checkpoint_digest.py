@@ -73,7 +73,9 @@ def test_pickles_and_gguf_files_have_digests_too(tmp_path):
 def test_a_file_is_read_again_only_if_it_has_changed(checkpoint, monkeypatch):
     read = []
     monkeypatch.setattr(
-        module.hashlib, "file_digest", lambda file, kind: read.append(kind) or module.hashlib.sha256()
+        module.hashlib,
+        "file_digest",
+        lambda file, kind: read.append(kind) or module.hashlib.sha256(),
     )
     checkpoint_digest(checkpoint)
     checkpoint_digest(checkpoint)

@@ -23,9 +23,14 @@ def test_reasons_and_sizes_of_a_plan_do_not_change_the_digest_of_its_kernels_but
     digest = kernels_digest(PLAN)
     phase = PLAN.phases[0]
 
-    assert kernels_digest(replace(PLAN, phases=[replace(phase, why="x"), *PLAN.phases[1:]])) == digest
+    assert (
+        kernels_digest(replace(PLAN, phases=[replace(phase, why="x"), *PLAN.phases[1:]])) == digest
+    )
     assert kernels_digest(replace(PLAN, memory_bandwidth_gbs=1)) == digest
-    assert kernels_digest(replace(PLAN, phases=[replace(phase, kernel="x"), *PLAN.phases[1:]])) != digest
+    assert (
+        kernels_digest(replace(PLAN, phases=[replace(phase, kernel="x"), *PLAN.phases[1:]]))
+        != digest
+    )
 
 
 def test_each_condition_that_differs_is_named():

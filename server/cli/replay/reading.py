@@ -69,17 +69,18 @@ def _read(file: str, shown: str) -> str:
 
 def _receipts(text: str, shown: str, note: Callable[[str], None]) -> Iterator[Receipt]:
     is_stream = text.lstrip(_BLANK).startswith((_DATA, *_EVENT_FIELDS))
-    without, last = 0, 0
+    without, last, has_any = 0, 0, False
     for line, value in _events(text, shown) if is_stream else _values(text, 1, shown):
         found = list(_within(value))
         if not found and not is_stream:  # nearly all events of a stream have none
             without, last = without + 1, line
+        has_any |= bool(found)
         for plain in found:
             try:
                 yield read_receipt(plain)
             except ReceiptError as error:
                 raise ReceiptError(f"{shown}, line {line}: {error}") from None
-    if without:
+    if without and has_any:
         note(f"{shown}: {without} of its JSON values have no receipt, such as that in line {last}")
 
 

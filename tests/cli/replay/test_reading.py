@@ -30,7 +30,7 @@ def events(*values):
         json.dumps([A, B]),
         json.dumps({"generated_text": "x", "receipt": A}) + json.dumps([{"receipt": B}]),
         ": comment\n\n" + events({"choices": []}, {"choices": [], "receipt": A}, {"receipt": B}) + "data: [DONE]\n\n",
-        events({"type": "response.created", "response": {"id": 1}}, {"response": {"receipt": A}}) + events({"receipt": B}),
+        events({"response": {"id": 1}}, {"response": {"receipt": A}}, {"receipt": B}),
         f"data:{json.dumps({'receipt': A})}\r\n\r\ndata:{json.dumps({'receipt': B})}\r\n\r\n",
     ],
 )  # fmt: skip
@@ -46,9 +46,7 @@ def test_replies_without_a_receipt_among_others_are_counted(monkeypatch):
     notes = []
 
     assert seeds("\n".join(map(json.dumps, lines)), monkeypatch, notes) == ["1"]
-    assert notes == [
-        "standard input: 2 of its JSON values have no receipt, such as that in line 3"
-    ]
+    assert notes == ["standard input: 2 of its JSON values have no receipt, such as that in line 3"]
 
 
 @pytest.mark.parametrize(
@@ -72,15 +70,12 @@ def test_anything_else_is_one_error_with_its_line(text, words, monkeypatch):
 
 
 def test_files_are_named_if_there_are_several(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(json.dumps(A))
     paths = [str(tmp_path / name) for name in "ab"]
-    for path in paths:
-        with open(path, "w") as file:
-            json.dump(A, file)
 
     assert [it.name for it in read_files(paths[:1], print)] == ["receipt 1"]
-    assert [it.name for it in read_files(paths, print)] == [
-        f"{path}: receipt 1" for path in paths
-    ]
+    assert [it.name for it in read_files(paths, print)] == [f"{path}: receipt 1" for path in paths]
 
 
 @pytest.mark.parametrize("name", ["missing", ".", "\0"])

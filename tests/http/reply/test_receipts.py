@@ -68,7 +68,9 @@ def receipts_in(value):
     if not isinstance(value, dict):
         return []
     own = [value["receipt"]] if "receipt" in value else []
-    return own + [it for key, entry in value.items() if key != "receipt" for it in receipts_in(entry)]
+    return own + [
+        it for key, entry in value.items() if key != "receipt" for it in receipts_in(entry)
+    ]
 
 
 def values(response):
