@@ -238,8 +238,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
         choices: those that the event continues; none in the event with the usage.
         usage: numbers of tokens; only with `stream_options`.
         warnings: a sentence for each accepted field without effect; only in the last event.
-        receipt: from which `tessera replay` computes it again, as the service wrote it; only in the last event; only if the
-            request asked for it.
+        receipt: from which `tessera replay` computes the answer again, as the service wrote it; only in the last event,
+            if the request asked for it.
 
     Example:
         >>> with client.chat_stream("What does f return?", max_tokens=9) as stream:

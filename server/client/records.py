@@ -182,8 +182,8 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
         generated_text: the whole text; only in the last event.
         details: only in the last event, if the request asked for them.
         warnings: a sentence for each accepted field without effect; only in the last event.
-        receipt: from which `tessera replay` computes it again, as the service wrote it; only in the last event; only if the
-            request asked for it.
+        receipt: from which `tessera replay` computes the answer again, as the service wrote it; only in the last event,
+            if the request asked for it.
 
     Example:
         >>> with client.generate_stream("def f(n):", max_new_tokens=9) as stream:

@@ -160,7 +160,8 @@ async def collect(port: int, count: int, streams: int, rng: random.Random) -> li
     Raises:
         SystemExit: a reply is an error, or has not exactly one receipt.
     """
-    requests, found = random_requests(rng), []
+    requests = random_requests(rng)
+    found: list[Any] = []
 
     async def stream() -> None:
         reader, writer = await asyncio.open_connection(HOST, port, limit=1 << 24)

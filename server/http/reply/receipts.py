@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 
-from model.checkpoint_digest import checkpoint_digest
+from model.checkpoint_digest import Signature, checkpoint_digest, checkpoint_signature
 from model.errors import ModelError
 from server.engine.core.request import FinishReason
 from server.receipts.conditions import conditions_of, is_deterministic
@@ -54,13 +53,19 @@ class WeightsDigest:
 
     def __init__(self, checkpoint: str) -> None:
         self._checkpoint = checkpoint
-        self._loaded = time.time()
+        self._signature: Signature | None = None
+        self._problem = "" if checkpoint else "the weights are random"
+        if checkpoint:
+            try:
+                self._signature = checkpoint_signature(Path(checkpoint))
+            except ModelError as error:
+                self._fail(error)
         self._digest: asyncio.Future[tuple[str | None, str]] | None = None
 
     async def get(self) -> tuple[str | None, str]:
         """Return the digest, or None and the reason why there is none."""
-        if not self._checkpoint:
-            return None, "the weights are random"
+        if self._signature is None:
+            return None, self._problem
         if self._digest is None:
             loop = asyncio.get_running_loop()
             self._digest = loop.create_future()
@@ -73,15 +78,19 @@ class WeightsDigest:
     def _compute(
         self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[tuple[str | None, str]]
     ) -> None:
-        result: tuple[str | None, str]
+        digest = None
         try:
-            result = checkpoint_digest(Path(self._checkpoint), self._loaded), ""
+            digest = checkpoint_digest(Path(self._checkpoint), self._signature)
         except ModelError as error:
-            # The client must not learn paths of this machine.
-            result = None, "the files of the checkpoint cannot be read as they were loaded"
-            log.warning("receipts have no digest of the weights: %s", error)
+            self._fail(error)
+        result = digest, self._problem
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(found.set_result, result)
+
+    def _fail(self, error: ModelError) -> None:
+        # Clients must not learn paths of this machine.
+        self._problem = "the files of the checkpoint cannot be read as they were loaded"
+        log.warning("receipts will have no digest of the weights: %s", error)
 
 
 class PendingReceipt:
@@ -118,8 +127,6 @@ class PendingReceipt:
         if self.is_complete:
             return
         self._digest, problem = await self._weights.get()
-        if self.is_complete:
-            return
         self.is_complete = True
         if problem:
             self.warnings += (f"`receipt` has no digest of the weights: {problem}",)
