@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from server.engine.core.request import FinishReason
 from server.receipts.record import OUTSIDE, logprob_digest
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 
 
+class LogprobDigests(NamedTuple):
+    """Digests of the log-probabilities of an output and of its prompt; UNSET for those that there are not."""
+
+    output: str | UnsetType
+    prompt: str | UnsetType
+
+
 @dataclasses.dataclass(slots=True)
 class Computed:
     """An output as it was computed again, so far.
@@ -24,6 +31,7 @@ class Computed:
         token_ids: generated tokens.
         logprobs: of each of them.
         prompt_logprobs: of each token of the prompt but the first; None if they were not asked for.
+        digests: of the log-probabilities, where only these are known; None where `logprobs` are.
         finish_reason: why the engine ended it; None if it did not.
         error: why it could not be computed; None if it could.
     """
@@ -31,8 +39,17 @@ class Computed:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs] | None = None
+    digests: LogprobDigests | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    def logprob_digests(self, count: int) -> LogprobDigests:
+        """Return the digests of its first `count` tokens and of its prompt."""
+        if self.digests is not None:
+            return self.digests
+        return LogprobDigests(
+            logprob_digest(self.logprobs[:count]), logprob_digest(self.prompt_logprobs or ())
+        )
 
     def suffices_for(self, output: ReceiptOutput) -> bool:
         """Return whether `compare` needs no further token.
@@ -58,11 +75,10 @@ def compare(output: ReceiptOutput, computed: Computed) -> str | None:
         return f"cannot be computed: {computed.error}"
     if (difference := _end_difference(output, computed)) is not None:
         return difference
-    rows = computed.logprobs[: len(output.token_ids)]
-    if output.logprobs is not UNSET and output.logprobs != logprob_digest(rows):
+    digests = computed.logprob_digests(len(output.token_ids))
+    if output.logprobs is not UNSET and output.logprobs != digests.output:
         return "differs in its log-probabilities; its tokens are equal"
-    rows = computed.prompt_logprobs or []
-    if output.prompt_logprobs is not UNSET and output.prompt_logprobs != logprob_digest(rows):
+    if output.prompt_logprobs is not UNSET and output.prompt_logprobs != digests.prompt:
         return "differs in the log-probabilities of its prompt; its tokens are equal"
     return None
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def receipts(bundled_service):
     """Receipts of 12 requests of any kind in progress at a time, with all features."""
-    return asyncio.run(collect(bundled_service.port, 60, 12, random.Random(1)))
+    return asyncio.run(collect(bundled_service.port, 36, 12, random.Random(1)))
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def test_receipts_of_random_requests_in_random_companies_are_equal(receipts, rep
     status, lines, err = replay(receipts, "--max-num-seqs=7", "--max-num-batched-tokens=64")
 
     outputs = sum(len(it["outputs"]) for it in receipts)
-    assert (status, err) == (0, "")
-    assert lines[-1] == f"60 receipts, {outputs} outputs: all equal"
+    assert (status, "other conditions" in err) == (0, False)
+    assert lines[-1] == f"36 receipts, {outputs} outputs: all equal"
     assert len(lines) == outputs + 1
     assert {it["finish_reason"] for receipt in receipts for it in receipt["outputs"]} > {
         "length",
@@ -105,3 +105,29 @@ def test_other_conditions_are_named_before_anything_is_computed(receipts, replay
     assert "instead of sha256:000000000000; device " in err
     assert "instead of NVIDIA H100" in err
     assert len(lines) == 2
+
+
+def test_a_running_service_computes_what_it_can_be_asked_for(receipts, replay, bundled_service):
+    """A request cannot state a grammar in the engine's notation, nor words as tokens."""
+    unasked = {"grammar", "bad_words"}
+    plain = [
+        it
+        for it in receipts
+        if not any(unasked & output["sampling"].keys() for output in it["outputs"])
+        if not any("prompt_logprobs" in output for output in it["outputs"])
+    ]
+    wrong = altered(plain[0], ["outputs", 0, "token_ids", 0], lambda it: it ^ 1)
+
+    status, lines, err = replay(plain, f"--url={bundled_service.url}")
+    assert (status, lines[-1].rpartition(": ")[2]) == (0, "all equal")
+    assert "other conditions" not in err
+
+    status, lines, _ = replay([wrong], f"--url={bundled_service.url}", "--quiet")
+    assert status == 1
+    assert "differs at token 0: " in lines[-2]
+
+    others = [it for it in receipts if it not in plain]
+    status, lines, _ = replay(others, f"--url={bundled_service.url}", "--quiet")
+    assert status == 1
+    assert any("a service cannot be asked for its " in it for it in lines)
+    assert not any("differs" in it for it in lines)

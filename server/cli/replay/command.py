@@ -11,8 +11,10 @@ from model.checkpoint_digest import checkpoint_digest
 from model.device.quantizations import QUANTIZATIONS
 from model.errors import ModelError
 from model.progress import Progress
+from server.cli.client.http_client import RequestError
 from server.cli.output import fail, printable, write_result
 from server.cli.replay.reading import read_files
+from server.cli.replay.remote import replay
 from server.cli.replay.work import tasks_of
 from server.engine.core.start_checks import StartupError
 from server.receipts.conditions import conditions_of, differences
@@ -20,12 +22,12 @@ from server.receipts.record import ReceiptError, alterations
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from server.cli.replay.reading import NamedReceipt
+    from server.cli.client.http_client import Target
     from server.cli.replay.work import Task
     from server.cli.settings import Settings
-    from server.engine.core.messages import EngineConfig, EngineInfo
+    from server.engine.core.messages import EngineConfig
     from server.receipts.record import Conditions, Receipt
 
 COMMAND: Final = "replay"
@@ -58,6 +60,37 @@ def replay_here(
     report.finish()
 
 
+def replay_there(options: argparse.Namespace, target: Target, unused: Iterable[str]) -> None:
+    """Compute receipts again with a running service; exits as `replay_here`.
+
+    Args:
+        options: the parsed flags.
+        target: the service.
+        unused: flags of settings that were given, which have no effect.
+    """
+    report = _Report(options)
+    if names := ", ".join(sorted(unused)):
+        report.note(f"without effect, since the service has its own settings: {names}")
+    problem, done = "", 0
+    with Progress("computing again", report.note, len(report.tasks), "outputs") as progress:
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            progress.update(done)
+
+        def compare(now: Conditions, why: str) -> None:
+            _note_conditions(report.tasks, now, why, report.note)
+
+        try:
+            replay(target, report.tasks, compare, count)
+        except* RequestError as errors:
+            problem = str(errors.exceptions[0])
+    if problem:
+        fail(printable(problem), COMMAND)
+    report.finish()
+
+
 class _Report:
     """Reads the receipts, and prints what was found in their order."""
 
@@ -86,29 +119,29 @@ class _Report:
 
     def finish(self) -> None:
         """Print a line for each output and a last one; exits with status 1 if not all are equal."""
-        lines, differ, altered = [], 0, 0
+        lines, differ, failed, altered = [], 0, 0, 0
         for named in self._receipts:
             changed = alterations(named.receipt)
             altered += bool(changed)
             lines += [f"{named.name}: altered: {it}" for it in changed]
             for task in self._tasks[id(named)]:
                 found = task.difference
-                differ += found is not None
+                failed += task.computed.error is not None
+                differ += found is not None and task.computed.error is None
                 if found is not None or not self._quiet:
                     equal = f"equal, {_count(len(task.output.token_ids), 'token')}"
                     lines.append(f"{task.name}: {found or equal}")
-        lines.append(_summary(self._receipts, len(self.tasks), differ, altered))
+        lines.append(_summary(len(self._receipts), len(self.tasks), differ, failed, altered))
         write_result("\n".join(map(printable, lines)))
-        if differ or altered:
+        if differ or failed or altered:
             raise SystemExit(1)
 
 
-def _summary(receipts: Sequence[NamedReceipt], outputs: int, differ: int, altered: int) -> str:
-    text = f"{_count(len(receipts), 'receipt')}, {_count(outputs, 'output')}: "
-    parts = [f"{differ} differ" if differ else "all equal"]
+def _summary(receipts: int, outputs: int, differ: int, failed: int, altered: int) -> str:
+    parts = [f"{differ} differ"] * bool(differ) + [f"{failed} cannot be computed"] * bool(failed)
     if altered:
-        parts.append(f"{_count(altered, 'receipt')} altered")
-    return text + ", ".join(parts)
+        parts = [*(parts or ["all equal"]), f"{_count(altered, 'receipt')} altered"]
+    return f"{_count(receipts, 'receipt')}, {_count(outputs, 'output')}: {', '.join(parts) or 'all equal'}"
 
 
 def _compute(
@@ -128,7 +161,9 @@ def _compute(
     except StartupError as error:
         fail(str(error), COMMAND)
     try:
-        _note_conditions(tasks, engine.info, weights, report.note)
+        plan = engine.info.plan.deterministic
+        why = plan.why if plan.requests == "none" else ""
+        _note_conditions(tasks, conditions_of(engine.info, weights), why, report.note)
         done = 0
         with Progress("computing again", report.note, len(tasks), "outputs") as progress:
 
@@ -159,21 +194,23 @@ def _changes(conditions: Conditions, given: set[str]) -> dict[str, str]:
 
 
 def _note_conditions(
-    tasks: Sequence[Task], info: EngineInfo, weights: str | None, note: Callable[[str], None]
+    tasks: Sequence[Task], now: Conditions, why: str, note: Callable[[str], None]
 ) -> None:
-    """Say in which conditions the receipts of a group differ from those of this engine, before it computes."""
-    now = conditions_of(info, weights)
+    """Say in which conditions receipts differ from those of an engine, before it computes.
+
+    Args:
+        tasks: of the receipts.
+        now: the conditions of the engine.
+        why: it computes no request deterministically; empty if it does.
+        note: says it.
+    """
     receipts: dict[int, Receipt] = {id(task.receipt): task.receipt for task in tasks}
-    found = Counter(
-        "; ".join(differences(receipt.conditions, now)) for receipt in receipts.values()
-    )
+    found = Counter("; ".join(differences(it.conditions, now)) for it in receipts.values())
     for text, number in found.items():
         if text:
             note(f"{_count(number, 'receipt')} of other conditions: {text}")
-    if info.plan.deterministic.requests == "none" and any(
-        it.deterministic for it in receipts.values()
-    ):
-        note(f"no kernel here computes a request deterministically: {info.plan.deterministic.why}")
+    if why and any(it.deterministic for it in receipts.values()):
+        note(f"no request is computed deterministically: {why}")
 
 
 def _count(number: int, word: str) -> str:
