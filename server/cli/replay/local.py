@@ -9,6 +9,8 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
+from torch import distributed
+
 from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
@@ -19,12 +21,13 @@ from server.engine.core.messages import (
 )
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.engine_process.rank_processes import RankProcesses
-from server.engine.runner.start.startup import start_engine
+from server.engine.runner.start.startup import release_memory, start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from server.cli.replay.work import Task
+    from server.engine.core.engine import Engine
     from server.engine.core.messages import EngineConfig
     from server.receipts.record import Logprobs
 
@@ -47,6 +50,7 @@ class LocalReplay:
     def __init__(self, config: EngineConfig) -> None:
         self._channel = _Channel()
         self._ranks = RankProcesses(config) if config.tensor_parallel > 1 else None
+        self._engine: Engine | None = None
         try:
             self._engine = start_engine(config, self._channel, self._ranks)
         except BaseException:
@@ -61,13 +65,18 @@ class LocalReplay:
             tasks: to compute.
             on_done: called when one is done.
         """
+        assert self._engine is not None
         self._channel.begin(tasks, self.info, on_done)
         self._engine.run()
 
     def close(self) -> None:
-        """End the processes of the other ranks."""
+        """Free the engine, so that this process can have another one."""
+        self._engine = None
         if self._ranks is not None:
             self._ranks.close()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        release_memory()
 
 
 class _Channel:
