@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def receipts(bundled_service):
     """Receipts of 12 requests of any kind in progress at a time, with all features."""
-    return asyncio.run(collect(bundled_service.port, 36, 12, random.Random(1)))
+    return asyncio.run(collect(bundled_service.port, 24, 12, random.Random(1)))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_receipts_of_random_requests_in_random_companies_are_equal(receipts, rep
 
     outputs = sum(len(it["outputs"]) for it in receipts)
     assert (status, "other conditions" in err) == (0, False)
-    assert lines[-1] == f"36 receipts, {outputs} outputs: all equal"
+    assert lines[-1] == f"24 receipts, {outputs} outputs: all equal"
     assert len(lines) == outputs + 1
     assert {it["finish_reason"] for receipt in receipts for it in receipt["outputs"]} > {
         "length",
@@ -105,6 +105,19 @@ def test_other_conditions_are_named_before_anything_is_computed(receipts, replay
     assert "instead of sha256:000000000000; device " in err
     assert "instead of NVIDIA H100" in err
     assert len(lines) == 2
+
+
+@pytest.mark.slow
+def test_receipts_of_several_formats_have_an_engine_each(receipts, replay):
+    plain = next(it for it in receipts if len(it["outputs"][0]["token_ids"]) > 20)
+    int4 = altered(plain, ["conditions", "quantization"], lambda _: "int4")
+
+    status, lines, _ = replay([plain, int4, plain])
+
+    assert status == 1
+    assert any(it.startswith("receipt 1") and "equal" in it for it in lines)
+    assert any(it.startswith("receipt 2") and "differs" in it for it in lines)
+    assert any(it.startswith("receipt 3") and "equal" in it for it in lines)
 
 
 def test_a_running_service_computes_what_it_can_be_asked_for(receipts, replay, bundled_service):

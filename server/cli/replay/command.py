@@ -104,8 +104,7 @@ class _Report:
         unsure = sum(not it.receipt.deterministic for it in self._receipts)
         if unsure:
             self.note(
-                f"{_count(unsure, 'receipt')} of requests that were not deterministic, so that a difference proves "
-                "nothing"
+                f"{_count(unsure, 'receipt')} not deterministic: a difference there proves nothing"
             )
 
     @property
