@@ -246,6 +246,12 @@ METRICS: Final = (
     Metric("prompt tokens", "tessera_prompt_tokens", "vllm:prompt_tokens"),
     Metric("generated tokens", "tessera_generation_tokens", "vllm:generation_tokens"),
     Metric(
+        "drafts",
+        "tessera_drafts tessera_draft_tokens tessera_draft_accepted_tokens",
+        "vllm:spec_decode_num_drafts vllm:spec_decode_num_draft_tokens "
+        "vllm:spec_decode_num_accepted_tokens vllm:spec_decode_num_accepted_tokens_per_pos",
+    ),
+    Metric(
         "requests, by how they ended",
         "tessera_requests",
         "vllm:request_success",

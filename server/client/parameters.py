@@ -30,6 +30,7 @@ class _CommonParameters(TypedDict, total=False):
     timeout_ms: int | None
     cache_salt: str | None
     deterministic: bool | None
+    speculation: Mapping[str, object] | None
     receipt: bool | None
 
 

@@ -127,6 +127,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         cached_prompt_tokens: prompt tokens taken from the prefix cache.
         recomputed_tokens: tokens that were computed again after a preemption.
         steps: forward passes.
+        draft_tokens: tokens that were proposed and computed.
+        accepted_tokens: those of them that the model sampled too.
         device_seconds: the request's share of the device time of these steps.
         kv_block_seconds: blocks of the KV cache that the request held, times seconds.
 
@@ -144,6 +146,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     device_seconds: float = 0.0
     kv_block_seconds: float = 0.0
 

@@ -59,6 +59,9 @@ class EngineSettings:
         deterministic: give the tokens and log-probabilities of all requests, not only of those with the field
             `deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights,
             slower on a GPU.
+        max_draft_tokens: tokens that are proposed at once to follow those of a sequence, where an earlier text goes on
+            so, and computed in one step; replies stay the same bytes. The number used follows from what they save;
+            0 proposes none. For deterministic requests only, which on a CPU with int8 or int4 weights all are.
         tensor_parallel: number of GPUs that share the model, each with a part of every layer; a divisor of the model's
             key-value heads.
         unmeasured_kernels: allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103 and
@@ -92,6 +95,7 @@ class EngineSettings:
     overlap: bool = True
     enable_prefix_caching: Annotated[bool, Setting("memory")] = True
     deterministic: bool = False
+    max_draft_tokens: Annotated[int, Setting(ge=0, le=31)] = 7
     tensor_parallel: Annotated[int, Setting(ge=1, le=64)] = 1
     unmeasured_kernels: bool = False
     cpu_threads: Annotated[int | None, Setting(ge=1, le=1024)] = None

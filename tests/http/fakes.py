@@ -48,6 +48,8 @@ USAGE = SequenceUsage(
     num_recomputed_tokens=1,
     device_seconds=0.125,
     block_seconds=1.5,
+    num_draft_tokens=5,
+    num_accepted_tokens=4,
 )
 EOS_ID = 256
 IM_END_ID = 257

@@ -2,7 +2,7 @@
 
 Streams send requests of every dialect one after the other, so that each is computed in a random company: greedy and
 sampled, edits of a text and free text, with stop strings, penalties, biases, log-probabilities, grammars, several
-choices, long prompts, common prefixes and deadlines. The KV cache is small, so that sequences are preempted. The replay
+choices, long prompts, common prefixes, deadlines, and with drafts and without. The KV cache is small, so that sequences are preempted. The replay
 computes them in other companies.
 
     python -m tests.reliability.receipts --receipts 10000 --streams 32
@@ -143,6 +143,8 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
         found["bad_words"] = ["self", "return x"]
     if rng.random() < 0.05:
         found["ignore_eos"] = True
+    if rng.random() < 0.3:
+        found["speculation"] = {"enabled": rng.random() < 0.5, "max_tokens": rng.randint(0, 9)}
     if rng.random() < 0.05:
         found["timeout_ms"] = rng.choice([40, 400, 60_000])
     return found
@@ -251,6 +253,7 @@ def main() -> None:
         "served_seconds": round(served, 1),
         "replayed_seconds": round(time.monotonic() - began, 1),
         "preemptions": metrics.get("tessera_preemptions_total"),
+        "accepted_draft_tokens": metrics.get("tessera_draft_accepted_tokens_total"),
         **summary(receipts),
         "replay": replay.stdout.splitlines()[-20:],
         "holds": replay.returncode == 0,

@@ -21,3 +21,7 @@ ONE_STAGE: Final = "a model is divided by --tensor-parallel only"
 METRICS: Final = "GET /metrics always works"
 CHUNKS: Final = "long prompts are computed in chunks"
 CONSTRAINTS: Final = "llguidance compiles the constraints of answers"
+DRAFTS: Final = (
+    "drafts come from the text, without a model, and are on by default; "
+    "--max-draft-tokens is the most tokens at once"
+)

@@ -19,6 +19,8 @@ LLAMA_CPP: Final = Peer(
         understood("chat_template", "--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE"),
         understood("max_model_len", "-c --ctx-size", "LLAMA_ARG_CTX_SIZE", form=forms.zero_is_default),
         understood("max_num_seqs", "-np --parallel", "LLAMA_ARG_N_PARALLEL", form=forms.zero_is_default),
+        understood("max_draft_tokens", "--draft --draft-max --draft-n --spec-draft-n-max",
+                   "LLAMA_ARG_DRAFT_MAX LLAMA_ARG_SPEC_DRAFT_N_MAX"),
         understood("cpu_threads", "-t --threads", "LLAMA_ARG_THREADS", form=forms.zero_is_default),
         understood("device", "-ngl --gpu-layers --n-gpu-layers", "LLAMA_ARG_N_GPU_LAYERS", form=forms.gpu_layers),
         understood("enable_prefix_caching", "--cache-prompt", "LLAMA_ARG_CACHE_PROMPT", form=forms.on,
@@ -70,6 +72,7 @@ LLAMA_CPP: Final = Peer(
              "LLAMA_ARG_CACHE_RAM LLAMA_ARG_CACHE_REUSE"),
         near(common.GPU_MEMORY, "-fitt --fit-target -fitc --fit-ctx", "LLAMA_ARG_FIT_TARGET LLAMA_ARG_FIT_CTX"),
         near(common.SEED, "-s --seed"),
+        near(common.DRAFTS, "--spec-type --spec-default", "LLAMA_ARG_SPEC_TYPE"),
         near(common.HUB_TOKEN, "-hft --hf-token"),
         near(common.OFFLINE, "--offline", "LLAMA_ARG_OFFLINE", takes="nothing"),
         near("`tessera doctor` lists the GPUs", "--list-devices", takes="nothing"),
@@ -85,13 +88,13 @@ LLAMA_CPP: Final = Peer(
             subjects.SPECULATION,
             "--cache-type-k-draft --cache-type-v-draft --cpu-mask-batch-draft --cpu-mask-draft --cpu-moe-draft "
             "--cpu-range-batch-draft --cpu-range-draft --cpu-strict-batch-draft --cpu-strict-draft --device-draft "
-            "--draft --draft-max --draft-min --draft-n --draft-n-min --draft-p-min --draft-p-split "
+            "--draft-min --draft-n-min --draft-p-min --draft-p-split "
             "--gpu-layers-draft --hf-repo-draft --lookup-cache-dynamic --lookup-cache-static --model-draft "
             "--n-cpu-moe-draft --n-gpu-layers-draft --override-tensor-draft --poll-batch-draft --poll-draft "
-            "--prio-batch-draft --prio-draft --spec-default --spec-draft-backend-sampling --spec-draft-cpu-mask "
+            "--prio-batch-draft --prio-draft --spec-draft-backend-sampling --spec-draft-cpu-mask "
             "--spec-draft-cpu-mask-batch --spec-draft-cpu-moe --spec-draft-cpu-range --spec-draft-cpu-range-batch "
             "--spec-draft-cpu-strict --spec-draft-cpu-strict-batch --spec-draft-device --spec-draft-hf "
-            "--spec-draft-model --spec-draft-n-cpu-moe --spec-draft-n-max --spec-draft-n-min --spec-draft-ncmoe "
+            "--spec-draft-model --spec-draft-n-cpu-moe --spec-draft-n-min --spec-draft-ncmoe "
             "--spec-draft-ngl --spec-draft-override-tensor --spec-draft-p-min --spec-draft-p-split "
             "--spec-draft-poll --spec-draft-poll-batch --spec-draft-prio --spec-draft-prio-batch "
             "--spec-draft-sampling --spec-draft-threads --spec-draft-threads-batch --spec-draft-type-k "
@@ -99,15 +102,15 @@ LLAMA_CPP: Final = Peer(
             "--spec-ngram-map-k4v-min-hits --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-size-n "
             "--spec-ngram-min-hits --spec-ngram-mod-n-match --spec-ngram-mod-n-max --spec-ngram-mod-n-min "
             "--spec-ngram-simple-min-hits --spec-ngram-simple-size-m --spec-ngram-simple-size-n "
-            "--spec-ngram-size-m --spec-ngram-size-n --spec-synth-len --spec-synth-rates --spec-type "
+            "--spec-ngram-size-m --spec-ngram-size-n --spec-synth-len --spec-synth-rates "
             "--threads-batch-draft --threads-draft -Cbd -Cd -Crbd -Crd -cmoed -ctkd -ctvd -devd -hfd -hfrd -lcd "
             "-lcs -md -ncmoed -ngld -otd -tbd -td",
-            "LLAMA_ARG_DRAFT_MAX LLAMA_ARG_DRAFT_MIN LLAMA_ARG_N_GPU_LAYERS_DRAFT "
+            "LLAMA_ARG_DRAFT_MIN LLAMA_ARG_N_GPU_LAYERS_DRAFT "
             "LLAMA_ARG_SPEC_DRAFT_BACKEND_SAMPLING LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K "
             "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V LLAMA_ARG_SPEC_DRAFT_CPU_MOE LLAMA_ARG_SPEC_DRAFT_HF_REPO "
-            "LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE LLAMA_ARG_SPEC_DRAFT_N_MAX "
+            "LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE "
             "LLAMA_ARG_SPEC_DRAFT_N_MIN LLAMA_ARG_SPEC_DRAFT_P_MIN LLAMA_ARG_SPEC_DRAFT_P_SPLIT "
-            "LLAMA_ARG_SPEC_SYNTH_LEN LLAMA_ARG_SPEC_SYNTH_RATES LLAMA_ARG_SPEC_TYPE",
+            "LLAMA_ARG_SPEC_SYNTH_LEN LLAMA_ARG_SPEC_SYNTH_RATES ",
         ),
         absent(
             subjects.POOLING,

@@ -25,6 +25,8 @@ SGLANG: Final = Peer(
         understood("kv_cache_dtype", "--kv-cache-dtype"),
         understood("max_model_len", "--context-length"),
         understood("max_num_seqs", "--max-running-requests"),
+        understood("max_draft_tokens", "--speculative-num-draft-tokens"),
+        near(common.DRAFTS, "--speculative-algorithm"),
         understood("max_prefill_tokens", "--max-prefill-tokens"),
         understood("kv_cache_tokens", "--max-total-tokens"),
         understood("block_size", "--page-size"),
@@ -91,7 +93,7 @@ SGLANG: Final = Peer(
             "--decoupled-spec-role --decrypted-draft-config-file --enable-draft-weights-cpu-backup "
             "--enable-multi-layer-eagle --spec-trace-dir --speculative-accept-threshold-acc "
             "--speculative-accept-threshold-single --speculative-adaptive --speculative-adaptive-config "
-            "--speculative-algorithm --speculative-attention-mode --speculative-boundary-reduction "
+            "--speculative-attention-mode --speculative-boundary-reduction "
             "--speculative-dflash-block-size --speculative-domino-candidate-pool-size "
             "--speculative-draft-attention-backend --speculative-draft-kv-cache-dtype "
             "--speculative-draft-load-format --speculative-draft-model --speculative-draft-model-path "
@@ -104,7 +106,7 @@ SGLANG: Final = Peer(
             "--speculative-ngram-external-corpus-max-tokens --speculative-ngram-external-corpus-path "
             "--speculative-ngram-external-sam-budget --speculative-ngram-match-type "
             "--speculative-ngram-max-bfs-breadth --speculative-ngram-max-trie-depth "
-            "--speculative-ngram-min-bfs-breadth --speculative-num-draft-tokens --speculative-num-steps "
+            "--speculative-ngram-min-bfs-breadth --speculative-num-steps "
             "--speculative-token-map --speculative-use-block-verification --speculative-use-rejection-sampling",
             "SGLANG_NGRAM_FORCE_GREEDY_VERIFY SGLANG_SPEC_EXPANSION_SAFETY_FACTOR",
         ),

@@ -21,7 +21,7 @@ class Subject(NamedTuple):
 
 
 LORA: Final = Subject("LoRA adapters", "merge the adapter into the checkpoint", matters=True)
-SPECULATION: Final = Subject("speculative decoding")
+SPECULATION: Final = Subject("draft model, nor settings of drafts beside --max-draft-tokens")
 MEDIA: Final = Subject("images, audio or video", matters=True)
 POOLING: Final = Subject("embeddings, reranking or classification", matters=True)
 TLS: Final = Subject("TLS", "put a proxy in front of it (docs/operations.md)", matters=True)

@@ -29,6 +29,7 @@ TGI: Final = Peer(
         understood("kv_cache_tokens", "--max-batch-total-tokens", "MAX_BATCH_TOTAL_TOKENS"),
         understood("gpu_memory_utilization", "--cuda-memory-fraction", "CUDA_MEMORY_FRACTION"),
         understood("max_num_seqs", "--max-batch-size", "MAX_BATCH_SIZE"),
+        understood("max_draft_tokens", "--speculate", "SPECULATE"),
         understood("max_concurrent_requests", "--max-concurrent-requests", "MAX_CONCURRENT_REQUESTS"),
         understood("max_body_bytes", "--payload-limit", "PAYLOAD_LIMIT"),
         understood("drain_timeout", "--graceful-termination-timeout -g", "GRACEFUL_TERMINATION_TIMEOUT"),
@@ -61,11 +62,6 @@ TGI: Final = Peer(
             subjects.LORA,
             "--lora-adapters",
             "LORA_ADAPTERS",
-        ),
-        absent(
-            subjects.SPECULATION,
-            "--speculate",
-            "SPECULATE",
         ),
         absent(
             subjects.TUNNEL,

@@ -26,6 +26,7 @@ VLLM: Final = Peer(
         understood("model_backend", "--model-impl"),
         understood("max_model_len", "--max-model-len"),
         understood("max_num_seqs", "--max-num-seqs"),
+        understood("max_draft_tokens", "--num-speculative-tokens --spec-tokens"),
         understood("max_num_batched_tokens", "--max-num-batched-tokens"),
         understood("block_size", "--block-size"),
         understood("kv_cache_dtype", "--kv-cache-dtype"),
@@ -78,6 +79,8 @@ VLLM: Final = Peer(
         near(common.HUB_FOLDER, "--download-dir"),
         near(common.HUB_TOKEN, "--hf-token"),
         near(common.GPU_CHOICE, "--device-ids"),
+        near(common.DRAFTS, "--speculative-config -sc --spec-method --ngram-prompt-lookup-max "
+             "--ngram-prompt-lookup-min"),
         near(common.OTLP, "--otlp-traces-endpoint"),
         near(common.ACCESS_LOG, "--enable-log-requests", takes="nothing"),
         near("--log-level is that of all messages", "--uvicorn-log-level"),
@@ -107,9 +110,9 @@ VLLM: Final = Peer(
         ),
         absent(
             subjects.SPECULATION,
-            "--ngram-prompt-lookup-max --ngram-prompt-lookup-min --num-lookahead-slots --num-speculative-tokens "
-            "--per-request-spec-decode-metrics --spec-method --spec-model --spec-tokens --speculative-config "
-            "--speculative-draft-tensor-parallel-size --speculative-model -sc",
+            "--num-lookahead-slots "
+            "--per-request-spec-decode-metrics --spec-model "
+            "--speculative-draft-tensor-parallel-size --speculative-model ",
         ),
         absent(
             subjects.POOLING,

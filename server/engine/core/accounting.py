@@ -56,12 +56,14 @@ class SequenceAccount:
         num_first_tokens: leading tokens that were computed at least once or taken from the prefix cache.
         num_cached_tokens: those of them that were first taken from the prefix cache.
         num_cached_prompt_tokens: the prompt tokens among these.
+        num_draft_tokens, num_accepted_tokens: see `SequenceUsage`.
         scheduled_at, first_token_at: `Accounting.now` at these events; None before.
     """
 
     __slots__ = (
-        "_entered", "block_seconds", "device_seconds", "first_token_at", "num_cached_prompt_tokens",
-        "num_cached_tokens", "num_first_tokens", "num_prompt_tokens", "num_steps", "num_tokens", "scheduled_at",
+        "_entered", "block_seconds", "device_seconds", "first_token_at", "num_accepted_tokens",
+        "num_cached_prompt_tokens", "num_cached_tokens", "num_draft_tokens", "num_first_tokens", "num_prompt_tokens",
+        "num_steps", "num_tokens", "scheduled_at",
     )  # fmt: skip
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -73,6 +75,8 @@ class SequenceAccount:
         self.num_steps = 0
         self.num_tokens = 0
         self.num_first_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self._entered: tuple[float, int] | None = None
@@ -121,6 +125,9 @@ class Accounting:
         num_ended: ended sequences, by `FinishReason` - 1.
         ended_device_seconds: device time charged to them.
         ended_block_seconds: KV blocks times seconds charged to them.
+        num_drafts: drafts computed.
+        num_draft_tokens: their tokens.
+        num_accepted_tokens: by place in the draft, the tokens that were kept.
         num_reserved_tokens: tokens that the sequences of the batch have if all reach their limits.
         least_price: lowest device time of one token of a step so far; 0.0 before the first.
         least_seconds: device time of the shortest step so far; 0.0 before the first.
@@ -136,6 +143,9 @@ class Accounting:
         self.num_ended = [0] * len(FinishReason)
         self.ended_device_seconds = [0.0] * len(FinishReason)
         self.ended_block_seconds = [0.0] * len(FinishReason)
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens: list[int] = []
         self.num_reserved_tokens = 0
         self.least_price = 0.0
         self.least_seconds = 0.0
@@ -176,6 +186,17 @@ class Accounting:
         if seconds < self.least_seconds or not self.least_seconds:
             self.least_seconds = seconds
         return price
+
+    def note_draft(self, account: SequenceAccount, num_tokens: int, num_accepted: int) -> None:
+        """Count a draft of a sequence, and the leading tokens of it that were kept."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        account.num_draft_tokens += num_tokens
+        account.num_accepted_tokens += num_accepted
+        counts = self.num_accepted_tokens
+        counts += [0] * (num_accepted - len(counts))
+        for place in range(num_accepted):
+            counts[place] += 1
 
     def charge_ended(self, reason: FinishReason, num_tokens: int) -> None:
         """Charge tokens of the newest step to a sequence that had ended before the step did."""
@@ -265,4 +286,6 @@ class Accounting:
             recomputed,
             account.device_seconds,
             account.block_seconds,
+            account.num_draft_tokens,
+            account.num_accepted_tokens,
         )

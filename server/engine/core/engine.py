@@ -220,7 +220,7 @@ class Engine:
         before, self._launched = self._launched, None
         if self._deadlines:
             self._end_expired()
-        if self._scheduler.has_work and (before is None or before.pending.feeds_next):
+        if self._scheduler.has_work and (before is None or self._follows(before)):
             self._launched = self._launch()
         if before is not None:
             self._book(before)
@@ -229,6 +229,13 @@ class Engine:
         if self._launched is not None and not self._runs_ahead:
             launched, self._launched = self._launched, None
             self._book(launched)
+
+    def _follows(self, before: _Step) -> bool:
+        """Return whether the next step is launched before the results of the one before are known.
+
+        If drafts will probably pay, it waits for them: a row whose token is not known has no draft.
+        """
+        return before.pending.feeds_next and not self._scheduler.expects_drafts
 
     def _launch(self) -> _Step | None:
         """Schedule and launch a step; return None if all remaining work is in flight."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+_FEW_SEQUENCES: Final = 8
+"""Sequences up to which all of a step may have drafts of any length; more share as many rows of logits, or one each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class SchedulerConfig:
         max_model_len: tokens of one sequence, prompt and output, at least 2.
         max_prefill_tokens: tokens computed in a step in which no sequence decodes, at least
             `max_num_batched_tokens`, which None stands for.
-        max_queries: tokens of a decode row, its draft included, for which memory is reserved, at least 1.
+        max_queries: tokens of a decode row, its draft included, at least 1.
     """
 
     max_num_seqs: int
@@ -26,8 +30,10 @@ class SchedulerConfig:
 
     @property
     def max_logits(self) -> int:
-        """Rows of logits of a recorded step."""
-        return self.max_num_seqs * self.max_queries
+        """Rows of logits of a step: a token of each sequence, or more with drafts while few sequences run."""
+        few = min(self.max_num_seqs, _FEW_SEQUENCES)
+        most = min(few * self.max_queries, self.max_num_batched_tokens)
+        return max(self.max_num_seqs, most)
 
     @property
     def prefill_budget(self) -> int:

@@ -77,6 +77,7 @@ class EngineTotals(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         prefill_steps, decode_steps: numbers of the steps with and without a prefill, by bucket of
             `accounting.STEP_SECONDS_BOUNDS`.
+        accepted_by_place: accepted tokens of drafts by their place.
         num_ended, device_seconds, block_seconds: ended sequences and what they used, by `FinishReason` - 1.
     """
 
@@ -85,6 +86,7 @@ class EngineTotals(msgspec.Struct, frozen=True, array_like=True):
     num_ended: list[int] = []
     device_seconds: list[float] = []
     block_seconds: list[float] = []
+    accepted_by_place: list[int] = []
 
 
 def encode_totals(totals: EngineTotals) -> msgspec.Raw:
@@ -121,6 +123,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_log_lines_dropped: lines of the log that the process has dropped.
         computed_tokens: tokens computed, of prompts and outputs.
         computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
+        num_drafts: drafts computed.
+        num_draft_tokens, num_accepted_tokens: their tokens, and those of them that were kept.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
         block_seconds: blocks of the KV cache times seconds; a block counts for each sequence that holds it.
         totals: encoded `EngineTotals`, at most a fraction of a second old, and current if the engine has no work.
@@ -154,6 +158,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     block_seconds: float = 0.0

@@ -120,6 +120,9 @@ class StatsReporter:
             computed_tokens=accounting.num_computed_tokens,
             computed_prompt_tokens=accounting.num_computed_prompt_tokens,
             recomputed_tokens=accounting.num_recomputed_tokens,
+            num_drafts=accounting.num_drafts,
+            num_draft_tokens=accounting.num_draft_tokens,
+            num_accepted_tokens=sum(accounting.num_accepted_tokens),
             prefill_seconds=accounting.prefill_steps.seconds,
             decode_seconds=accounting.decode_steps.seconds,
             block_seconds=accounting.block_seconds,
@@ -139,6 +142,7 @@ class StatsReporter:
                     accounting.num_ended,
                     accounting.ended_device_seconds,
                     accounting.ended_block_seconds,
+                    accounting.num_accepted_tokens,
                 )
             )
         return self._encoded_totals

@@ -47,6 +47,8 @@ class GenerateRequest(
         client: who sent it, in any form; clients get equal shares of the engine.
         deterministic: whether its tokens and log-probabilities must have the same bits whatever else the engine
             computes; the engine must support it.
+        max_draft_tokens: tokens that are proposed at once to follow its own, see `EngineSettings`; None for the
+            engine's setting, which is also the limit.
     """
 
     request_id: int
@@ -59,6 +61,7 @@ class GenerateRequest(
     client: str = ""
     deterministic: bool = False
     client_priority: int = 0
+    max_draft_tokens: int | None = None
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -74,6 +77,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
         num_recomputed_tokens: tokens of prompt and output that were computed again, after a preemption.
         device_seconds: its share of the device time of its steps.
         block_seconds: blocks of the KV cache that it held, times seconds.
+        num_draft_tokens: tokens that were proposed and computed.
+        num_accepted_tokens: those of them that the model sampled too.
     """
 
     prefill_seconds: float = 0.0
@@ -84,6 +89,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_recomputed_tokens: int = 0
     device_seconds: float = 0.0
     block_seconds: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):

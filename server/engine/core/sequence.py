@@ -62,6 +62,7 @@ class Sequence:
         cache_salt: only sequences with equal salts share cached blocks. Deterministic sequences share none with others,
             since steps that are not deterministic compute other bits.
         deterministic: whether the steps that compute it must be deterministic; see `Bucket`.
+        max_draft_tokens: see `GenerateRequest`.
         client: who sent the request; the queue shares the engine among clients.
         deadline: when the sequence ends, complete or not, on the clock of `Accounting.now`; None for never.
         priority: sequences with a lower number are served first, whoever sent them.
@@ -85,9 +86,10 @@ class Sequence:
     __slots__ = (
         "account", "arrival", "block_table", "cache_salt", "capacity", "check_at", "client", "client_priority",
         "deadline", "deterministic", "end_token_ids", "error", "expected_output", "finish_reason",
-        "first_scheduled_step", "is_expired", "matcher", "max_num_tokens", "num_cached_tokens", "num_computed_tokens",
-        "num_linked_blocks", "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight", "num_void_results",
-        "prefix_link", "priority", "rank", "request_id", "sampling", "slots", "status", "token_ids", "usage",
+        "first_scheduled_step", "is_expired", "matcher", "max_draft_tokens", "max_num_tokens", "num_cached_tokens",
+        "num_computed_tokens", "num_linked_blocks", "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight",
+        "num_void_results", "prefix_link", "priority", "rank", "request_id", "sampling", "slots", "status",
+        "token_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -107,6 +109,7 @@ class Sequence:
         self.sampling = sampling
         self.matcher: Matcher | None = None
         self.deterministic = request.deterministic
+        self.max_draft_tokens = request.max_draft_tokens
         self.cache_salt: CacheSalt = request.cache_salt
         if request.deterministic:
             self.cache_salt = ("deterministic", request.cache_salt)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_PRIORITY = 2**31 - 1
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_SALT_CHARACTERS = 256
+MAX_DRAFT_TOKENS = 31
 
 
 class RequestOptions(NamedTuple):
@@ -27,6 +28,7 @@ class RequestOptions(NamedTuple):
         timeout_ms: time from the request's arrival until its deadline; None for no deadline but the API key's.
         cache_salt: the request shares cached prefixes only with requests of an equal salt.
         deterministic: whether its results must have the same bits whatever else the engine computes.
+        max_draft_tokens: see `GenerateRequest`.
         receipt: whether the reply has a receipt.
     """
 
@@ -34,6 +36,7 @@ class RequestOptions(NamedTuple):
     timeout_ms: int | None = None
     cache_salt: str | None = None
     deterministic: bool = False
+    max_draft_tokens: int | None = None
     receipt: bool = False
 
     def salt_within(self, namespace: bytes | None) -> str | None:
@@ -48,6 +51,20 @@ class RequestOptions(NamedTuple):
         if self.cache_salt is None:
             return namespace.hex()
         return hmac.digest(namespace, self.cache_salt.encode(), "sha256").hex()
+
+
+class Speculation(BaseModel):
+    """Whether tokens are proposed to follow those of a request, and how many at once."""
+
+    enabled: bool | None = optional("false: propose none. Default: true.")
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = optional(
+        "Most tokens proposed at once; 0 for none. Default and limit: `--max-draft-tokens`."
+    )
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """See `GenerateRequest`."""
+        return 0 if self.enabled is False else self.max_tokens
 
 
 class RequestOptionFields(BaseModel):
@@ -72,6 +89,10 @@ class RequestOptionFields(BaseModel):
     deterministic: bool | None = optional(
         "The tokens and log-probabilities have the same bits whatever else the service computes. Default: "
         "the service's setting."
+    )
+    speculation: Speculation | None = optional(
+        "Tokens proposed to follow those of the request, where an earlier text goes on so, and computed in one step. "
+        "They change the time that a reply takes and nothing else. Default: those of the service."
     )
     receipt: bool | None = optional(
         "Whether the reply has a receipt, from which `tessera replay` computes it again: the tokens of prompt and "
@@ -101,5 +122,6 @@ class RequestOptionFields(BaseModel):
             self.timeout_ms,
             self.cache_salt,
             bool(self.deterministic),
+            None if self.speculation is None else self.speculation.max_draft_tokens,
             bool(self.receipt),
         )

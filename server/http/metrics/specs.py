@@ -191,6 +191,11 @@ ENGINE_COUNTERS = {
     "recomputed_tokens": Spec(
         "tessera_recomputed_tokens", _COUNTER, "Tokens of ended sequences that were computed again after a preemption.",
     ),
+    "num_drafts": Spec("tessera_drafts", _COUNTER, "Drafts computed: tokens proposed to follow those of a sequence."),
+    "num_draft_tokens": Spec("tessera_draft_tokens", _COUNTER, "Tokens of drafts that were computed."),
+    "num_accepted_tokens": Spec(
+        "tessera_draft_accepted_tokens", _COUNTER, "Tokens of drafts that the model sampled too.",
+    ),
     "block_seconds": Spec(
         "tessera_kv_block_seconds", _COUNTER, "KV blocks times seconds, for each sequence that holds a block.",
     ),

@@ -20,6 +20,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         cached_prompt_tokens: prompt tokens taken from the prefix cache.
         recomputed_tokens: tokens that were computed again because their blocks had been given to older sequences.
         steps: forward passes; one that computed tokens of several completions counts for each.
+        draft_tokens: tokens that were proposed and computed.
+        accepted_tokens: those of them that the model sampled too; they are in the answer.
         device_seconds: the request's share of the device time of these steps.
         kv_block_seconds: blocks of the KV cache that the request held, times seconds.
     """
@@ -31,6 +33,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int
     recomputed_tokens: int
     steps: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     device_seconds: float
     kv_block_seconds: float
 

@@ -38,6 +38,11 @@ def _prompt_sources(snapshot: Snapshot) -> Samples:
     return [(("local_compute",), float(computed)), (("local_cache_hit",), float(cached))]
 
 
+def _accepted_by_place(snapshot: Snapshot) -> Samples:
+    counts = snapshot.totals.accepted_by_place
+    return [((str(place),), float(count)) for place, count in enumerate(counts)]
+
+
 def _cache_config(snapshot: Snapshot) -> Samples:
     info = snapshot.info
     if info is None:
@@ -69,6 +74,13 @@ ROWS: Final = (
     ),
     counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
     counter("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+    counter("vllm:spec_decode_num_drafts", "Drafts computed.", "num_drafts"),
+    counter("vllm:spec_decode_num_draft_tokens", "Tokens of drafts.", "num_draft_tokens"),
+    counter("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were kept.", "num_accepted_tokens"),
+    Row(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", CounterMetricFamily,
+        "Tokens of drafts that were kept, by their place.", _accepted_by_place, ("position",),
+    ),
     Row("vllm:request_success", CounterMetricFamily, "Requests that ended.", _requests, ("finished_reason",)),
     histogram("vllm:time_to_first_token_seconds", specs.TTFT),
     histogram("vllm:inter_token_latency_seconds", specs.ITL),

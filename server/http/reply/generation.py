@@ -135,6 +135,7 @@ class Generation:
                         cache_salt=cache_salt,
                         client=request.client,
                         deterministic=options.deterministic,
+                        max_draft_tokens=options.max_draft_tokens,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     stream.on_start = context.shedding.enqueue(
@@ -221,7 +222,7 @@ class Generation:
     def usage(self) -> RequestUsage:
         """Return what the request used, of all completions; final if `settled`."""
         queue = prefill = decode = device = blocks = 0.0
-        computed = cached = recomputed = steps = 0
+        computed = cached = recomputed = steps = drafted = accepted = 0
         for completion in self.completions:
             stream = completion.stream
             used = stream.usage
@@ -234,6 +235,8 @@ class Generation:
             cached += used.num_cached_prompt_tokens
             recomputed += used.num_recomputed_tokens
             steps += used.num_steps
+            drafted += used.num_draft_tokens
+            accepted += used.num_accepted_tokens
         return RequestUsage(
             queue_ms=_milliseconds(queue),
             prefill_ms=_milliseconds(prefill),
@@ -242,6 +245,8 @@ class Generation:
             cached_prompt_tokens=cached,
             recomputed_tokens=recomputed,
             steps=steps,
+            draft_tokens=drafted,
+            accepted_tokens=accepted,
             device_seconds=round(device, 9),
             kv_block_seconds=round(blocks, 6),
         )

@@ -104,7 +104,8 @@ def test_a_variable_that_would_change_answers_or_security_is_refused(name, value
 
 
 @pytest.mark.parametrize(
-    "name", ["VLLM_ATTENTION_BACKEND", "SGLANG_ANYTHING", "SPECULATE", "VLLM_IMAGE_FETCH_TIMEOUT"]
+    "name",
+    ["VLLM_ATTENTION_BACKEND", "SGLANG_ANYTHING", "VALIDATION_WORKERS", "VLLM_IMAGE_FETCH_TIMEOUT"],
 )
 def test_any_other_variable_is_reported_and_has_no_effect(name):
     reading = read(**{name: "1"})

@@ -51,6 +51,7 @@ def draft(engine, texts, rng, *, wrong=0.0):
         A list that receives the started steps that have a draft.
     """
     scheduler = engine.engine._scheduler
+    scheduler.drafts.most = 0  # the drafts are those of this function
     schedule, drafted = scheduler.schedule, []
 
     def propose_some():
@@ -85,7 +86,7 @@ def check(make_engine, asked, rng, *, exact=False, tolerance=TOLERANCE):
     Returns:
         The steps with a draft.
     """
-    expected = make_engine().generate(asked)
+    expected = without_drafts(make_engine()).generate(asked)
     texts = {
         request.request_id: [event.token_id for event in events]
         for request, events in zip(asked, expected, strict=True)
@@ -104,6 +105,12 @@ def check(make_engine, asked, rng, *, exact=False, tolerance=TOLERANCE):
         assert wrong or drafted[-1].step < max(map(len, texts.values())) - 1
         steps += drafted
     return steps
+
+
+def without_drafts(engine):
+    """Return a `LocalEngine`, which proposes nothing from now on."""
+    engine.engine._scheduler.drafts.most = 0
+    return engine
 
 
 def compare(expected, found, *, exact, tolerance):

@@ -24,6 +24,8 @@ EXPECTED = {
     "cached_prompt_tokens": 2,
     "recomputed_tokens": 1,
     "steps": 3,
+    "draft_tokens": 5,
+    "accepted_tokens": 4,
     "device_seconds": 0.125,
     "kv_block_seconds": 1.5,
 }
@@ -84,6 +86,8 @@ async def test_usage_is_summed_over_completions_and_their_longest_times_are_repo
         "cached_prompt_tokens": 4,
         "recomputed_tokens": 2,
         "steps": 7,
+        "draft_tokens": 10,
+        "accepted_tokens": 8,
         "device_seconds": 0.25,
         "kv_block_seconds": 3.0,
     }

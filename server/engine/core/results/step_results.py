@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from server.engine.core.queue.live_sequences import RUNNING, LiveSequences
@@ -138,6 +139,7 @@ class StepResults:
             sampled = leading(sampled, row.draft)
         num_known = len(sequence.token_ids)
         reason = append_sampled(sequence, sampled, events)
+        self._note_draft(row, num_known)
         if reason is not FinishReason.ERROR:
             num_rejected = num_logits - (len(sequence.token_ids) - num_known)
             if sequence.status is RUNNING:
@@ -158,6 +160,13 @@ class StepResults:
             self._live.finish(sequence, reason)
             assert sequence.usage is not None
             events.usage[len(events) - 1] = sequence.usage
+
+    def _note_draft(self, row: ScheduledSequence, num_known: int) -> None:
+        """Count the tokens of a row's draft that its sequence, which had `num_known` tokens, has now."""
+        if row.draft:
+            kept = row.sequence.token_ids[num_known : num_known + len(row.draft)]
+            num_accepted = sum(map(operator.eq, kept, row.draft))
+            self._accounting.note_draft(row.sequence.account, len(row.draft), num_accepted)
 
     def _enter_followed(
         self,

@@ -19,6 +19,7 @@ from server.engine.core.results.step_charges import StepCharges
 from server.engine.core.results.step_results import StepResults
 from server.engine.core.schedule.admission import Admission, timeout_event
 from server.engine.core.schedule.client_shares import ClientShares
+from server.engine.core.schedule.draft_policy import DraftPolicy
 from server.engine.core.schedule.prompt_chunks import Chunk, NoneWaiting, divide
 from server.engine.core.schedule.rates import Rate
 from server.engine.core.schedule.short_steps import ShortSteps
@@ -91,9 +92,17 @@ class Scheduler:
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
         output_rate: tokens generated per second, of the steps during which sequences waited for a place.
         accounting: what sequences and steps used.
+        drafts: chooses the tokens that are proposed for the decode rows.
+
+    Args:
+        config: limits of a step.
+        block_manager: owns the blocks.
+        pads_drafts: see `DraftPolicy`.
     """
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, block_manager: BlockManager, *, pads_drafts: bool = False
+    ) -> None:
         self.config = config
         self.block_manager = block_manager
         self.num_steps = 0
@@ -107,6 +116,7 @@ class Scheduler:
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
         self._shares = ClientShares(self._live, block_manager, self.admission)
+        self.drafts = DraftPolicy(config, pads=pads_drafts)
         self._short_steps = ShortSteps(self._live, block_manager, self.accounting)
         self._results = StepResults(self._live, block_manager, self.accounting)
         self._scheduled: SchedulerOutput | None = None
@@ -250,15 +260,13 @@ class Scheduler:
                 num_logits += row.num_logits
                 decoding.insert(at, row.sequence)
                 starts.insert(at, row.start)
-        if self._results.has_void or decoding != self._decode_batch.sequences:
-            self._results.has_void = False
-            self._decode_batch = DecodeBatch(decoding)
+        decode = self._decode_rows(decoding, starts, num_logits, drafts=not (prefill or preempted))
         self._is_full = bool(self._live.waiting) and self.num_free_places <= 0
         output = SchedulerOutput(
             step=self.num_steps,
-            decode=DecodeRows(self._decode_batch, starts, num_logits),
+            decode=decode,
             prefill=tuple(prefill),
-            num_tokens=len(starts) + sum(row.num_tokens for row in prefill),
+            num_tokens=decode.num_tokens + sum(row.num_tokens for row in prefill),
             first_scheduled=tuple(self.admission.first_scheduled),
             preempted=tuple(preempted),
         )
@@ -294,6 +302,7 @@ class Scheduler:
                 if sequence.status is RUNNING:
                     sequence.num_computed_tokens += len(draft)
                     sequence.num_tokens_in_flight += len(draft)
+            self.drafts.note_drafts(sequences, decode.drafts)
         for row in output.prefill:
             sequence = row.sequence
             if sequence.status is RUNNING:
@@ -326,6 +335,8 @@ class Scheduler:
         self._begin_end(output, device_seconds)
         events = self._results.enter(output, sampled)
         self._complete_end(output, device_seconds)
+        if not output.prefill:
+            self.drafts.note_step(output.decode, device_seconds)
         return events
 
     @property
@@ -437,6 +448,51 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert the invariants of the sequences and their blocks. Slow: for tests and idle times."""
         self._live.check_invariants(self._started)
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether the next step will probably have drafts, once the tokens in flight are known."""
+        batch = self._decode_batch
+        return batch.deterministic and self.drafts.expects(batch.sequences)
+
+    def _decode_rows(
+        self, sequences: list[Sequence], starts: list[int], num_sampling: int, *, drafts: bool
+    ) -> DecodeRows:
+        """Return the decode rows of a step; with `drafts`, some may have one."""
+        if self._results.has_void or sequences != self._decode_batch.sequences:
+            self._results.has_void = False
+            self._decode_batch = DecodeBatch(sequences)
+            self.drafts.forget_ended()
+        found = None
+        if drafts and self._decode_batch.deterministic:
+            found = self._draft(sequences[:num_sampling])
+        if found is not None:
+            found += [()] * (len(sequences) - num_sampling)
+        return DecodeRows(self._decode_batch, starts, num_sampling, found)
+
+    def _draft(self, sequences: list[Sequence]) -> list[tuple[int, ...]] | None:
+        """Return the drafts of the rows that sample, with blocks for their tokens; None if none has one.
+
+        No sequence is preempted for a draft, and the last blocks are left for tokens that are sure.
+        """
+        drafts = self.drafts.choose(sequences)
+        if drafts is None:
+            return None
+        manager = self.block_manager
+        for row, draft in enumerate(drafts):
+            if not draft:
+                continue
+            sequence = sequences[row]
+            num_blocks = len(sequence.block_table)
+            stop = len(sequence.token_ids) + len(draft)
+            if stop > num_blocks * manager.block_size:
+                is_short = manager.num_free_blocks <= len(self._live.running)
+                if is_short or not manager.grow(sequence, stop):
+                    drafts[row] = draft[: num_blocks * manager.block_size - len(sequence.token_ids)]
+                    continue
+                num_new = len(sequence.block_table) - num_blocks
+                self.accounting.allocate(sequence.account, num_new)
+        return drafts if any(drafts) else None
 
     def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
         """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt it or later ones if necessary.

@@ -129,7 +129,8 @@ def start_engine(
     )
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
-    return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
+    scheduler = Scheduler(limits, blocks, pads_drafts=runner.recorded is not None)
+    return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead)
 
 
 def _versions(model: DecoderLM) -> dict[str, str]:

@@ -49,6 +49,7 @@ def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Sche
         max_num_batched_tokens=budget,
         max_model_len=config.max_model_len or model.max_context,
         max_prefill_tokens=prefill,
+        max_queries=1 + config.max_draft_tokens,
     )
 
 

@@ -65,7 +65,7 @@ class BucketGrid:
     ) -> None:
         self._deterministic, self._has_states = deterministic, has_states
         self._most_seqs = most = limits.max_num_seqs
-        self._most_queries = limits.max_queries
+        self._most_queries, self._most_logits = limits.max_queries, limits.max_logits
         self._block_size = block_size
         self._most_columns = -(-limits.max_model_len // block_size)
         self._rows = row_counts(most)
@@ -180,7 +180,7 @@ class BucketGrid:
         self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0, queries: int = 1
     ) -> Bucket:
         # A step has at most `max_num_seqs` sequences of both kinds together.
-        most = self._most_seqs * min(queries, self._most_queries)
+        most = self._most_seqs if queries == 1 else self._most_logits
         return Bucket(
             rows=rows,
             queries=queries,

@@ -221,7 +221,7 @@ def test_the_memory_of_inputs_and_results_is_known_before_the_recordings_are_mad
     ]
     logits = recorded._decode_out.logits.nbytes + recorded._prompt_out.logits.nbytes
 
-    found = recorded_bytes(limits, 8, logits // (2 * limits.max_num_seqs))
+    found = recorded_bytes(limits, 8, logits // (limits.max_logits + limits.max_num_seqs))
 
     assert found == logits + sum(sizes)
 

@@ -1,0 +1,245 @@
+"""Decides how many proposed tokens a step computes: as many as make the tokens of a second more."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final
+
+from server.engine.core.schedule.draft import Drafter, LookupDrafter
+from server.engine.core.schedule.step_costs import StepCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as TypingSequence
+
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.sequence import Sequence
+    from server.engine.core.step import DecodeRows
+
+_FIRST_RATES: Final = (0.3, 0.45, 0.6, 0.75, 0.9)
+"""Share of the proposed tokens that are right, by certainty, before any was computed."""
+_RATE: Final = 0.02
+"""Weight of a token in the service's shares."""
+_PRIOR: Final = 3.0
+"""Tokens as which the service's share counts beside those of a sequence itself."""
+_MEMORY: Final = 0.95
+"""What a token of a sequence's share counts after the next one."""
+_LEAST_GAIN: Final = 1.02
+"""Tokens per second with drafts, relative to those without, from which on drafts are used."""
+_BEST_RATE: Final = 0.9
+"""Share of right tokens at which drafts must be able to pay, for sequences to be looked at at all."""
+_PROBE: Final = 32
+"""Tokens after which a sequence whose drafts do not pay gets a draft of one token, since its text may have changed. The
+next such draft comes after twice as many, up to 16 times."""
+_RENEWED: Final = 256
+_RENEWED_YES: Final = 16
+"""Steps after which `_may_pay` asks again for a number of sequences: those without drafts cost nothing."""
+
+
+class _Record:
+    """How often the drafts of a sequence were right.
+
+    Attributes:
+        rights, tries: tokens, of late more than before.
+        certainty, num_tokens, num_accepted: of the last draft, and the account's accepted tokens before it.
+        probe_at: output tokens at which a draft is due whether it pays or not.
+        wait: tokens between the last such draft and that one.
+    """
+
+    __slots__ = ("certainty", "num_accepted", "num_tokens", "probe_at", "rights", "tries", "wait")
+
+    def __init__(self) -> None:
+        self.rights = self.tries = 0.0
+        self.certainty = self.num_tokens = self.num_accepted = 0
+        self.probe_at = self.wait = _PROBE
+
+
+class DraftPolicy:
+    """Chooses the drafts of a step's decode rows.
+
+    Each proposed token is right with a probability that follows from the drafts before it: those of the sequence and,
+    by certainty, those of all sequences. A step with n tokens takes the time that such steps took. Tokens are added in
+    the order of the probability that they are kept, as long as the step's tokens per second grow. Only deterministic
+    sequences get drafts: the tokens of others may depend on how many rows a step has.
+
+    Attributes:
+        drafter: proposes the tokens; may be replaced.
+        most: tokens of a draft; 0 switches drafts off.
+        costs: of decode steps.
+
+    Args:
+        limits: of a step.
+        drafter: see above; None for a `LookupDrafter`.
+        pads: whether a step is computed as one whose rows all have the tokens of the longest, rounded up to a power of
+            two, as recorded steps are.
+    """
+
+    def __init__(
+        self, limits: SchedulerConfig, drafter: Drafter | None = None, *, pads: bool = False
+    ) -> None:
+        self.most = limits.max_queries - 1
+        self.drafter = drafter or LookupDrafter()
+        self.costs = StepCosts(limits.max_logits)
+        self._most_tokens, self._pads = limits.max_logits, pads
+        self._rates = list(_FIRST_RATES)
+        self._records: dict[Sequence, _Record] = {}
+        self._pays: dict[int, tuple[int, bool]] = {}
+        self._num_asked = 0
+
+    def choose(self, sequences: TypingSequence[Sequence]) -> list[tuple[int, ...]] | None:
+        """Return the drafts of the rows of a step that sample; None if none has one.
+
+        A row whose token is in flight has none.
+        """
+        return self._choose(sequences, num_ahead=0)
+
+    def expects(self, sequences: TypingSequence[Sequence]) -> bool:
+        """Return whether drafts will probably pay once a token in flight of each of the sequences is known."""
+        return self._choose(sequences, num_ahead=1) is not None
+
+    def _choose(
+        self, sequences: TypingSequence[Sequence], num_ahead: int
+    ) -> list[tuple[int, ...]] | None:
+        """Return drafts without their first tokens, which stand for so many tokens in flight."""
+        if not self.most or not self._may_pay(len(sequences)):
+            return None
+        proposed: list[tuple[int, ...]] = [()] * len(sequences)
+        rates: dict[int, float] = {}
+        probes: list[int] = []
+        for row, sequence in enumerate(sequences):
+            limit = self._limit(sequence)
+            if limit < 1 or sequence.num_tokens_in_flight > num_ahead:
+                continue
+            record = self._record(sequence)
+            draft = self.drafter.propose(sequence, limit + num_ahead)
+            if len(draft.tokens) <= num_ahead:
+                continue
+            proposed[row] = draft.tokens[num_ahead:]
+            record.certainty = draft.certainty
+            prior = self._rates[draft.certainty]
+            rates[row] = (record.rights + _PRIOR * prior) / (record.tries + _PRIOR)
+            if sequence.num_output_tokens >= record.probe_at and not num_ahead:
+                probes.append(row)
+        if not rates:
+            return None
+        counts = self._counts(len(sequences), proposed, rates)
+        for row in counts:
+            self._note_due(sequences[row], _PROBE)
+        for row in probes:
+            if row not in counts:
+                counts[row] = 1
+                self._note_due(sequences[row], 2 * self._records[sequences[row]].wait)
+        if not counts:
+            return None
+        return [tokens[: counts.get(row, 0)] for row, tokens in enumerate(proposed)]
+
+    def note_drafts(
+        self, sequences: TypingSequence[Sequence], drafts: TypingSequence[tuple[int, ...]]
+    ) -> None:
+        """Note the drafts that a step was given."""
+        for sequence, tokens in zip(sequences, drafts, strict=False):
+            record = self._records.get(sequence)
+            if tokens and record is not None:
+                record.num_tokens = len(tokens)
+                record.num_accepted = sequence.account.num_accepted_tokens
+
+    def note_step(self, decode: DecodeRows, seconds: float) -> None:
+        """Enter the time of a step without prompts."""
+        longest = 1 if decode.drafts is None else 1 + max(map(len, decode.drafts))
+        self.costs.note(self._size(len(decode), decode.num_tokens, longest), seconds)
+
+    def forget_ended(self) -> None:
+        """Drop the records of the sequences that have ended."""
+        ended = [it for it in self._records if it.finish_reason is not None]
+        for sequence in ended:
+            del self._records[sequence]
+            self.drafter.forget(sequence)
+
+    def _note_due(self, sequence: Sequence, wait: int) -> None:
+        """Note that a sequence gets a draft now; another is due after `wait` tokens."""
+        record = self._records[sequence]
+        record.wait = min(wait, 16 * _PROBE)
+        record.probe_at = sequence.num_output_tokens + record.wait
+
+    def _limit(self, sequence: Sequence) -> int:
+        """Return the most tokens of a draft for a sequence."""
+        if not sequence.deterministic or sequence.slots is not None or sequence.num_void_results:
+            return 0
+        most = self.most
+        if sequence.max_draft_tokens is not None:
+            most = min(most, sequence.max_draft_tokens)
+        return min(most, sequence.max_num_tokens - sequence.num_known_tokens - 1)
+
+    def _record(self, sequence: Sequence) -> _Record:
+        """Return the record of a sequence, with the result of its last draft."""
+        record = self._records.get(sequence)
+        if record is None:
+            record = self._records[sequence] = _Record()
+        if record.num_tokens:
+            self._learn(sequence, record)
+        return record
+
+    def _learn(self, sequence: Sequence, record: _Record) -> None:
+        rights = sequence.account.num_accepted_tokens - record.num_accepted
+        tries = min(record.num_tokens, rights + 1)
+        record.num_tokens = 0
+        for right in (1.0,) * rights + (0.0,) * (tries - rights):
+            record.rights = record.rights * _MEMORY + right
+            record.tries = record.tries * _MEMORY + 1
+            self._rates[record.certainty] += _RATE * (right - self._rates[record.certainty])
+
+    def _counts(
+        self, num_rows: int, proposed: TypingSequence[tuple[int, ...]], rates: dict[int, float]
+    ) -> dict[int, int]:
+        """Return by row how many of its proposed tokens to compute, so that most tokens per second are kept."""
+        heap = [(-rate, row, 1) for row, rate in rates.items()]
+        heapq.heapify(heap)
+        order: list[int] = []
+        gain, total, longest = float(num_rows), num_rows, 1
+        alone = self.costs.seconds(self._size(num_rows, num_rows, 1))
+        if not alone:  # nothing was measured: the next step does
+            return {}
+        best, num_best = _LEAST_GAIN * num_rows / alone, 0
+        while heap:
+            share, row, count = heapq.heappop(heap)
+            total += 1
+            longest = max(longest, 1 + count)
+            size = self._size(num_rows, total, longest)
+            if size > self._most_tokens:
+                break
+            gain -= share
+            order.append(row)
+            speed = gain / self.costs.seconds(size)
+            if speed > best:
+                best, num_best = speed, len(order)
+            if count < len(proposed[row]):
+                heapq.heappush(heap, (share * rates[row], row, count + 1))
+        counts: dict[int, int] = {}
+        for row in order[:num_best]:
+            counts[row] = counts.get(row, 0) + 1
+        return counts
+
+    def _size(self, num_rows: int, num_tokens: int, longest: int) -> int:
+        """Return how many tokens a step is computed as."""
+        if not self._pads or longest == 1:
+            return num_tokens
+        return num_rows << (longest - 1).bit_length()
+
+    def _may_pay(self, num_rows: int) -> bool:
+        """Return whether drafts that are mostly right make a step of so many rows more productive."""
+        self._num_asked += 1
+        asked, pays = self._pays.get(num_rows, (-_RENEWED, False))
+        if self._num_asked - asked < (_RENEWED_YES if pays else _RENEWED):
+            return pays
+        alone = self.costs.seconds(num_rows)
+        pays = False
+        gain = share = 1.0
+        for count in range(1, self.most + 1):
+            share *= _BEST_RATE
+            gain += share
+            size = self._size(num_rows, num_rows * (1 + count), 1 + count)
+            if size <= self._most_tokens and self.costs.seconds(size) < gain * alone / _LEAST_GAIN:
+                pays = True
+                break
+        if alone:
+            self._pays[num_rows] = self._num_asked, pays
+        return pays
