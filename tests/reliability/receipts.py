@@ -2,8 +2,8 @@
 
 Streams send requests of every dialect one after the other, so that each is computed in a random company: greedy and
 sampled, edits of a text and free text, with stop strings, penalties, biases, log-probabilities, grammars, several
-choices, long prompts, common prefixes, deadlines, and with drafts and without. The KV cache is small, so that sequences are preempted. The replay
-computes them in other companies.
+choices, long prompts, common prefixes, deadlines, and with drafts and without. The KV cache is small, so that sequences
+are preempted. The replay computes them in other companies.
 
     python -m tests.reliability.receipts --receipts 10000 --streams 32
     python -m tests.reliability.receipts --serve --device cuda --deterministic true
