@@ -81,13 +81,13 @@ class WeightsDigest:
         digest = None
         try:
             digest = checkpoint_digest(Path(self._checkpoint), self._signature)
-        except ModelError as error:
+        except Exception as error:  # noqa: BLE001 - requests wait for the result
             self._fail(error)
         result = digest, self._problem
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(found.set_result, result)
 
-    def _fail(self, error: ModelError) -> None:
+    def _fail(self, error: Exception) -> None:
         # Clients must not learn paths of this machine.
         self._problem = "the files of the checkpoint cannot be read as they were loaded"
         log.warning("receipts will have no digest of the weights: %s", error)

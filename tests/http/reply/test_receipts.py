@@ -285,6 +285,18 @@ async def test_the_digest_of_the_weights_is_computed_once_and_streams_wait_for_i
     assert len(calls) == 1
 
 
+async def test_no_request_waits_for_a_digest_that_fails(service, monkeypatch):
+    def digest(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(receipts, "checkpoint_digest", digest)
+
+    for _ in range(2):
+        response = await service.post("/v1/completions", json=asked({"prompt": "x"}))
+        assert only_receipt(response).conditions.weights is None
+        assert "no digest of the weights" in response.json()["warnings"][0]
+
+
 async def test_a_stream_that_fails_has_no_receipt(service, engine):
     async def script(_engine, _request, stream):
         put(stream, event(72))
