@@ -55,10 +55,6 @@ def test_receipts_of_random_requests_in_random_companies_are_equal(receipts, rep
     assert (status, "other conditions" in err) == (0, False)
     assert lines[-1] == f"24 receipts, {outputs} outputs: all equal"
     assert len(lines) == outputs + 1
-    assert {it["finish_reason"] for receipt in receipts for it in receipt["outputs"]} > {
-        "length",
-        "stop_string",
-    }
     assert all(it["deterministic"] for it in receipts)
 
 
