@@ -18,18 +18,10 @@ from model.checkpoint.other_folders import describe
 from model.checkpoint.pickles import open_pickle
 from model.errors import PICKLE_ADVICE, WeightsError
 from model.files import STAND_IN_BYTES, open_file, path_of_descriptor, stand_in
-from model.json_input import read_json_object
+from model.weight_files import INDEX_NAME, PICKLES, SINGLE_NAME, pickle_files, safetensors_files
 
-INDEX_NAME: Final = "model.safetensors.index.json"
-SINGLE_NAME: Final = "model.safetensors"
-
-_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_MAX_INDEX_BYTES: Final = 64 * 2**20
-_GPTQ_NAMES: Final = "gptq_model-*bit-*g.safetensors"
-"""What AutoGPTQ calls the only file of a checkpoint, after its bits and groups."""
 _SUFFIX: Final = ".safetensors"
-_MAX_SHARDS: Final = 10_000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 _LISTED: Final = 3
 _PICKLE_SUFFIX: Final = ".bin"
@@ -51,9 +43,9 @@ def find_shards(folder: Path, *, pickle: bool = False) -> tuple[list[Path], dict
         WeightsError: there are no files or only pickle files, the index is broken, or it names a file that does
             not exist or is outside the folder.
     """
-    found = _stored_as(folder, SINGLE_NAME, INDEX_NAME, _GPTQ_NAMES)
+    found = safetensors_files(folder)
     if pickle and found is None:
-        found = _stored_as(folder, *_PICKLES)
+        found = pickle_files(folder)
         if found is not None:
             names = ", ".join(it.name for it in found[0][:_LISTED])
             _logger.warning(
@@ -66,65 +58,17 @@ def find_shards(folder: Path, *, pickle: bool = False) -> tuple[list[Path], dict
     return found
 
 
-def _stored_as(
-    folder: Path, single_name: str, index_name: str, other_names: str = ""
-) -> tuple[list[Path], dict[str, str]] | None:
-    """List files and index, as `find_shards`, of one kind; None if there are none.
-
-    Args:
-        folder: the checkpoint folder.
-        single_name: of the file of an unsharded checkpoint.
-        index_name: of the index of a sharded one.
-        other_names: pattern of further names of a single file; "" for none.
-    """
-    suffix = Path(single_name).suffix
-    if os.path.lexists(folder / single_name):
-        return [_inside(folder, single_name, "the model folder", suffix)], {}
-    content = read_json_object(folder, index_name, _MAX_INDEX_BYTES, WeightsError)
-    named = sorted(folder.glob(other_names)) if content is None and other_names else []
-    if len(named) == 1:
-        return [_inside(folder, named[0].name, "the model folder", suffix)], {}
-    if content is None:
-        return None
-    index, weight_map = folder / index_name, content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{index} has no weight_map, which says what file holds which tensor")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise WeightsError(f"{index}: every value of weight_map must be the name of a file")
-    names = sorted(set(weight_map.values()))
-    if len(names) > _MAX_SHARDS:
-        raise WeightsError(f"{index} names {len(names)} files; at most {_MAX_SHARDS} are opened")
-    return [_inside(folder, name, str(index), suffix) for name in names], weight_map
-
-
 def _nothing_to_load(folder: Path, *, pickle: bool) -> str:
     if (found := describe(folder)) is not None:
         return f"{folder} has no {SINGLE_NAME}: {found}"
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if pickle:
-        names = ", ".join((SINGLE_NAME, INDEX_NAME, *_PICKLES))
+        names = ", ".join((SINGLE_NAME, INDEX_NAME, *PICKLES))
         found = f"; it has {', '.join(pickles[:_LISTED])}" if pickles else ""
         return f"{folder} has none of {names}{found}"
     if pickles:
         return f"{folder} holds its weights as pickle only ({', '.join(pickles[:_LISTED])}); {PICKLE_ADVICE}"
     return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}"
-
-
-def _inside(folder: Path, name: str, named_by: str, suffix: str) -> Path:
-    """Return the path of the file `name` in the folder.
-
-    Raises:
-        WeightsError: `name` is not a file of weights with the suffix in the folder, or none that may be opened.
-    """
-    if Path(name).name != name or "\\" in name or Path(name).suffix != suffix:
-        raise WeightsError(
-            f"{named_by} names the file {name!r}; only plain names of {suffix} files are opened"
-        )
-    file = folder / name
-    if not os.path.lexists(file):
-        raise WeightsError(f"{named_by} names {name}, which is not in {folder}")
-    with open_file(folder, name, WeightsError):
-        return file
 
 
 def read_headers(folder: Path, *, pickle: bool = False) -> dict[str, StoredTensor]:

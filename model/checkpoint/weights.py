@@ -25,8 +25,6 @@ from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.implied import are_equal, different_buffers
 from model.checkpoint.parameter_parts import ParameterPart, named_parts
 from model.checkpoint.shards import (
-    INDEX_NAME,
-    SINGLE_NAME,
     check_dtypes,
     read_headers,
     read_tensors,
@@ -39,6 +37,7 @@ from model.errors import WeightsError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Tensors
 from model.network.parameters import TABLES
+from model.weight_files import INDEX_NAME, SINGLE_NAME
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator

@@ -11,7 +11,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from server.cli.command_groups import benchmarks, client, models, planning, service, shared
+from server.cli.command_groups import benchmarks, client, models, planning, replay, service, shared
 from server.cli.command_groups.command import Command, Invocation
 from server.cli.parsing.parser import Parser
 
@@ -272,6 +272,16 @@ COMMANDS = {
         "Check driver, GPU, compiler, caches, port and limits for a service with these settings, of "
         "which --host, --port and --device matter. One line for each check: ok, warning or error, "
         "and what to do. The exit status is 1 if there is an error.",
+    ),
+    "replay": Command(
+        "compute the replies of receipts again, and compare them",
+        replay.replay_flags,
+        replay.replay,
+        "Compute the replies of receipts again, all together, and say of each output that it is equal or at which "
+        "token it differs. A reply has a receipt if its request has `receipt: true`. What computed it then and what "
+        "computes now are compared first. The model and its format are those of the receipt unless flags give others. "
+        "The exit status is 1 if an output differs or a receipt was altered.",
+        "FILE ... [flags]",
     ),
     "bench": Command(
         "measure a server, or the engine",

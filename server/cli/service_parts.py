@@ -72,6 +72,7 @@ def http_config(
     return HTTPConfig(
         key_limits={key: limits for key, limits in keys.items() if limits != NO_LIMITS},
         model_id=settings.model,
+        checkpoint="" if settings.load_format == "dummy" else str(folder),
         eos_token_ids=model.eos_token_ids,
         end_tokens=stated_ends(model.eos_by_file),
         vocab_size=model.network.vocab,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from server.client.records import Usage
@@ -158,6 +160,8 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
         choices: one, or as many as the request's `n`.
         usage: numbers of tokens.
         warnings: a sentence for each accepted field without effect.
+        receipt: from which `tessera replay` computes it again, as the service wrote it; only if the
+            request asked for it.
 
     Example:
         >>> client.chat("What does f return?", max_tokens=9).text
@@ -170,6 +174,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[ChatChoice, ...]
     usage: ChatUsage
     warnings: tuple[str, ...] = ()
+    receipt: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -233,6 +238,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
         choices: those that the event continues; none in the event with the usage.
         usage: numbers of tokens; only with `stream_options`.
         warnings: a sentence for each accepted field without effect; only in the last event.
+        receipt: from which `tessera replay` computes the answer again, as the service wrote it; only in the last event,
+            if the request asked for it.
 
     Example:
         >>> with client.chat_stream("What does f return?", max_tokens=9) as stream:
@@ -246,6 +253,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[ChatChunkChoice, ...]
     usage: ChatUsage | None = None
     warnings: tuple[str, ...] = ()
+    receipt: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:

@@ -31,6 +31,7 @@ class _CommonParameters(TypedDict, total=False):
     cache_salt: str | None
     deterministic: bool | None
     speculation: Mapping[str, object] | None
+    receipt: bool | None
 
 
 class GenerateParameters(_CommonParameters, total=False):

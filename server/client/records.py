@@ -5,6 +5,8 @@ The fields are those of the JSON, which docs/http.md describes; fields that a ne
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -100,6 +102,8 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
         generated_text: without special tokens.
         details: only if the request asked for them.
         warnings: a sentence for each accepted field without effect.
+        receipt: from which `tessera replay` computes it again, as the service wrote it; only if the
+            request asked for it.
 
     Example:
         >>> client.generate("def f(n):", max_new_tokens=9).generated_text
@@ -109,6 +113,7 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
     generated_text: str
     details: Details | None = None
     warnings: tuple[str, ...] = ()
+    receipt: dict[str, Any] | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +186,8 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
         generated_text: the whole text; only in the last event.
         details: only in the last event, if the request asked for them.
         warnings: a sentence for each accepted field without effect; only in the last event.
+        receipt: from which `tessera replay` computes the answer again, as the service wrote it; only in the last event,
+            if the request asked for it.
 
     Example:
         >>> with client.generate_stream("def f(n):", max_new_tokens=9) as stream:
@@ -194,6 +201,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     generated_text: str | None = None
     details: StreamDetails | None = None
     warnings: tuple[str, ...] = ()
+    receipt: dict[str, Any] | None = None
 
 
 class PromptSpan(msgspec.Struct, frozen=True):

@@ -115,6 +115,7 @@ class HTTPConfig(HTTPSettings):
 
     Attributes:
         key_limits: limits of the API keys that have any.
+        checkpoint: folder or file of the served weights, for their digest; empty if they are random.
         model_id: the name the operator gave the model; the only text from outside that becomes a metric label.
         eos_token_ids: the model's own end tokens.
         end_tokens: the same, with the files that name them.
@@ -140,6 +141,7 @@ class HTTPConfig(HTTPSettings):
 
     key_limits: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     model_id: str
+    checkpoint: str = ""
     eos_token_ids: tuple[int, ...] = ()
     end_tokens: tuple[EndToken, ...] = ()
     vocab_size: int = 0

@@ -18,6 +18,7 @@ from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
 from server.http.load.paced_refusals import PacedRefusals
+from server.http.reply.receipts import WeightsDigest
 from server.http.request_id import current_request
 from server.http.text.chat_renderer import ChatRenderer
 from server.http.text.grammar_compiler import GrammarCompiler
@@ -78,6 +79,7 @@ class AppContext:
         self.refusals = PacedRefusals(metrics.clients)
         self.admission = Admission(config, metrics, self.shedding.retry_after, self.refusals.note)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
+        self.weights = WeightsDigest(config.checkpoint)
         self._longest_token = longest_token(tokenizer.library)
         # Elsewhere the event loop would wait for another process.
         self._inline_characters = config.inline_characters if tokenizer.is_linear else -1

@@ -15,6 +15,7 @@ from server.http.dialects.tgi import chat_tokenize, replies
 from server.http.dialects.tgi.schema import GenerateParameters
 from server.http.metrics.specs import SPECS, Outcome
 from server.http.metrics.usage import RequestUsage
+from server.receipts import record
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]
@@ -39,10 +40,14 @@ def test_every_request_field_is_described(model):
 def test_every_reply_field_is_described():
     values = [
         value
-        for module in (replies, chat_tokenize, plan_report, service_routes)
+        for module in (replies, chat_tokenize, plan_report, service_routes, record)
         for value in vars(module).values()
     ]
-    records = [value for value in values if hasattr(value, "__struct_fields__")]
+    records = [
+        value
+        for value in values
+        if hasattr(value, "__struct_fields__") and value.__module__.startswith("server.")
+    ]
     fields = {field for record in records for field in record.__struct_fields__}
 
     assert fields <= NAMED

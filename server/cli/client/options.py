@@ -93,9 +93,13 @@ def looks_like_url(word: str) -> bool:
 
 def target(options: argparse.Namespace) -> Target:
     """Return the server that the flags name, with the headers of its requests."""
-    key = options.api_key or client_api_key()
+    return target_of(options.url or DEFAULT_URL, options.api_key or client_api_key())
+
+
+def target_of(url: str, key: str | None) -> Target:
+    """Return a server, with the headers of its requests; `key`: its API key, None for none."""
     headers = (("Authorization", f"Bearer {key}"),) if key else ()
-    return Target.from_url(options.url or DEFAULT_URL, headers)
+    return Target.from_url(url, headers)
 
 
 def _key(text: str) -> str:

@@ -17,12 +17,12 @@ Each flag of a setting is an environment variable too: --max-model-len is TESSER
 A flag overrides the variable. Flags of true or false may be given without a value, or as --no-..."""
 
 
-def settings_flags(parser: Parser) -> None:
-    """Add the flags of all settings."""
+def settings_flags(parser: Parser, *, has_model: bool = True) -> None:
+    """Add the flags of all settings; `has_model`: and the model as a positional argument."""
     from server.cli.parsing.setting_flags import add_settings
 
     parser.epilog = "\n\n".join(filter(None, (parser.epilog, _ENVIRONMENT)))
-    add_settings(parser)
+    add_settings(parser, has_model=has_model)
 
 
 def local_engine(settings: Settings, command: str) -> EngineConfig:

@@ -20,10 +20,13 @@ MODEL: Final = "model"
 _DEST: Final = "setting "
 
 
-def add_settings(parser: Parser) -> None:
-    """Add a flag for every setting, and the model as a positional argument."""
+def add_settings(parser: Parser, *, has_model: bool = True) -> None:
+    """Add a flag for every setting, and the model as a positional argument unless other words stand there."""
     parser.takes_settings = True
-    parser.add_argument(MODEL, nargs="?", metavar="MODEL", help="the same as --model")
+    if has_model:
+        parser.add_argument(MODEL, nargs="?", metavar="MODEL", help="the same as --model")
+    else:
+        parser.set_defaults(**{MODEL: None})
     groups = {name: parser.add_argument_group(name) for name in typing.get_args(Group)}
     groups["process"].add_argument(
         f"--{CONFIG}",

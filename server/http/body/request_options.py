@@ -31,6 +31,7 @@ class RequestOptions(NamedTuple):
         cache_salt: the request shares cached prefixes only with requests of an equal salt.
         deterministic: whether its results must have the same bits whatever else the engine computes.
         max_draft_tokens, prediction: see `GenerateRequest`.
+        receipt: whether the reply has a receipt.
     """
 
     priority: int = 0
@@ -39,6 +40,7 @@ class RequestOptions(NamedTuple):
     deterministic: bool = False
     max_draft_tokens: int | None = None
     prediction: Sequence[int] = ()
+    receipt: bool = False
 
     def salt_within(self, namespace: bytes | None) -> str | None:
         """Return the salt for the engine.
@@ -99,6 +101,10 @@ class RequestOptionFields(BaseModel):
         "Tokens proposed to follow those of the request, where an earlier text goes on so, and computed in one step. "
         "They change the time that a reply takes and nothing else. Default: those of the service."
     )
+    receipt: bool | None = optional(
+        "Whether the reply has a receipt, from which `tessera replay` computes it again: the tokens of prompt and "
+        "output, the parameters, and what computed them. Default: false."
+    )
 
     def request_options(self, info: EngineInfo) -> RequestOptions:
         """Return the options, and note the deadline of the current request.
@@ -118,10 +124,12 @@ class RequestOptionFields(BaseModel):
         if self.timeout_ms is not None:
             request = current_request()
             request.deadline = request.arrived + self.timeout_ms / 1000
+        speculation = self.speculation
         return RequestOptions(
-            self.priority or 0,
-            self.timeout_ms,
-            self.cache_salt,
-            bool(self.deterministic),
-            None if self.speculation is None else self.speculation.max_draft_tokens,
+            priority=self.priority or 0,
+            timeout_ms=self.timeout_ms,
+            cache_salt=self.cache_salt,
+            deterministic=bool(self.deterministic),
+            max_draft_tokens=None if speculation is None else speculation.max_draft_tokens,
+            receipt=bool(self.receipt),
         )

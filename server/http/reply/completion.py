@@ -22,7 +22,7 @@ from server.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from model.sampling.parameters import SamplingParams
     from model.text.tokenizer import Tokenizer
@@ -89,11 +89,13 @@ class Completion:
         tokenizer: the model's tokenizer.
         prompt: the prompt to continue. Its last tokens affect how the first generated token is decoded.
         stream: the engine's events.
-        seed: the sampling seed.
+        sampling: its sampling parameters.
         stop: strings that end the text; also matched against the names of special tokens.
         skip_special_tokens: whether special tokens add no text.
+        keep_events: whether to keep the events.
 
     Attributes:
+        events: those read so far, which may go beyond a stop string; None unless they are kept.
         finish_reason: `EOS`, `STOP`, `LENGTH` or `TIMEOUT`; None until the completion ends.
         stop_reason: the stop string or stop token id that ended it; None if neither did.
         logprob_sum: sum of the log-probabilities of all tokens; set by `finish`.
@@ -103,8 +105,8 @@ class Completion:
     """
 
     __slots__ = (
-        "_detokenizer", "_keeps_end", "_stop", "_texts", "_tokenizer", "context_free", "finish_reason", "logprob_sum",
-        "prompt", "seed", "stop_reason", "stream", "tokens",
+        "_detokenizer", "_keeps_end", "_stop", "_texts", "_tokenizer", "context_free", "events", "finish_reason",
+        "logprob_sum", "prompt", "sampling", "stop_reason", "stream", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -112,14 +114,16 @@ class Completion:
         tokenizer: Tokenizer,
         prompt: Prompt,
         stream: RequestStream,
-        seed: int,
+        sampling: SamplingParams,
         stop: StopStrings,
         *,
         skip_special_tokens: bool = True,
+        keep_events: bool = False,
     ) -> None:
         self.prompt = prompt
         self.stream = stream
-        self.seed = seed
+        self.sampling = sampling
+        self.events: list[TokenEvent] | None = [] if keep_events else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.logprob_sum = 0.0
@@ -132,6 +136,11 @@ class Completion:
         self._stop = _StopFilter(stop) if stop.strings else None
         self._texts: list[str] = []  # one for each token
         self.context_free = self._stop is None and self._detokenizer.at_rest
+
+    @property
+    def seed(self) -> int:
+        """The sampling seed."""
+        return self.sampling.seed
 
     @property
     def num_tokens(self) -> int:
@@ -207,6 +216,19 @@ class Completion:
         texts.append(text)
         return len(texts)
 
+    async def follow(self, take: Callable[[list[TokenEvent]], bool]) -> None:
+        """Pass the events of the stream to `take`; see `RequestStream.follow`."""
+        kept = self.events
+        if kept is None:
+            await self.stream.follow(take)
+            return
+
+        def keep(events: list[TokenEvent]) -> bool:
+            kept.extend(events)
+            return take(events)
+
+        await self.stream.follow(keep)
+
     async def finish(self, clock: TokenClock, *, keep_tokens: bool) -> None:
         """Read all events.
 
@@ -229,7 +251,7 @@ class Completion:
             clock.tokens(len(events), self.stream.delivered)
             return self.finish_reason is None
 
-        await self.stream.follow(take)
+        await self.follow(take)
         if self.finish_reason is None:
             raise IncompleteGenerationError
         await self.stream.settle()  # the engine does not search for stop strings

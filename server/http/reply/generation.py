@@ -7,11 +7,13 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.http.body.request_options import RequestOptions
 from server.http.metrics.usage import RequestUsage
 from server.http.reply.completion import Completion, Prompt, StopStrings
+from server.http.reply.receipts import PendingReceipt
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
     from server.http.text.structured_output import CompiledConstraint
+    from server.receipts.record import Receipt
 
 GENERATION = "tessera.generation"
 """Key of a request's `Generation` in its ASGI scope, from its submission on."""
@@ -63,11 +66,13 @@ class Generation:
 
     Attributes:
         completions: in order of the prompts.
-        checks_texts: whether the texts are checked when all has ended; until then `settled` is false.
+        holds_end: whether last events wait until `settled`, since they report what is known only then: what the check
+            of the texts has found, or the receipt.
         returned: the completions that the answer consists of: all, unless `select_best` was called.
         prompt_tokens: tokens of the prompts; each prompt counts once.
         warnings: a sentence for each schema that the grammar enforces in part, and for a priority that the client may
-            not have; when all has ended, also for each way in which a complete text violates its schema.
+            not have; when all has ended, also for each way in which a complete text violates its schema, and for what
+            the receipt cannot promise.
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
@@ -95,8 +100,9 @@ class Generation:
         self._keep_tokens = keep_tokens
         self._constraint = constraint
         self.warnings = () if constraint is None else constraint.warnings
-        self.checks_texts = bool(self.warnings)
-        self._checked = not self.checks_texts
+        self._checked = not self.warnings
+        self.holds_end = bool(self.warnings) or options.receipt
+        self._receipt: PendingReceipt | None = None
         request = current_request()
         lowest = request.limits.lowest_priority
         if options.priority < lowest:
@@ -112,6 +118,10 @@ class Generation:
             for _ in range(completions_per_prompt)
         ]
         context.shedding.admit(lengths, context.engine_info(), deadline, request.client)
+        if options.receipt:
+            self._receipt = PendingReceipt(
+                context.weights, context.engine_info(), deterministic=options.deterministic
+            )
         cache_salt = options.salt_within(request.cache_namespace)
         try:
             for prompt in prompts:
@@ -140,9 +150,10 @@ class Generation:
                             context.tokenizer,
                             prompt,
                             stream,
-                            sampling.seed,
+                            sampling,
                             stop,
                             skip_special_tokens=skip_special_tokens,
+                            keep_events=options.receipt,
                         )
                     )
         except BaseException:
@@ -181,9 +192,13 @@ class Generation:
         parts = [c.finish(record.clock(), keep_tokens=self._keep_tokens) for c in self.completions]
         # The usual single completion needs no task of its own.
         await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
-        await self._check_texts()
+        await self._complete()
 
-    async def _check_texts(self) -> None:
+    async def _complete(self) -> None:
+        """Find out what only the end of the reply reports."""
+        if self._receipt is not None and not self._receipt.is_complete:
+            await self._receipt.complete()
+            self.warnings += self._receipt.warnings
         if self._checked or self._constraint is None:
             return
         self._checked = True
@@ -197,14 +212,16 @@ class Generation:
 
     @property
     def settled(self) -> bool:
-        """Whether `usage` and `warnings` are complete: the engine has reported what each completion used."""
-        return self._checked and all(completion.stream.finished for completion in self.completions)
+        """Whether `usage`, `warnings` and `receipt` are complete: the engine has reported what each completion used."""
+        if not self._checked or (self._receipt is not None and not self._receipt.is_complete):
+            return False
+        return all(completion.stream.finished for completion in self.completions)
 
     async def settle(self) -> None:
         """Wait until `settled`. Call when all completions have ended."""
         for completion in self.completions:
             await completion.stream.settle()
-        await self._check_texts()
+        await self._complete()
 
     def usage(self) -> RequestUsage:
         """Return what the request used, of all completions; final if `settled`."""
@@ -237,6 +254,11 @@ class Generation:
             device_seconds=round(device, 9),
             kv_block_seconds=round(blocks, 6),
         )
+
+    @property
+    def receipt(self) -> Receipt | UnsetType:
+        """The receipt of the returned completions; UNSET if none was asked for. Valid if `settled`."""
+        return UNSET if self._receipt is None else self._receipt.build(self.returned)
 
     def select_best(self, count: int) -> list[Completion]:
         """Keep only the completions of each prompt with the highest mean log-probability. Call after `finish`.

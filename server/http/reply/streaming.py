@@ -135,7 +135,7 @@ class TokenSender:
         """Send the tokens of one completion until it ends or the stream does."""
         take = _Reader(self, completion).take
         while completion.finish_reason is None and not self.out.ended:
-            await completion.stream.follow(take)
+            await completion.follow(take)
             await self.out.drain()
         if self.failure is not None:
             self.generation.abort()  # ends the other completions too

@@ -24,7 +24,7 @@ def complete(tokenizer):
             tokenizer,
             Prompt([1], sampling),
             stream,
-            0,
+            sampling,
             StopStrings(stop, included, engine_first),
             **options,
         )

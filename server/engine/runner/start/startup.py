@@ -15,6 +15,7 @@ import torch
 
 from kernels import KernelError, detect
 from kernels.collective.connect import connect
+from kernels.cpu.library import instructions
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
@@ -112,7 +113,7 @@ def start_engine(
         num_parameters=model_config.network.num_parameters,
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
-        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        versions=_versions(model),
         engine=config.engine,
         pid=os.getpid(),
     )
@@ -130,6 +131,16 @@ def start_engine(
     runs_ahead = config.overlap and device.type == "cuda"
     scheduler = Scheduler(limits, blocks, pads_drafts=runner.recorded is not None)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead)
+
+
+def _versions(model: DecoderLM) -> dict[str, str]:
+    """Return the versions of the libraries that results depend on, and on a CPU the instruction set that they use."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if model.executors.cpu_library is not None:
+        versions["instructions"] = instructions()
+    elif model.device.type == "cpu":
+        versions["instructions"] = str(torch.backends.cpu.get_cpu_capability())
+    return versions
 
 
 def start_rank(config: EngineConfig, endpoint: RankEndpoint) -> FollowingExecutor:

@@ -68,6 +68,7 @@ class MessageFormat:
             stop_sequence=end.delta.stop_sequence,
             usage=end.usage,
             warnings=end.warnings,
+            receipt=end.receipt,
         )
 
     def ended(self, num_calls: int) -> MessageDelta:
@@ -78,6 +79,7 @@ class MessageFormat:
             delta=StopDelta(self._stop_reason(num_calls, sequence), sequence),
             usage=self._usage(),
             warnings=(*self._warnings, *self._generation.warnings) or UNSET,
+            receipt=self._generation.receipt,
         )
 
     def _stop_reason(self, num_calls: int, sequence: str | None) -> str:

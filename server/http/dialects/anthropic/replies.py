@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.http.metrics.usage import RequestUsage
+from server.receipts.record import Receipt
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -54,6 +55,7 @@ class MessageReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     stop_sequence: str | None
     usage: MessageUsage
     warnings: tuple[str, ...] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
@@ -113,6 +115,7 @@ class MessageDelta(
     delta: StopDelta
     usage: MessageUsage
     warnings: tuple[str, ...] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from server.http.reply.streaming import StreamRenderer
     from server.http.responses import Headers
     from server.http.text.structured_output import StructuredOutput
+    from server.receipts.record import Receipt
 
 _ASSISTANT = "assistant"
 _encode = msgspec.json.Encoder().encode
@@ -269,6 +270,7 @@ class _ChatFormat(ReplyFormat):
             usage=self.usage(),
             prompt_token_ids=self._prompt_token_ids(),
             warnings=self.warnings,
+            receipt=self.generation.receipt,
         )
 
     def begin(self, completion: Completion, index: int) -> bytes:
@@ -292,13 +294,18 @@ class _ChatFormat(ReplyFormat):
             stop_reason=completion.stop_reason if ended else UNSET,
             token_ids=[token.id for token in tokens] if self.options.token_ids else UNSET,
         )
-        return self._chunk([choice], self.event_usage(), self.event_warnings(completion))
+        return self._chunk(
+            [choice],
+            self.event_usage(),
+            self.event_warnings(completion),
+            self.event_receipt(completion),
+        )
 
     def end(self) -> bytes:
         """Render the event with the usage, if requested."""
         if not self.options.usage_event:
             return b""
-        return event_frame(self._chunk([], self.usage(), self.warnings))
+        return event_frame(self._chunk([], self.usage(), self.warnings, self.generation.receipt))
 
     def _delta(self, completion: Completion, text: str) -> ChatDelta:
         """Build what a token's text adds to the message."""
@@ -327,6 +334,7 @@ class _ChatFormat(ReplyFormat):
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType | None,
         warnings: tuple[str, ...] | UnsetType,
+        receipt: Receipt | UnsetType = UNSET,
         *,
         begins: bool = False,
     ) -> ChatChunk:
@@ -340,6 +348,7 @@ class _ChatFormat(ReplyFormat):
             usage=usage,
             prompt_token_ids=self._prompt_token_ids() if begins else UNSET,
             warnings=warnings,
+            receipt=receipt,
         )
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from server.http.reply.completion import Completion, Token
     from server.http.reply.generation import Generation, Timings
     from server.http.responses import Headers
+    from server.receipts.record import Receipt
 
 _DEFAULT_TOKENS = 16
 _encode = msgspec.json.Encoder().encode
@@ -209,7 +210,7 @@ class _CompletionFormat(ReplyFormat):
             self._choice(completion, index, completion.text, completion.tokens, begins=True)
             for index, completion in enumerate(self.generation.returned)
         ]
-        return self._record(choices, self.usage(), self.warnings)
+        return self._record(choices, self.usage(), self.warnings, self.generation.receipt)
 
     def begin(self, completion: Completion, index: int) -> bytes:
         """Render the event with the prompt, if it is reported."""
@@ -224,13 +225,18 @@ class _CompletionFormat(ReplyFormat):
         """Build the event of a token; see `ChunkFormat`."""
         tokens = () if token is None else (token,)
         choice = self._choice(completion, index, text, tokens, begins=False)
-        return self._record([choice], self.event_usage(), self.event_warnings(completion))
+        return self._record(
+            [choice],
+            self.event_usage(),
+            self.event_warnings(completion),
+            self.event_receipt(completion),
+        )
 
     def end(self) -> bytes:
         """Render the event with the usage, if requested."""
         if not self.options.usage_event:
             return b""
-        return event_frame(self._record([], self.usage(), self.warnings))
+        return event_frame(self._record([], self.usage(), self.warnings, self.generation.receipt))
 
     def _choice(
         self,
@@ -297,6 +303,7 @@ class _CompletionFormat(ReplyFormat):
         choices: list[CompletionChoice],
         usage: Usage | UnsetType | None,
         warnings: tuple[str, ...] | UnsetType,
+        receipt: Receipt | UnsetType = UNSET,
     ) -> CompletionReply:
         return CompletionReply(
             id=self.id,
@@ -307,6 +314,7 @@ class _CompletionFormat(ReplyFormat):
             choices=choices,
             usage=usage,
             warnings=warnings,
+            receipt=receipt,
         )
 
 

@@ -85,7 +85,7 @@ class ChunkRenderer:
         self._heads: dict[Completion, bytes] = {}  # of the choices that have begun
         self._tail = b""
         # Last tokens wait until the texts were checked, since their events report the warnings.
-        self._holds = generation.checks_texts
+        self._holds = generation.holds_end
         self._held: list[tuple[Completion, int, str, Token | None]] = []
 
     def token(self, completion: Completion, event: TokenEvent) -> bytes:
@@ -118,6 +118,9 @@ class ChunkRenderer:
 
     def end(self) -> bytes:
         """Render the end of the stream."""
+        self._held.sort(
+            key=lambda fields: fields[1]
+        )  # the receipt is in the event of the last choice
         held = [self._chunks.chunk(*fields) for fields in self._held]
         events = [event_frame(chunk) for chunk in held if chunk is not None]
         return b"".join(events) + self._chunks.end() + DONE

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.http.metrics.usage import RequestUsage
+from server.receipts.record import Receipt
 
 if TYPE_CHECKING:
     from server.http.reply.generation import Generation
@@ -78,6 +79,7 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -154,6 +156,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +200,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -316,6 +320,7 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str
     usage: ResponseUsage | None
     warnings: tuple[str, ...] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):

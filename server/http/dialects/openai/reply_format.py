@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from server.http.dialects.openai.options import Options
     from server.http.reply.completion import Completion
     from server.http.reply.generation import Generation
+    from server.receipts.record import Receipt
 
 _FINISH_REASONS = {
     FinishReason.EOS: "stop",
@@ -71,6 +72,15 @@ class ReplyFormat:
         """Return the warnings in the event of a token: in the last one, unless an event for the usage follows."""
         last = completion.finish_reason is not None and not self.options.usage_event
         return self.warnings if last else UNSET
+
+    def event_receipt(self, completion: Completion) -> Receipt | UnsetType:
+        """Return the receipt in the event of a token: in the last one of all, unless an event for the usage follows."""
+        last = (
+            completion.finish_reason is not None and completion is self.generation.completions[-1]
+        )
+        if self.options.usage_event or not last:
+            return UNSET
+        return self.generation.receipt
 
     def finish_reason(self, completion: Completion) -> str | None:
         """Return why a completion ended; None if it continues."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
+from msgspec import UNSET
 
 from server.http.dialects.tgi.replies import (
     FINISH_REASONS,
@@ -73,7 +74,7 @@ class TokenRenderer:
             or not is_json_logprob(event.logprob)
         ):
             token = completion.describe(event, text)
-            holds = self._options.details or self._generation.checks_texts
+            holds = self._options.details or self._generation.holds_end
             if completion.finish_reason is not None and holds:
                 self._last = completion, token  # its details or warnings are not complete yet
                 return b""
@@ -97,11 +98,13 @@ class TokenRenderer:
 
     def _full_frame(self, completion: Completion, token: Token) -> bytes:
         generated_text = details = None
-        warnings = b""
+        extra = b""
         if completion.finish_reason is not None:
             generated_text = self._options.full_text(completion.text)
             if found := (*self._options.warnings, *self._generation.warnings):
-                warnings = b',"warnings":' + _encode(found)
+                extra = b',"warnings":' + _encode(found)
+            if (receipt := self._generation.receipt) is not UNSET:
+                extra += b',"receipt":' + _encode(receipt)
             if self._options.details:
                 details = StreamDetails(
                     finish_reason=FINISH_REASONS[completion.finish_reason],
@@ -117,5 +120,5 @@ class TokenRenderer:
             b',"top_tokens":' + _encode(top_tokens) if top_tokens else b"",
             _encode(generated_text),
             _encode(details),
-            warnings,
+            extra,
         )

@@ -171,6 +171,7 @@ class GenerateAnswer:
             reply = msgspec.structs.replace(reply, details=details)
         if warnings := (*self.warnings, *generation.warnings):
             reply = msgspec.structs.replace(reply, warnings=list(warnings))
+        reply = msgspec.structs.replace(reply, receipt=generation.receipt)
         return _encode([reply] if self._as_list else reply)
 
     def renderer(self, generation: Generation) -> TokenRenderer:

@@ -14,6 +14,7 @@ from model.sampling.parameters import SamplingDefaults
 from model.text.tokens.end_token import EndToken
 from server.engine.core.request import FinishReason
 from server.http.metrics.usage import RequestUsage
+from server.receipts.record import Receipt
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
     generated_text: str
     details: Details | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,7 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream: a token. `generated_text`, `details` and `warnings` are only in the last event."""
+    """One event of a stream: a token. The fields from `generated_text` on have values only in the last event."""
 
     index: int
     token: Token
@@ -97,6 +99,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     generated_text: str | None
     details: StreamDetails | None
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class PromptSpan(msgspec.Struct, frozen=True):

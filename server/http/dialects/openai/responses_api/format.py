@@ -104,6 +104,7 @@ class ResponseFormat:
                 tessera=usage.tessera,
             ),
             warnings=(*warnings, *self._generation.warnings) or UNSET,
+            receipt=self._generation.receipt,
         )
 
     def text_item(self, text: str, tokens: Sequence[Token]) -> OutputMessage:

@@ -1,0 +1,1 @@
+"""`tessera replay`: computes the replies of receipts again, and compares them."""

@@ -1,0 +1,1 @@
+"""Receipts: what a reply was computed from and by, so that it can be computed again."""
