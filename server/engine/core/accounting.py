@@ -57,13 +57,14 @@ class SequenceAccount:
         num_cached_tokens: those of them that were first taken from the prefix cache.
         num_cached_prompt_tokens: the prompt tokens among these.
         num_draft_tokens, num_accepted_tokens: see `SequenceUsage`.
+        num_dropped_tokens: tokens of drafts that it has not, or that no step after them needed.
         scheduled_at, first_token_at: `Accounting.now` at these events; None before.
     """
 
     __slots__ = (
         "_entered", "block_seconds", "device_seconds", "first_token_at", "num_accepted_tokens",
-        "num_cached_prompt_tokens", "num_cached_tokens", "num_draft_tokens", "num_first_tokens", "num_prompt_tokens",
-        "num_steps", "num_tokens", "scheduled_at",
+        "num_cached_prompt_tokens", "num_cached_tokens", "num_draft_tokens", "num_dropped_tokens", "num_first_tokens",
+        "num_prompt_tokens", "num_steps", "num_tokens", "scheduled_at",
     )  # fmt: skip
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -77,6 +78,7 @@ class SequenceAccount:
         self.num_first_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.num_dropped_tokens = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self._entered: tuple[float, int] | None = None
@@ -187,12 +189,22 @@ class Accounting:
             self.least_seconds = seconds
         return price
 
-    def note_draft(self, account: SequenceAccount, num_tokens: int, num_accepted: int) -> None:
-        """Count a draft of a sequence, and the leading tokens of it that were kept."""
+    def note_draft(
+        self, account: SequenceAccount, num_tokens: int, num_accepted: int, num_dropped: int
+    ) -> None:
+        """Count a draft of a sequence.
+
+        Args:
+            account: the sequence's.
+            num_tokens: of the draft.
+            num_accepted: its leading tokens that the sequence has now.
+            num_dropped: see `SequenceAccount`.
+        """
         self.num_drafts += 1
         self.num_draft_tokens += num_tokens
         account.num_draft_tokens += num_tokens
         account.num_accepted_tokens += num_accepted
+        account.num_dropped_tokens += num_dropped
         counts = self.num_accepted_tokens
         counts += [0] * (num_accepted - len(counts))
         for place in range(num_accepted):
@@ -267,7 +279,8 @@ class Accounting:
         first, prompt = account.num_first_tokens, account.num_prompt_tokens
         computed_prompt = min(first, prompt) - account.num_cached_prompt_tokens
         # Tokens of an aborted prefill in flight count as computed but are not charged yet.
-        recomputed = max(0, account.num_tokens - (first - account.num_cached_tokens))
+        useful = account.num_tokens - account.num_dropped_tokens
+        recomputed = max(0, useful - (first - account.num_cached_tokens))
         self.num_computed_prompt_tokens += computed_prompt
         self.num_recomputed_tokens += recomputed
         prefill_seconds = decode_seconds = 0.0

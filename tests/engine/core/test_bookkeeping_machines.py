@@ -161,14 +161,13 @@ class Bills:
             computed |= positions - cached
 
     def reject(self, output, events):
-        """Count the tokens of drafts that a sequence does not have: they are computed again, if at all."""
+        """Forget the tokens of drafts that a sequence does not have: computing others there is the first time."""
         kept = Counter(request_id for request_id, event in events if event.token_id is not None)
         for row in output.decode:
             request_id = row.sequence.request_id
             if row.draft and request_id in kept:
                 stop = row.start + row.num_tokens
                 rejected = range(row.start + kept[request_id], stop)
-                self.recomputed[request_id] += len(rejected)
                 self.computed[request_id] -= set(rejected)
 
 

@@ -164,9 +164,11 @@ class StepResults:
     def _note_draft(self, row: ScheduledSequence, num_known: int) -> None:
         """Count the tokens of a row's draft that its sequence, which had `num_known` tokens, has now."""
         if row.draft:
-            kept = row.sequence.token_ids[num_known : num_known + len(row.draft)]
-            num_accepted = sum(map(operator.eq, kept, row.draft))
-            self._accounting.note_draft(row.sequence.account, len(row.draft), num_accepted)
+            sampled = row.sequence.token_ids[num_known:]
+            num_accepted = sum(map(operator.eq, sampled, row.draft))
+            count = len(row.draft)
+            num_dropped = count + 1 - len(sampled)
+            self._accounting.note_draft(row.sequence.account, count, num_accepted, num_dropped)
 
     def _enter_followed(
         self,

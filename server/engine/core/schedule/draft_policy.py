@@ -186,7 +186,7 @@ class DraftPolicy:
         record.certainty = draft.certainty
         prior = self._rates[draft.certainty]
         rate = (record.rights + _PRIOR * prior) / (record.tries + _PRIOR)
-        return draft.tokens[num_ahead:], rate
+        return draft.tokens[num_ahead : num_ahead + limit], rate
 
     def _limit(self, sequence: Sequence) -> int:
         """Return the most tokens of a draft for a sequence."""

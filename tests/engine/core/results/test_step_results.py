@@ -297,8 +297,9 @@ def test_a_sequence_that_ends_within_its_draft_has_computed_no_token_after_its_e
 
     assert [event.token_id for _, event in events] == [30, 31]
     assert events[-1][1].finish_reason is FinishReason.EOS
-    # Two tokens were computed for nothing.
-    assert events[-1][1].usage.num_recomputed_tokens == 2
+    usage = events[-1][1].usage
+    assert (usage.num_draft_tokens, usage.num_accepted_tokens) == (3, 2)
+    assert usage.num_recomputed_tokens == 0
     assert scheduler.block_manager.num_free_blocks == 16
 
 
