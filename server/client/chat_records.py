@@ -134,6 +134,20 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Of a conversation with a `prediction`: tokens that were proposed, and are in the answer or not.
+
+    Example:
+        >>> likely = {"type": "content", "content": " return n"}
+        >>> reply = client.chat("What does f return?", prediction=likely)
+        >>> reply.usage.completion_tokens_details is None
+        False
+    """
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class ChatUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tokens; `tessera` is what the request used, None while it runs.
 
@@ -147,6 +161,7 @@ class ChatUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails | None = None
     tessera: Usage | None = None
 
 

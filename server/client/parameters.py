@@ -82,3 +82,4 @@ class ChatParameters(_CommonParameters, total=False):
     response_format: Mapping[str, object] | None
     stream_options: Mapping[str, object] | None
     chat_template_kwargs: Mapping[str, object] | None
+    prediction: Mapping[str, object] | None

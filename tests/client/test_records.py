@@ -30,6 +30,7 @@ PAIRS = [
     (chat_records.ChatLogprobs, openai.ChatLogprobs),
     (chat_records.ChatChoice, openai.ChatChoice),
     (chat_records.PromptTokensDetails, openai.PromptTokensDetails),
+    (chat_records.CompletionTokensDetails, openai.CompletionTokensDetails),
     (chat_records.ChatUsage, openai.Usage),
     (chat_records.ChatReply, openai.ChatReply),
     (chat_records.ToolCallDelta, openai.ToolCallDelta),

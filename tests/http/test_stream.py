@@ -50,6 +50,7 @@ async def test_golden_transcript_with_details_and_top_tokens(client, engine, tok
         b'"generated_text":"\\"\\n","details":{"finish_reason":"length","generated_tokens":2,'
         b'"seed":3,"input_length":5,"usage":{"queue_ms":2.0,"prefill_ms":250.0,"decode_ms":500.0,'
         b'"computed_prompt_tokens":4,"cached_prompt_tokens":2,"recomputed_tokens":1,"steps":3,'
+        b'"draft_tokens":5,"accepted_tokens":4,'
         b'"device_seconds":0.125,"kv_block_seconds":1.5}}}\n\n' % (quote, top, newline, top)
     )
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         CalledFunction as CalledFunction, ChatChoice as ChatChoice, ChatChunk as ChatChunk,
         ChatChunkChoice as ChatChunkChoice, ChatDelta as ChatDelta, ChatLogprobs as ChatLogprobs,
         ChatMessage as ChatMessage, ChatReply as ChatReply, ChatUsage as ChatUsage,
+        CompletionTokensDetails as CompletionTokensDetails,
         PromptTokensDetails as PromptTokensDetails, TokenLogprob as TokenLogprob, ToolCall as ToolCall,
         ToolCallDelta as ToolCallDelta, TopLogprob as TopLogprob,
     )
@@ -94,8 +95,8 @@ _MODULES: Final = {
         Health
     """,
     "server.client.chat_records": """
-        ChatReply ChatChoice ChatMessage ToolCall CalledFunction ChatUsage PromptTokensDetails ChatLogprobs
-        TokenLogprob TopLogprob ChatChunk ChatChunkChoice ChatDelta ToolCallDelta
+        ChatReply ChatChoice ChatMessage ToolCall CalledFunction ChatUsage PromptTokensDetails
+        CompletionTokensDetails ChatLogprobs TokenLogprob TopLogprob ChatChunk ChatChunkChoice ChatDelta ToolCallDelta
     """,
     "server.engine.core.plan_report": "PlanReport",
 }
