@@ -92,6 +92,7 @@ class ScriptedEngine(EngineHandle):
     def _receive(self, messages: Iterator[bytes]) -> None:
         if (data := next(messages, None)) is not None:
             step = self._decoder.decode(data)
+            assert isinstance(step, StepMessage)
             self.reports[0].stats = step.stats or self.stats
             self._deliver([step])
             self._continue(messages)

@@ -122,8 +122,8 @@ class _Engine(ScriptedEngine):
 
     def receive(self, messages: list[bytes]) -> None:
         """Handle messages that arrived together."""
-        steps = [self._decoder.decode(data) for data in messages]
-        self._deliver(steps)
+        decoded = map(self._decoder.decode, messages)
+        self._deliver([message for message in decoded if isinstance(message, StepMessage)])
 
 
 def _read(port: int, streams: int, request: bytes) -> None:

@@ -77,6 +77,9 @@ class ReplayedTokens:
                 token if rng.random() < right else (token + 1) % vocab_size for token in tokens
             )
 
+    def begin_step(self) -> None:
+        """See `Drafter`."""
+
     def propose(self, sequence: EngineSequence, limit: int) -> Draft:
         """See `Drafter`."""
         known = sequence.num_output_tokens

@@ -413,9 +413,10 @@ class GrammarProcesses:
 
     def compute(self, matchers: Iterable[RemoteMatcher]) -> None:
         """Compute the masks of the matchers that have none for their state; see `GrammarMatcher.write_mask`."""
+        matchers = list(matchers)
         due = [(matcher, 0) for matcher in matchers if not matcher.is_masked]
         if due:
-            self._run(MASK, due)
+            self._run(MASK, due, kept=matchers)
 
     def advance(
         self,
@@ -431,7 +432,7 @@ class GrammarProcesses:
         for matcher, token_id in rows:
             matcher.ahead.append(token_id)
             matcher.num_tokens += 1
-        self._run(ADVANCE, rows, meanwhile)
+        self._run(ADVANCE, rows, meanwhile, kept=[matcher for matcher, _ in rows])
 
     def close(self) -> None:
         """End the processes."""
@@ -445,13 +446,15 @@ class GrammarProcesses:
         request: int,
         rows: Sequence[tuple[RemoteMatcher, int]],
         meanwhile: Callable[[], None] | None = None,
+        *,
+        kept: Sequence[RemoteMatcher],
     ) -> None:
-        """Let the processes compute rows at the same time, and take their answers."""
+        """Let the processes compute rows at the same time, and take their answers; `kept` keep their slots."""
         numbers: dict[_Worker, list[int]] = {}
         matchers: dict[_Worker, list[RemoteMatcher]] = {}
         for matcher, token_id in rows:
             if matcher.slot < 0:
-                self._assign_slot(matcher, rows)
+                self._assign_slot(matcher, kept)
             worker = matcher.worker
             if worker not in numbers:
                 numbers[worker], matchers[worker] = [], []
@@ -493,14 +496,12 @@ class GrammarProcesses:
         matcher.note(flags, forced)
         matcher.is_masked = True
 
-    def _assign_slot(
-        self, matcher: RemoteMatcher, rows: Sequence[tuple[RemoteMatcher, int]]
-    ) -> None:
-        """Give a matcher a slot; one that is not among the rows loses its own if none is free."""
+    def _assign_slot(self, matcher: RemoteMatcher, kept: Sequence[RemoteMatcher]) -> None:
+        """Give a matcher a slot; one that is not among those to be kept loses its own if none is free."""
         if not self._free:
             self._free = [slot for slot, owner in self._owners.items() if owner() is None]
         if not self._free:
-            needed = {it.slot for it, _ in rows}
+            needed = {it.slot for it in kept}
             slot = next(slot for slot in self._owners if slot not in needed)
             owner = self._owners[slot]()
             assert owner is not None

@@ -37,6 +37,7 @@ INFO = EngineInfo(
     plan=PLAN,
     startup_seconds={},
     versions={},
+    max_draft_tokens=7,
     pid=os.getpid(),
 )
 USAGE = SequenceUsage(

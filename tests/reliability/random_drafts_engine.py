@@ -31,6 +31,9 @@ class RandomDrafter:
         self._lookup = LookupDrafter()
         self._random = random.Random(0)
 
+    def begin_step(self) -> None:
+        """See `Drafter`."""
+
     def propose(self, sequence: Sequence, limit: int) -> Draft:
         """See `Drafter`."""
         rng = self._random

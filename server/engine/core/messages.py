@@ -46,6 +46,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         plan: the attention kernels in use, and why.
         startup_seconds: duration of each start-up phase, in order.
         versions: versions of the libraries that the results depend on.
+        max_draft_tokens: tokens that are proposed at once, 0 for none.
         engine: number of the engine among those of the service.
         pid: of the engine's process, of rank 0 with `--tensor-parallel`; 0 if it runs in the front end's.
     """
@@ -67,6 +68,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanReport
     startup_seconds: dict[str, float]
     versions: dict[str, str]
+    max_draft_tokens: int = 0
     engine: int = 0
     pid: int = 0
 

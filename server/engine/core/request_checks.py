@@ -76,6 +76,7 @@ def check_request(request: GenerateRequest, vocab_size: int) -> None:
         InvalidRequestError: a value is outside its range; the message names the value and the range.
     """
     _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+    _check_ids("prediction", request.prediction, vocab_size)
     if request.deadline is not None and math.isnan(request.deadline):
         raise InvalidRequestError("the deadline is not a number")
     sampling = request.sampling

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.http.body.request_options import RequestOptions
+from server.http.body.request_options import MAX_DRAFT_TOKENS, RequestOptions
 from server.http.metrics.usage import RequestUsage
 from server.http.reply.completion import Completion, Prompt, StopStrings
 from server.http.reply.receipts import PendingReceipt
@@ -324,12 +324,17 @@ def _sampling(prompt: Prompt, index: int) -> SamplingParams:
 
 
 def _draft_warnings(options: RequestOptions, info: EngineInfo) -> tuple[str, ...]:
-    """Return what of a request has no effect, because it gets no drafts."""
-    if options.deterministic or info.plan.deterministic.requests == "all":
-        return ()
-    asked = {"prediction": options.prediction, "speculation": options.max_draft_tokens}
-    return tuple(
-        f"`{name}` has no effect: only deterministic requests have drafts"
-        for name, value in asked.items()
-        if value
-    )
+    """Return what a request asks for and does not get, because it has no drafts or shorter ones."""
+    asked = options.max_draft_tokens
+    is_possible = options.deterministic or info.plan.deterministic.requests == "all"
+    why = "" if is_possible else "only deterministic requests have drafts"
+    if not info.max_draft_tokens:
+        why = "the service has no drafts (--max-draft-tokens 0)"
+    if why:
+        values = {"prediction": options.prediction, "speculation": asked}
+        return tuple(f"`{name}` has no effect: {why}" for name, value in values.items() if value)
+    if asked == 0 and options.prediction:
+        return ("`prediction` has no effect: `speculation` is switched off",)
+    if asked is not None and info.max_draft_tokens < asked < MAX_DRAFT_TOKENS:
+        return (f"`speculation.max_tokens` {asked} is limited to {info.max_draft_tokens}",)
+    return ()

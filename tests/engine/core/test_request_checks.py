@@ -68,6 +68,14 @@ def test_a_deadline_that_is_no_number_is_refused():
     assert "deadline" in harness.run()[1][0].error
 
 
+@pytest.mark.parametrize("token_id", [-1, 10**9])
+def test_a_prediction_of_unknown_tokens_is_refused(token_id):
+    harness = Harness()
+    harness.submit(msgspec.structs.replace(make_request(1, 5), prediction=[1, token_id]))
+
+    assert f"prediction: {token_id} is not a token id" in harness.run()[1][0].error
+
+
 def test_a_second_request_with_an_id_in_use_ends_and_the_first_continues():
     harness = Harness()
     first = make_request(1, 5, 6)

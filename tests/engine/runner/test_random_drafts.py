@@ -63,6 +63,9 @@ class Proposer:
     def __init__(self, texts, proposals):
         self.texts, self.proposals, self.num_calls = texts, proposals, 0
 
+    def begin_step(self):
+        pass
+
     def propose(self, sequence, limit):
         kind, length, number = self.proposals[self.num_calls % len(self.proposals)]
         self.num_calls += 1

@@ -170,6 +170,25 @@ async def test_a_request_without_equal_bits_is_told_that_it_has_no_drafts(
     assert reply.get("warnings", []) == [text] * warned
 
 
+@pytest.mark.parametrize(
+    ("service", "fields", "warning"),
+    [
+        (0, {"enabled": True}, "`speculation` has no effect: the service has no drafts (--max-draft-tokens 0)"),
+        (0, {"enabled": False}, None),
+        (7, {"max_tokens": 20}, "`speculation.max_tokens` 20 is limited to 7"),
+        (7, {"max_tokens": 7}, None),
+        (7, {"enabled": True}, None),
+    ],
+)  # fmt: skip
+async def test_a_limit_above_that_of_the_service_is_said(client, engine, service, fields, warning):
+    engine.info = msgspec.structs.replace(INFO, max_draft_tokens=service)
+
+    body = {"prompt": "x", "speculation": fields, "deterministic": True}
+    reply = (await client.post("/v1/completions", json=body)).json()
+
+    assert reply.get("warnings", []) == ([] if warning is None else [warning])
+
+
 async def test_a_deterministic_request_is_refused_with_the_reason_where_no_kernel_supports_it(
     generate, engine
 ):

@@ -8,6 +8,7 @@ and keeps what the model samples, so a wrong draft costs time and changes nothin
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -18,15 +19,21 @@ if TYPE_CHECKING:
 
     from server.engine.core.sequence import CacheSalt, Sequence
 
+log = logging.getLogger("tessera.engine")
+
 _CLASSES: Final = (4, 6, 9, 16)
 """Lengths of matches from which on the next class begins."""
 NUM_CLASSES: Final = len(_CLASSES) + 1
 _MOST_INDEXED: Final = 1 << 16
 """Tokens of a prompt that are indexed, the last ones: with 130 bytes each, 8 MB."""
+_MOST_INDEXED_TEXTS: Final = 1 << 19
+"""Indexed tokens of all running sequences, 68 MB; texts beyond are not indexed."""
+_MOST_AT_ONCE: Final = 4096
+"""Tokens that a step indexes, in about three milliseconds: it does not wait for a long prompt."""
 _MOST_POOLED: Final = 1 << 15
-"""Tokens of the answers of one salt that are kept at least; twice as many at most."""
+"""Tokens of a client's answers that are kept at least; twice as many at most."""
 _MOST_POOLS: Final = 1 << 17
-"""Tokens of all salts, 17 MB."""
+"""Tokens of all clients, 17 MB."""
 
 
 class Draft(NamedTuple):
@@ -47,6 +54,9 @@ NO_DRAFT: Final = Draft((), 0)
 class Drafter(Protocol):
     """Proposes tokens; the scheduler has one. Called for sequences whose tokens are all known."""
 
+    def begin_step(self) -> None:
+        """Note that drafts for another step are asked for."""
+
     def propose(self, sequence: Sequence, limit: int) -> Draft:
         """Return at most `limit` tokens, 1 or more, that may follow those of a running sequence."""
 
@@ -55,10 +65,11 @@ class Drafter(Protocol):
 
 
 class LookupDrafter:
-    """Proposes what followed the same tokens before: in the sequence, its prediction, or answers with its cache salt.
+    """Proposes what followed the same tokens before: in the sequence, its prediction, or its client's earlier answers.
 
-    Answers are only shared where the blocks of the prefix cache are, since the speed of a reply shows that a part of it
-    was computed before.
+    An answer is proposed to its own client only, and within a part of the prefix cache: a reply says how many of its
+    tokens were proposed, which would tell others token by token what an answer was. A step indexes a few thousand
+    tokens, of all texts together.
 
     Args:
         pools: whether earlier answers are used.
@@ -67,22 +78,26 @@ class LookupDrafter:
     def __init__(self, *, pools: bool = True) -> None:
         self._pools = pools
         self._texts: dict[Sequence, _Text] = {}
-        self._pool_of: OrderedDict[CacheSalt, TokenIndex] = OrderedDict()
+        self._pool_of: OrderedDict[tuple[CacheSalt, str], TokenIndex] = OrderedDict()
+        self._left = 0
+
+    def begin_step(self) -> None:
+        """See `Drafter`."""
+        used = sum(text.num_indexed for text in self._texts.values())
+        self._left = min(_MOST_AT_ONCE, _MOST_INDEXED_TEXTS - used)
 
     def propose(self, sequence: Sequence, limit: int) -> Draft:
         """See `Drafter`: the continuation of the longest match, that of the sequence's own text among equals."""
-        matcher = sequence.matcher
-        if matcher is not None and not sequence.sampling.skips_forced_tokens:
-            forced = tuple(matcher.forced_tokens()[:limit])
-            if forced:
-                return Draft(forced, NUM_CLASSES - 1)
+        if forced := _forced(sequence):
+            return Draft(forced[:limit], NUM_CLASSES - 1)
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = _Text(sequence)
-        for index in text.indexes:
-            index.update()
-        pool = self._pool_of.get(sequence.cache_salt)
+        pool = self._pool_of.get((sequence.cache_salt, sequence.client))
         sources = text.indexes if pool is None else (*text.indexes, pool)
+        for index in sources:
+            if not index.is_complete and self._left > 0:
+                self._left -= index.update(self._left)
         return text.draft(sequence, sources, limit)
 
     def forget(self, sequence: Sequence) -> None:
@@ -90,8 +105,8 @@ class LookupDrafter:
         self._texts.pop(sequence, None)
         if not self._pools or sequence.num_output_tokens < ORDER:
             return
-        salt = sequence.cache_salt
-        pool = self._pool_of.pop(salt, None)
+        owner = sequence.cache_salt, sequence.client
+        pool = self._pool_of.pop(owner, None)
         if pool is None:
             pool = TokenIndex([])
         if len(pool.token_ids) > 2 * _MOST_POOLED:
@@ -99,12 +114,22 @@ class LookupDrafter:
         # With the end of the prompt, which the answer's first tokens follow.
         first = max(0, sequence.num_prompt_tokens - ORDER, sequence.num_tokens - _MOST_POOLED)
         pool.token_ids += [*sequence.token_ids[first:], END]
-        while not pool.is_complete:
-            pool.update()
-        self._pool_of[salt] = pool
+        self._pool_of[owner] = pool
         total = sum(len(it.token_ids) for it in self._pool_of.values())
         while total > _MOST_POOLS and len(self._pool_of) > 1:
             total -= len(self._pool_of.popitem(last=False)[1].token_ids)
+
+
+def _forced(sequence: Sequence) -> tuple[int, ...]:
+    """Return the tokens that a sequence's grammar forces, if each needs a step of its own."""
+    matcher = sequence.matcher
+    if matcher is None or sequence.sampling.skips_forced_tokens:
+        return ()
+    try:
+        return tuple(matcher.forced_tokens())
+    except Exception:
+        log.exception("the grammar of request %d cannot be read ahead", sequence.request_id)
+        return ()  # the step that follows it says what is wrong
 
 
 class _Text:
@@ -126,6 +151,11 @@ class _Text:
             self.indexes += (TokenIndex([*sequence.prediction[:_MOST_INDEXED], END]),)
         self.source: TokenIndex | None = None
         self.place = self.num_tokens = 0
+
+    @property
+    def num_indexed(self) -> int:
+        """Tokens that the indexes hold."""
+        return sum([index.num_indexed for index in self.indexes])
 
     def draft(self, sequence: Sequence, sources: Iterable[TokenIndex], limit: int) -> Draft:
         """Return what follows the longest match in some indexes, the first among equals."""

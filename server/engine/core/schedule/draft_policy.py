@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Final
 
-from server.engine.core.schedule.draft import Drafter, LookupDrafter
+from server.engine.core.schedule.draft import Drafter
 from server.engine.core.schedule.step_costs import StepCosts
 
 if TYPE_CHECKING:
@@ -91,16 +91,14 @@ class DraftPolicy:
 
     Args:
         limits: of a step.
-        drafter: see above; None for a `LookupDrafter`.
+        drafter: see above.
         pads: whether a step is computed as one whose rows all have the tokens of the longest, rounded up to a power of
             two, as recorded steps are.
     """
 
-    def __init__(
-        self, limits: SchedulerConfig, drafter: Drafter | None = None, *, pads: bool = False
-    ) -> None:
+    def __init__(self, limits: SchedulerConfig, drafter: Drafter, *, pads: bool = False) -> None:
         self.most = limits.max_queries - 1
-        self.drafter = drafter or LookupDrafter()
+        self.drafter = drafter
         self.costs = StepCosts(limits.max_logits)
         self._most_tokens, self._pads = limits.max_logits, pads
         self._rates = list(_FIRST_RATES)
@@ -125,6 +123,7 @@ class DraftPolicy:
         """Return drafts without their first tokens, which stand for so many tokens in flight."""
         if not self.most or not self._may_pay(len(sequences)):
             return None
+        self.drafter.begin_step()
         proposed: list[tuple[int, ...]] = [()] * len(sequences)
         rates: dict[int, float] = {}
         for row, sequence in enumerate(sequences):
@@ -139,7 +138,7 @@ class DraftPolicy:
             record = self._records[sequence]
             if row in counts:
                 record.use(sequence.num_output_tokens)
-            elif record.probe_at <= sequence.num_output_tokens:
+            elif record.probe_at <= sequence.num_output_tokens and self._has_room(counts, proposed):
                 counts[row] = 1
                 if not num_ahead:
                     record.probe(sequence.num_output_tokens)
@@ -182,6 +181,8 @@ class DraftPolicy:
         draft = self.drafter.propose(sequence, limit + num_ahead)
         if len(draft.tokens) <= num_ahead:
             record.skip(sequence.num_output_tokens)
+            if not num_ahead and record.probe_at <= sequence.num_output_tokens:
+                record.probe(sequence.num_output_tokens)
             return None
         record.certainty = draft.certainty
         prior = self._rates[draft.certainty]
@@ -245,6 +246,13 @@ class DraftPolicy:
         for row in order[:num_best]:
             counts[row] = counts.get(row, 0) + 1
         return counts
+
+    def _has_room(self, counts: dict[int, int], proposed: TypingSequence[tuple[int, ...]]) -> bool:
+        """Return whether a step with drafts of `counts` tokens may have another one."""
+        num_rows = len(proposed)
+        longest = 1 + max([1, *counts.values()])
+        size = self._size(num_rows, num_rows + sum(counts.values()) + 1, longest)
+        return size <= self._most_tokens
 
     def _size(self, num_rows: int, num_tokens: int, longest: int) -> int:
         """Return how many tokens a step is computed as."""

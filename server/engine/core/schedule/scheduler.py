@@ -19,6 +19,7 @@ from server.engine.core.results.step_charges import StepCharges
 from server.engine.core.results.step_results import StepResults
 from server.engine.core.schedule.admission import Admission, timeout_event
 from server.engine.core.schedule.client_shares import ClientShares
+from server.engine.core.schedule.draft import LookupDrafter
 from server.engine.core.schedule.draft_policy import DraftPolicy
 from server.engine.core.schedule.prompt_chunks import Chunk, NoneWaiting, divide
 from server.engine.core.schedule.rates import Rate
@@ -116,7 +117,8 @@ class Scheduler:
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
         self._shares = ClientShares(self._live, block_manager, self.admission)
-        self.drafts = DraftPolicy(config, pads=pads_drafts)
+        drafter = LookupDrafter(pools=block_manager.enable_prefix_caching)
+        self.drafts = DraftPolicy(config, drafter, pads=pads_drafts)
         self._short_steps = ShortSteps(self._live, block_manager, self.accounting)
         self._results = StepResults(self._live, block_manager, self.accounting)
         self._scheduled: SchedulerOutput | None = None

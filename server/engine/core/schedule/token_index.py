@@ -20,8 +20,6 @@ MOST_MATCHED: Final = 32
 """Tokens of a match that are counted."""
 _BITS: Final = 21
 _MOST_PLACES: Final = 8
-_MOST_AT_ONCE: Final = 4096
-"""Tokens that one `update` enters, in about a millisecond: a step does not wait for a long prompt's index."""
 
 
 class Match(NamedTuple):
@@ -60,11 +58,16 @@ class TokenIndex:
         """Whether all tokens are entered but the last, which nothing follows."""
         return self._first + len(self._before) >= len(self.token_ids)
 
-    def update(self) -> None:
-        """Enter the n-grams that a token follows by now, some thousands at once at most."""
+    @property
+    def num_indexed(self) -> int:
+        """Tokens that were entered."""
+        return len(self._before)
+
+    def update(self, most: int) -> int:
+        """Enter the n-grams that a token follows by now, `most` at most; return how many were entered."""
         ids, last, before = self.token_ids, self._last, self._before
-        place = self._first + len(before)
-        stop = min(len(ids), place + _MOST_AT_ONCE)
+        start = place = self._first + len(before)
+        stop = min(len(ids), place + most)
         while place < stop:
             previous = -1
             if place - self._first >= ORDER:
@@ -75,6 +78,7 @@ class TokenIndex:
                     last[key] = place
             before.append(previous)
             place += 1
+        return place - start
 
     def longest_match(self, text: Sequence[int], near: int = -1) -> Match | None:
         """Return the place that follows the most tokens that `text` ends with, the last one among equals.

@@ -328,14 +328,15 @@ class RemoteEngine(EngineHandle):
             return
         for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
             if is_step:
-                steps = list(group)
+                steps = [message for message in group if isinstance(message, StepMessage)]
                 for step in steps:
                     if step.stats is not None:
                         self.reports[step.stats.engine].stats = step.stats
                 self._deliver(steps)
             else:
                 for message in group:
-                    self._handle(message)
+                    if not isinstance(message, StepMessage):
+                        self._handle(message)
 
     async def _exchange_heartbeats(self) -> None:
         """Send heartbeats to the hub, and look for its own."""

@@ -133,7 +133,7 @@ def _start_on_gpu(
     with phases("warming up"):
         model.reserve_positions(limits.max_model_len)
         with peak_memory(device) as peak_bytes:
-            runner = make_runner(model, config, num_blocks=1)
+            runner = make_runner(model, config, num_blocks=1, most_logits=limits.max_logits)
             warm_up(runner, limits, phases.say)
             check_scores(runner)
             step_bytes = peak_bytes()
@@ -204,7 +204,9 @@ def _allocate(
     """
 
     def allocate(num_blocks: int) -> ModelRunner:
-        runner = make_runner(model, config, num_blocks, num_slots(config, limits))
+        runner = make_runner(
+            model, config, num_blocks, num_slots(config, limits), most_logits=limits.max_logits
+        )
         if hold_step is not None:
             hold_step(runner)
         return runner
@@ -233,6 +235,7 @@ def make_runner(
     num_blocks: int,
     num_slots: int = 1,
     *,
+    most_logits: int = 1,
     deterministic: bool | None = None,
 ) -> ModelRunner:
     """Return a runner of a model with a new KV cache.
@@ -242,13 +245,14 @@ def make_runner(
         config: of the engine.
         num_blocks: of the cache.
         num_slots: of the cache, if layers have a state of fixed size.
+        most_logits: rows of logits of a step, each of which may have a mask.
         deterministic: as for `ModelRunner`; None for the configuration's.
     """
     device = model.device
     return ModelRunner(
         model,
         KVCache(_state(model, config), num_blocks, config.block_size, device, num_slots),
-        Grammars(config.model_path, model.config, device, 2 * (config.max_num_seqs or 1)),
+        Grammars(config.model_path, model.config, device, 2 * most_logits),
         deterministic=config.deterministic if deterministic is None else deterministic,
     )
 

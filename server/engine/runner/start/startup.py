@@ -114,6 +114,7 @@ def start_engine(
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
         versions=_versions(model),
+        max_draft_tokens=config.max_draft_tokens,
         engine=config.engine,
         pid=os.getpid(),
     )

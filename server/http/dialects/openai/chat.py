@@ -165,7 +165,10 @@ class ChatAnswer:
             add_special_tokens=False,
             most=self._info.max_total_tokens,
         )
-        request = self._options.request._replace(prediction=token_ids)
+        # A hint: what no answer of the model can be is left out.
+        unknown = (i for i, it in enumerate(token_ids) if it >= self._info.vocab_size)
+        kept = token_ids[: min(self._info.max_total_tokens, next(unknown, len(token_ids)))]
+        request = self._options.request._replace(prediction=kept)
         return dataclasses.replace(self._options, request=request)
 
     async def prompt(self) -> list[int]:

@@ -3,10 +3,21 @@
 import msgspec
 import pytest
 
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.schedule import draft
 from server.engine.core.schedule.draft import NO_DRAFT, NUM_CLASSES, LookupDrafter
+from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
 from tests.engine.core.bookkeeping import make_request, make_sequence
+
+
+class Drafter(LookupDrafter):
+    """Begins a step with each proposal."""
+
+    def propose(self, sequence, limit):
+        self.begin_step()
+        return super().propose(sequence, limit)
 
 
 def ended(drafter, request_id, prompt, answer, **options):
@@ -19,12 +30,12 @@ def ended(drafter, request_id, prompt, answer, **options):
 def test_a_draft_continues_what_stands_in_the_prompt():
     sequence = make_sequence(1, [1, 2, 3, 4, 5, 6, 9, 1, 2, 3])
 
-    assert LookupDrafter().propose(sequence, 2).tokens == (4, 5)
-    assert LookupDrafter().propose(sequence, 3).certainty == 0
+    assert Drafter().propose(sequence, 2).tokens == (4, 5)
+    assert Drafter().propose(sequence, 3).certainty == 0
 
 
 def test_a_draft_follows_the_tokens_that_come():
-    drafter = LookupDrafter()
+    drafter = Drafter()
     sequence = make_sequence(1, [*range(30), 50, 7, 8, 9])
     found = []
     for _ in range(12):
@@ -39,7 +50,7 @@ def test_a_draft_follows_the_tokens_that_come():
 
 
 def test_a_text_without_repetition_has_no_draft():
-    drafter = LookupDrafter()
+    drafter = Drafter()
     sequence = make_sequence(1, 40)
 
     assert drafter.propose(sequence, 4) == NO_DRAFT
@@ -47,7 +58,7 @@ def test_a_text_without_repetition_has_no_draft():
 
 
 def test_an_earlier_answer_is_proposed_to_a_prompt_that_ends_as_its_own():
-    drafter = LookupDrafter()
+    drafter = Drafter()
     ended(drafter, 1, [1, 2, 3], [4, 5, 6, 7])
 
     assert drafter.propose(make_sequence(2, [9, 1, 2, 3]), 9).tokens == (4, 5, 6, 7)
@@ -55,7 +66,7 @@ def test_an_earlier_answer_is_proposed_to_a_prompt_that_ends_as_its_own():
 
 
 def test_the_prompt_of_an_earlier_request_is_not_proposed():
-    drafter = LookupDrafter()
+    drafter = Drafter()
     ended(drafter, 1, [11, 12, 13, 14, 15, 16], [4, 5, 6, 7])
 
     assert drafter.propose(make_sequence(2, [11, 12, 13]), 4) == NO_DRAFT
@@ -63,22 +74,82 @@ def test_the_prompt_of_an_earlier_request_is_not_proposed():
 
 @pytest.mark.parametrize("others", [{"salt": "a"}, {"salt": None}])
 def test_answers_are_shared_within_a_cache_salt_only(others):
-    drafter = LookupDrafter()
+    drafter = Drafter()
     ended(drafter, 1, [1, 2, 3], [4, 5, 6, 7], **others)
 
     assert drafter.propose(make_sequence(2, [1, 2, 3], salt="b"), 4) == NO_DRAFT
     assert drafter.propose(make_sequence(3, [1, 2, 3], **others), 4).tokens == (4, 5, 6, 7)
 
 
+def test_the_answers_of_a_client_are_proposed_to_itself_only():
+    drafter = Drafter()
+    ended(drafter, 1, [1, 2, 3], [4, 5, 6, 7], client="a")
+
+    assert drafter.propose(make_sequence(2, [1, 2, 3], client="b"), 4) == NO_DRAFT
+    assert drafter.propose(make_sequence(3, [1, 2, 3], client="a"), 4).tokens == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_answers_are_kept_where_the_prefix_cache_keeps_blocks(caches):
+    blocks = BlockManager(8, 4, enable_prefix_caching=caches)
+    drafter = Scheduler(SchedulerConfig(4, 64, 100), blocks).drafts.drafter
+    ended(drafter, 1, [1, 2, 3], [4, 5, 6, 7])
+    drafter.begin_step()
+
+    assert bool(drafter.propose(make_sequence(2, [1, 2, 3]), 4).tokens) is caches
+
+
+def test_a_step_indexes_a_few_thousand_tokens_of_all_texts_together():
+    drafter = LookupDrafter()
+    sequences = [make_sequence(i, list(range(3000)) * 2) for i in range(4)]
+    drafter.begin_step()
+    found = [drafter.propose(sequence, 1).tokens for sequence in sequences]
+    for _ in range(6):
+        drafter.begin_step()
+        for sequence in sequences:
+            drafter.propose(sequence, 1)
+
+    assert found == [(0,), (), (), ()]
+    assert all(drafter.propose(sequence, 1).tokens == (0,) for sequence in sequences)
+
+
+def test_the_memory_of_running_texts_is_bounded(monkeypatch):
+    monkeypatch.setattr(draft, "_MOST_INDEXED_TEXTS", 1000)
+    drafter = Drafter(pools=False)
+    sequences = [make_sequence(i, 600) for i in range(4)]
+    for sequence in sequences * 3:
+        drafter.propose(sequence, 1)
+
+    assert sum(text.num_indexed for text in drafter._texts.values()) == 1000
+    for sequence in sequences[:2]:
+        drafter.forget(sequence)
+    drafter.propose(sequences[2], 1)
+    drafter.propose(sequences[3], 1)
+    assert sum(text.num_indexed for text in drafter._texts.values()) == 1000
+
+
+class BrokenMatcher:
+    def forced_tokens(self):
+        raise RuntimeError("broken")
+
+
+def test_a_grammar_that_cannot_be_read_ahead_forces_nothing(caplog):
+    sequence = make_sequence(1, 9, grammar="{}", logprobs=True)
+    sequence.matcher = BrokenMatcher()
+
+    assert Drafter().propose(sequence, 2) == NO_DRAFT
+    assert "cannot be read ahead" in caplog.text
+
+
 def test_without_pools_no_answer_is_kept():
-    drafter = LookupDrafter(pools=False)
+    drafter = Drafter(pools=False)
     ended(drafter, 1, [1, 2, 3], [4, 5, 6, 7])
 
     assert drafter.propose(make_sequence(2, [1, 2, 3]), 4) == NO_DRAFT
 
 
 def test_the_longer_match_decides_between_the_own_text_and_an_earlier_answer():
-    drafter = LookupDrafter()
+    drafter = Drafter()
     ended(drafter, 1, [9, 1, 2, 3], [4, 4, 4, 4])
 
     own = make_sequence(2, [8, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3])
@@ -93,7 +164,7 @@ def test_the_longer_match_decides_between_the_own_text_and_an_earlier_answer():
 def test_the_memory_of_answers_is_bounded(monkeypatch):
     monkeypatch.setattr(draft, "_MOST_POOLED", 100)
     monkeypatch.setattr(draft, "_MOST_POOLS", 1000)
-    drafter = LookupDrafter()
+    drafter = Drafter()
     for number in range(300):
         first = 1000 * number
         ended(drafter, number, [1], range(first, first + 30), salt=str(number % 30))
@@ -109,7 +180,7 @@ def test_the_memory_of_answers_is_bounded(monkeypatch):
 
 def test_a_long_answer_is_kept_as_far_as_there_is_room(monkeypatch):
     monkeypatch.setattr(draft, "_MOST_POOLED", 50)
-    drafter = LookupDrafter()
+    drafter = Drafter()
     ended(drafter, 1, [1, 2, 3], range(1000, 1090))
 
     assert drafter.propose(make_sequence(2, [1086, 1087, 1088]), 1).tokens == (1089,)
@@ -126,7 +197,7 @@ def test_tokens_that_a_grammar_forces_are_proposed_unless_they_need_no_step(logp
     sequence = make_sequence(1, 9, grammar="{}", logprobs=logprobs)
     sequence.matcher = ForcingMatcher()
 
-    assert LookupDrafter().propose(sequence, 2).tokens == expected
+    assert Drafter().propose(sequence, 2).tokens == expected
 
 
 def predicted(prediction, prompt=(1, 2), output=()):
@@ -154,12 +225,12 @@ def test_a_prediction_is_followed_from_its_beginning_and_from_where_the_output_m
 ):
     sequence = predicted(range(7, 14), output=output)
 
-    assert LookupDrafter().propose(sequence, 3).tokens == expected
+    assert Drafter().propose(sequence, 3).tokens == expected
 
 
 def test_the_longest_match_decides_between_prediction_and_own_text():
     sequence = predicted([4, 1, 2, 3, 50], prompt=[9, 1, 2, 3, 60, 4, 1, 2, 3])
 
-    assert LookupDrafter().propose(sequence, 1).tokens == (50,)
+    assert Drafter().propose(sequence, 1).tokens == (50,)
     sequence = predicted([4, 1, 2, 3, 50], prompt=[9, 1, 2, 3, 60, 9, 1, 2, 3])
-    assert LookupDrafter().propose(sequence, 1).tokens == (60,)
+    assert Drafter().propose(sequence, 1).tokens == (60,)

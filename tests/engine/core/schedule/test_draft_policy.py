@@ -22,6 +22,9 @@ class KnownText:
         self.texts, self.rng, self.wrong = texts, rng, wrong
         self.limits, self.ended = [], []
 
+    def begin_step(self):
+        pass
+
     def propose(self, sequence, limit):
         self.limits.append(limit)
         known = sequence.num_tokens

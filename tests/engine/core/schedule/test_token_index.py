@@ -10,7 +10,7 @@ from server.engine.core.schedule.token_index import END, MOST_MATCHED, ORDER, To
 def index_of(token_ids, first=0):
     index = TokenIndex(token_ids, first)
     while not index.is_complete:
-        index.update()
+        index.update(4096)
     return index
 
 
@@ -57,7 +57,7 @@ def test_a_sequence_finds_itself_only_before_its_end():
 
     assert index.longest_match(token_ids) is None
     token_ids += [2, 3, 4]
-    index.update()
+    index.update(4096)
     assert index.longest_match(token_ids) == (4, 3)
     assert index.continuation(4, 5) == (2, 3, 4, 2, 3)
 
@@ -67,7 +67,7 @@ def test_tokens_are_entered_as_they_come():
     token_ids = [rng.randrange(4) for _ in range(9)]
     grown = TokenIndex(list(token_ids))
     for _ in range(50):
-        grown.update()
+        grown.update(4096)
         text = [rng.randrange(4) for _ in range(6)]
         assert grown.longest_match(text) == index_of(grown.token_ids).longest_match(text)
         grown.token_ids.append(rng.randrange(4))
@@ -76,13 +76,13 @@ def test_tokens_are_entered_as_they_come():
 def test_a_long_text_is_entered_in_parts():
     index = TokenIndex(list(range(10_000)))
 
-    index.update()
+    index.update(4096)
 
     assert not index.is_complete
     assert index.longest_match([1, 2, 3]) == (4, 3)
     assert index.longest_match([9001, 9002, 9003]) is None
-    index.update()
-    index.update()
+    index.update(4096)
+    index.update(4096)
     assert index.longest_match([9001, 9002, 9003]) == (9004, 3)
 
 
