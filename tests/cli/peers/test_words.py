@@ -66,7 +66,7 @@ def test_origins_in_lists_in_json_are_separated_by_commas():
         ("--lora-modules a=b", "Tessera has no LoRA adapters"),
         ("--ssl-keyfile x", "Tessera has no TLS; put a proxy in front"),
         ("--root-path /x", "--root-path (vLLM): Tessera has no prefix of its routes"),
-        ("--speculative-config {}", "speculative decoding"),
+        ("--speculative-config {}", "--max-draft-tokens"),
         ("--mem-fraction-static 0.9", "--gpu-memory-utilization is "),
         ("--fit-target 1024", "--gpu-memory-utilization is "),
         ("--max-input-tokens 5", "--max-model-len limits prompt and output together"),

@@ -58,8 +58,7 @@ def test_the_bytes_are_those_without_drafts(checkpoint, limits):
                 compare(strip(one), strip(other), exact=True, tolerance=0)
 
         stats = engine.engine.stats()
-        assert stats.num_accepted_tokens > 100
-        assert stats.num_accepted_tokens < stats.num_draft_tokens
+        assert 100 < stats.num_accepted_tokens <= stats.num_draft_tokens
         assert stats.num_free_blocks == stats.num_blocks
         assert not engine.engine._scheduler.idle_violations()
 

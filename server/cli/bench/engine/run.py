@@ -136,10 +136,17 @@ class EngineRun:
         self._engine.run()
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> GenerateRequest:
-        """Return a greedy request without end tokens, which generates `max_new_tokens` tokens."""
+        """Return a greedy request without end tokens, which generates `max_new_tokens` tokens.
+
+        It has no drafts, so that a step computes one token of each sequence: `python -m benchmarks.edits` measures
+        those.
+        """
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         return GenerateRequest(
-            request_id=next(self._ids), prompt_token_ids=list(prompt), sampling=sampling
+            request_id=next(self._ids),
+            prompt_token_ids=list(prompt),
+            sampling=sampling,
+            max_draft_tokens=0,
         )
 
     def random_requests(
