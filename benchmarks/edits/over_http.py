@@ -75,7 +75,7 @@ class Service:
 
     def counters(self) -> dict[str, int]:
         """Return the counters of `_COUNTERS`."""
-        with urllib.request.urlopen(f"{self._url}/metrics") as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{self._url}/metrics") as reply:  # noqa: S310 - as above
             samples = dict(
                 line.rsplit(" ", 1)
                 for line in reply.read().decode().splitlines()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from server.cli.bench.result import number
-from server.engine.core.schedule.draft import NUM_CLASSES, Draft
+from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ class ReplayedTokens:
         """See `Drafter`."""
         known = sequence.num_output_tokens
         tokens = self._proposals.get(sequence.request_id, ())[known : known + limit]
-        return Draft(tokens, NUM_CLASSES - 1)
+        return Draft(tokens, NUM_MATCH_CLASSES - 1)
 
     def forget(self, sequence: EngineSequence) -> None:
         """See `Drafter`: all answers are kept."""
@@ -93,7 +93,7 @@ class ReplayedTokens:
 class Rounds:
     """Runs the requests of one workload again and again on one engine.
 
-    Each run has a salt of its own: it finds no blocks in the prefix cache and no text of the runs before.
+    Each run has another salt: it finds no blocks in the prefix cache and no text of the runs before.
 
     Args:
         engine: runs them.

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from model.device.quantizations import QuantizationSetting
 from model.families.unlisted import ModelBackend
+from server.engine.core.request import MAX_DRAFT_TOKENS
 from server.log import LogFormat
 from server.setting import Setting
 
@@ -95,7 +96,7 @@ class EngineSettings:
     overlap: bool = True
     enable_prefix_caching: Annotated[bool, Setting("memory")] = True
     deterministic: bool = False
-    max_draft_tokens: Annotated[int, Setting(ge=0, le=31)] = 7
+    max_draft_tokens: Annotated[int, Setting(ge=0, le=MAX_DRAFT_TOKENS)] = 7
     tensor_parallel: Annotated[int, Setting(ge=1, le=64)] = 1
     unmeasured_kernels: bool = False
     cpu_threads: Annotated[int | None, Setting(ge=1, le=1024)] = None

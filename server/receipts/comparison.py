@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from server.engine.core.request import FinishReason
-from server.receipts.record import OUTSIDE, logprob_digest
+from server.receipts.record import OUTSIDE, REASONS, logprob_digest
 
 if TYPE_CHECKING:
     from server.receipts.record import Logprobs, ReceiptOutput
-
-_REASONS = {reason: reason.name.lower() for reason in FinishReason}
 
 
 class LogprobDigests(NamedTuple):
@@ -107,4 +105,4 @@ def _end_difference(output: ReceiptOutput, computed: Computed) -> str | None:
 
 def _end(computed: Computed) -> str:
     reason = computed.finish_reason
-    return f"the end ({'none' if reason is None else _REASONS[reason]})"
+    return f"the end ({'none' if reason is None else REASONS[reason]})"

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason
 
 VERSION: Final = 1
 OUTSIDE: Final = ("stop_string", "timeout")
@@ -31,6 +32,8 @@ _NEUTRAL: Final = {
 }
 
 Reason = Literal["eos", "stop", "length", "stop_string", "timeout"]
+REASONS: Final = {reason: reason.name.lower() for reason in FinishReason}
+"""How a receipt names the end that the engine reports; only those of `Reason` occur in one."""
 Logprobs = tuple[float | None, Sequence[tuple[int, float]]]
 """Log-probability of a token, and the most likely tokens at its position with theirs."""
 

@@ -12,7 +12,7 @@ import random
 import sys
 from typing import TYPE_CHECKING
 
-from server.engine.core.schedule.draft import NUM_CLASSES, Draft, LookupDrafter
+from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft, LookupDrafter
 from server.engine.core.schedule.draft_policy import DraftPolicy
 from server.engine.link.engine_process.process import main
 
@@ -44,7 +44,7 @@ class RandomDrafter:
             while len(tokens) < limit:
                 ends_here = rng.random() < 0.1
                 tokens.append(rng.choice(ends) if ends_here else rng.randrange(_TOKENS))
-        return Draft(tuple(tokens[: rng.randint(1, limit)]), NUM_CLASSES - 1)
+        return Draft(tuple(tokens[: rng.randint(1, limit)]), NUM_MATCH_CLASSES - 1)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""

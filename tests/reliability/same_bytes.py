@@ -86,7 +86,7 @@ COMPANIES: Final = (
 
 
 async def send_all(port: int, requests: Sequence[Request], streams: int) -> list[Reply]:
-    """Send requests, so many at the same time, each on a connection of its own; return the replies.
+    """Send requests, so many at the same time, each on another connection; return the replies.
 
     A reply that did not come has the status 0.
     """

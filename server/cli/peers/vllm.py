@@ -112,7 +112,7 @@ VLLM: Final = Peer(
             subjects.SPECULATION,
             "--num-lookahead-slots "
             "--per-request-spec-decode-metrics --spec-model "
-            "--speculative-draft-tensor-parallel-size --speculative-model ",
+            "--speculative-draft-tensor-parallel-size --speculative-model",
         ),
         absent(
             subjects.POOLING,

@@ -86,15 +86,18 @@ def _receipts(text: str, shown: str, note: Callable[[str], None]) -> Iterator[Re
 
 def _within(value: object) -> Iterator[object]:
     """Yield the receipts in a JSON value: itself, that of a reply, or those of an array of replies."""
-    if isinstance(value, list):
-        for entry in value:
-            yield from _within(entry)
-    elif isinstance(value, dict):
-        if _FIELD in value:
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += reversed(value)
+        elif not isinstance(value, dict):
+            continue
+        elif _FIELD in value:
             if value[_FIELD] is not None:
                 yield value[_FIELD]
         elif isinstance(value.get(_RESPONSE), dict):
-            yield from _within(value[_RESPONSE])
+            left.append(value[_RESPONSE])
         elif {"conditions", "outputs"} & value.keys():
             yield value
 

@@ -6,10 +6,14 @@ They are sent between processes, so they are msgspec structs of plain data.
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
 from model.sampling.parameters import SamplingParams
+
+MAX_DRAFT_TOKENS: Final = 31
+"""Tokens that can be proposed at once: with that of the sequence, 32 rows of logits."""
 
 
 class FinishReason(enum.IntEnum):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from server.engine.core.request import MAX_DRAFT_TOKENS
 from server.errors import ValidationError
 from server.http.body.field_types import optional
 from server.http.request_id import current_request
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 MAX_PRIORITY = 2**31 - 1
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_SALT_CHARACTERS = 256
-MAX_DRAFT_TOKENS = 31
 
 
 class RequestOptions(NamedTuple):

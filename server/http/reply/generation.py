@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.engine.core.request import FinishReason, GenerateRequest
-from server.http.body.request_options import MAX_DRAFT_TOKENS, RequestOptions
+from server.engine.core.request import MAX_DRAFT_TOKENS, FinishReason, GenerateRequest
+from server.http.body.request_options import RequestOptions
 from server.http.metrics.usage import RequestUsage
 from server.http.reply.completion import Completion, Prompt, StopStrings
 from server.http.reply.receipts import PendingReceipt

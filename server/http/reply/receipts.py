@@ -10,15 +10,15 @@ import contextlib
 import logging
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 from msgspec import UNSET, UnsetType
 
 from model.checkpoint_digest import Signature, checkpoint_digest, checkpoint_signature
 from model.errors import ModelError
-from server.engine.core.request import FinishReason
 from server.receipts.conditions import conditions_of, is_deterministic
 from server.receipts.record import (
+    REASONS,
     Receipt,
     ReceiptOutput,
     encode_sampling,
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera")
 
-_REASONS: dict[FinishReason, Reason] = {
-    FinishReason.EOS: "eos",
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.TIMEOUT: "timeout",
-}
+_MOST_SECONDS: Final = 30.0
+"""Time that a reply waits for the digest: that of 30 GB of weights. Later replies have it without waiting."""
 
 
 class WeightsDigest:
@@ -63,7 +59,7 @@ class WeightsDigest:
         self._digest: asyncio.Future[tuple[str | None, str]] | None = None
 
     async def get(self) -> tuple[str | None, str]:
-        """Return the digest, or None and the reason why there is none."""
+        """Return the digest, or None and the reason why there is none; waits for `_MOST_SECONDS` at most."""
         if self._signature is None:
             return None, self._problem
         if self._digest is None:
@@ -73,7 +69,10 @@ class WeightsDigest:
             threading.Thread(
                 target=self._compute, args=(loop, self._digest), name="weights-digest", daemon=True
             ).start()
-        return await asyncio.shield(self._digest)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._digest), _MOST_SECONDS)
+        except TimeoutError:
+            return None, f"it takes more than {_MOST_SECONDS:.0f} seconds; later receipts have it"
 
     def _compute(
         self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[tuple[str | None, str]]
@@ -166,7 +165,7 @@ def _output(completion: Completion, prompt: int) -> ReceiptOutput:
         prompt_logprobs = logprob_digest(
             zip(completion.prompt_logprobs[1:], completion.prompt_top_tokens[1:], strict=True)
         )
-    reason = _REASONS[completion.finish_reason]
+    reason = cast("Reason", REASONS[completion.finish_reason])
     return ReceiptOutput(
         prompt=prompt,
         sampling=encode_sampling(sampling),

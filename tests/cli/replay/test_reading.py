@@ -57,6 +57,8 @@ def test_replies_without_a_receipt_among_others_are_counted(monkeypatch):
         ("hello", "line 1 is not JSON: Expecting value at column 1"),
         (json.dumps(A) + "\n" + json.dumps(A)[:60], "line 2 is not JSON"),
         ("[" * 100_000, "line 1 is not JSON: too deep"),
+        ("[" * 900 + "]" * 900, "has no receipt"),
+        ('{"response": ' * 900 + "1" + "}" * 900, "has no receipt"),
         ("1" * 10_000, "line 1 is not JSON"),
         ('\n\n{"receipt": 3}', "line 3: Expected `object`, got `int`"),
         ('data: {"receipt"\n\n', "line 1 is not JSON"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.core.schedule.draft import NUM_CLASSES, Draft
+from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft
 from tests.engine.runner.drafts import WAYS, requests
 from tests.engine.runner.test_engine_model import assert_all_free, make_engine
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
@@ -85,7 +85,7 @@ class Proposer:
             tokens = []
         if kind != "too long":
             tokens = tokens[:limit]
-        return Draft(tuple(tokens), number % NUM_CLASSES)
+        return Draft(tuple(tokens), number % NUM_MATCH_CLASSES)
 
     def forget(self, sequence):
         pass

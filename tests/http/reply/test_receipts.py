@@ -285,6 +285,27 @@ async def test_the_digest_of_the_weights_is_computed_once_and_streams_wait_for_i
     assert len(calls) == 1
 
 
+async def test_a_reply_does_not_wait_long_for_the_digest_and_later_ones_have_it(
+    service, monkeypatch
+):
+    may_end = threading.Event()
+
+    def digest(*_):
+        may_end.wait()
+        return "sha256:7"
+
+    monkeypatch.setattr(receipts, "checkpoint_digest", digest)
+    monkeypatch.setattr(receipts, "_MOST_SECONDS", 0.01)
+    response = await service.post("/v1/completions", json=asked({"prompt": "x"}))
+    may_end.set()
+    monkeypatch.setattr(receipts, "_MOST_SECONDS", 60)
+    later = await service.post("/v1/completions", json=asked({"prompt": "x"}))
+
+    assert only_receipt(response).conditions.weights is None
+    assert "later receipts have it" in response.json()["warnings"][0]
+    assert only_receipt(later).conditions.weights == "sha256:7"
+
+
 async def test_no_request_waits_for_a_digest_that_fails(service, monkeypatch):
     def digest(*_):
         raise MemoryError

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.engine")
 
-_CLASSES: Final = (4, 6, 9, 16)
+_CLASS_STARTS: Final = (4, 6, 9, 16)
 """Lengths of matches from which on the next class begins."""
-NUM_CLASSES: Final = len(_CLASSES) + 1
+NUM_MATCH_CLASSES: Final = len(_CLASS_STARTS) + 1
 _MOST_INDEXED: Final = 1 << 16
 """Tokens of a prompt that are indexed, the last ones: with 130 bytes each, 8 MB."""
 _MOST_INDEXED_TEXTS: Final = 1 << 19
@@ -41,11 +41,12 @@ class Draft(NamedTuple):
 
     Attributes:
         tokens: the first of them first; empty for none.
-        certainty: a class from 0 to `NUM_CLASSES` - 1: drafts of a higher one are right more often.
+        match_class: a class of the length of the match, from 0 to `NUM_MATCH_CLASSES` - 1: drafts of a higher one are
+            right more often.
     """
 
     tokens: tuple[int, ...]
-    certainty: int
+    match_class: int
 
 
 NO_DRAFT: Final = Draft((), 0)
@@ -77,7 +78,7 @@ class LookupDrafter:
 
     def __init__(self, *, pools: bool = True) -> None:
         self._pools = pools
-        self._texts: dict[Sequence, _Text] = {}
+        self._texts: dict[Sequence, _SequenceIndexes] = {}
         self._pool_of: OrderedDict[tuple[CacheSalt, str], TokenIndex] = OrderedDict()
         self._left = 0
 
@@ -89,10 +90,10 @@ class LookupDrafter:
     def propose(self, sequence: Sequence, limit: int) -> Draft:
         """See `Drafter`: the continuation of the longest match, that of the sequence's own text among equals."""
         if forced := _forced(sequence):
-            return Draft(forced[:limit], NUM_CLASSES - 1)
+            return Draft(forced[:limit], NUM_MATCH_CLASSES - 1)
         text = self._texts.get(sequence)
         if text is None:
-            text = self._texts[sequence] = _Text(sequence)
+            text = self._texts[sequence] = _SequenceIndexes(sequence)
         pool = self._pool_of.get((sequence.cache_salt, sequence.client))
         sources = text.indexes if pool is None else (*text.indexes, pool)
         for index in sources:
@@ -121,7 +122,7 @@ class LookupDrafter:
 
 
 def _forced(sequence: Sequence) -> tuple[int, ...]:
-    """Return the tokens that a sequence's grammar forces, if each needs a step of its own."""
+    """Return the tokens that a sequence's grammar forces, if each is computed in a step."""
     matcher = sequence.matcher
     if matcher is None or sequence.sampling.skips_forced_tokens:
         return ()
@@ -132,7 +133,7 @@ def _forced(sequence: Sequence) -> tuple[int, ...]:
         return ()  # the step that follows it says what is wrong
 
 
-class _Text:
+class _SequenceIndexes:
     """The indexes of a sequence's tokens and of its prediction, and where its last draft was found.
 
     Attributes:
@@ -171,7 +172,7 @@ class _Text:
             self.source = None
             return self._beginning(sequence, limit)
         self.source, self.place = found, place
-        return Draft(found.continuation(place, limit), bisect.bisect_right(_CLASSES, best))
+        return Draft(found.continuation(place, limit), bisect.bisect_right(_CLASS_STARTS, best))
 
     def _beginning(self, sequence: Sequence, limit: int) -> Draft:
         """Return what follows in the prediction while the output is too short for a match."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import DecodeRows
 
-_FIRST_RATES: Final = (0.3, 0.45, 0.6, 0.75, 0.9)
-"""Share of the proposed tokens that are right, by certainty, before any was computed."""
+_FIRST_ACCEPTANCE: Final = (0.3, 0.45, 0.6, 0.75, 0.9)
+"""Share of the proposed tokens that are right, by the length of the match, before any was computed."""
 _RATE: Final = 0.02
 """Weight of a token in the service's shares."""
 _PRIOR: Final = 3.0
@@ -42,8 +42,8 @@ class _Record:
     """How often the drafts of a sequence were right.
 
     Attributes:
-        rights, tries: tokens, of late more than before.
-        certainty, num_tokens, num_accepted: of the last draft, and the account's accepted tokens before it.
+        accepted, proposed: tokens, of late more than before.
+        match_class, num_tokens, num_accepted: of the last draft, and the account's accepted tokens before it.
         probe_at: output tokens at which a draft is due whether it pays or not.
         wait: tokens between the last such draft and that one.
         look_at: known output tokens from which on its text is looked at again.
@@ -51,12 +51,12 @@ class _Record:
     """
 
     __slots__ = (
-        "certainty", "look_at", "num_accepted", "num_tokens", "probe_at", "rights", "skipped", "tries", "wait",
+        "accepted", "look_at", "match_class", "num_accepted", "num_tokens", "probe_at", "proposed", "skipped", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.rights = self.tries = 0.0
-        self.certainty = self.num_tokens = self.num_accepted = 0
+        self.accepted = self.proposed = 0.0
+        self.match_class = self.num_tokens = self.num_accepted = 0
         self.probe_at = self.wait = _PROBE
         self.look_at = self.skipped = 0
 
@@ -79,10 +79,10 @@ class _Record:
 class DraftPolicy:
     """Chooses the drafts of a step's decode rows.
 
-    Each proposed token is right with a probability that follows from the drafts before it: those of the sequence and,
-    by certainty, those of all sequences. A step with n tokens takes the time that such steps took. Tokens are added in
-    the order of the probability that they are kept, as long as the step's tokens per second grow. Only deterministic
-    sequences get drafts: the tokens of others may depend on how many rows a step has.
+    The acceptance rate of a proposed token follows from the drafts before it: those of the sequence and, by the length
+    of the match, those of all sequences. A step with n tokens takes the time that such steps took. Tokens are added in
+    the order of the probability that they are accepted, as long as the step's tokens per second grow. Only
+    deterministic sequences get drafts: the tokens of others may depend on how many rows a step has.
 
     Attributes:
         drafter: proposes the tokens; may be replaced.
@@ -101,7 +101,7 @@ class DraftPolicy:
         self.drafter = drafter
         self.costs = StepCosts(limits.max_logits)
         self._most_tokens, self._pads = limits.max_logits, pads
-        self._rates = list(_FIRST_RATES)
+        self._acceptance = list(_FIRST_ACCEPTANCE)
         self._records: dict[Sequence, _Record] = {}
         self._pays: dict[int, tuple[int, bool]] = {}
         self._num_asked = 0
@@ -184,9 +184,9 @@ class DraftPolicy:
             if not num_ahead and record.probe_at <= sequence.num_output_tokens:
                 record.probe(sequence.num_output_tokens)
             return None
-        record.certainty = draft.certainty
-        prior = self._rates[draft.certainty]
-        rate = (record.rights + _PRIOR * prior) / (record.tries + _PRIOR)
+        record.match_class = draft.match_class
+        prior = self._acceptance[draft.match_class]
+        rate = (record.accepted + _PRIOR * prior) / (record.proposed + _PRIOR)
         return draft.tokens[num_ahead : num_ahead + limit], rate
 
     def _limit(self, sequence: Sequence) -> int:
@@ -208,13 +208,15 @@ class DraftPolicy:
         return record
 
     def _learn(self, sequence: Sequence, record: _Record) -> None:
-        rights = sequence.account.num_accepted_tokens - record.num_accepted
-        tries = min(record.num_tokens, rights + 1)
+        """Enter the last draft of a sequence: its accepted tokens, and the first that was not."""
+        num_accepted = sequence.account.num_accepted_tokens - record.num_accepted
+        results = [1.0] * num_accepted + [0.0] * (num_accepted < record.num_tokens)
         record.num_tokens = 0
-        for right in (1.0,) * rights + (0.0,) * (tries - rights):
-            record.rights = record.rights * _MEMORY + right
-            record.tries = record.tries * _MEMORY + 1
-            self._rates[record.certainty] += _RATE * (right - self._rates[record.certainty])
+        for accepted in results:
+            record.accepted = record.accepted * _MEMORY + accepted
+            record.proposed = record.proposed * _MEMORY + 1
+            before = self._acceptance[record.match_class]
+            self._acceptance[record.match_class] = before + _RATE * (accepted - before)
 
     def _counts(
         self, num_rows: int, proposed: TypingSequence[tuple[int, ...]], rates: dict[int, float]

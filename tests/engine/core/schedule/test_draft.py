@@ -6,7 +6,7 @@ import pytest
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.schedule import draft
-from server.engine.core.schedule.draft import NO_DRAFT, NUM_CLASSES, LookupDrafter
+from server.engine.core.schedule.draft import NO_DRAFT, NUM_MATCH_CLASSES, LookupDrafter
 from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
 from tests.engine.core.bookkeeping import make_request, make_sequence
@@ -31,7 +31,7 @@ def test_a_draft_continues_what_stands_in_the_prompt():
     sequence = make_sequence(1, [1, 2, 3, 4, 5, 6, 9, 1, 2, 3])
 
     assert Drafter().propose(sequence, 2).tokens == (4, 5)
-    assert Drafter().propose(sequence, 3).certainty == 0
+    assert Drafter().propose(sequence, 3).match_class == 0
 
 
 def test_a_draft_follows_the_tokens_that_come():
@@ -44,9 +44,9 @@ def test_a_draft_follows_the_tokens_that_come():
         sequence.token_ids.append(proposed.tokens[0])
 
     assert sequence.token_ids[-12:] == list(range(10, 22))
-    certainties = [it.certainty for it in found]
-    assert certainties == sorted(certainties)
-    assert certainties[-1] == NUM_CLASSES - 2
+    classes = [it.match_class for it in found]
+    assert classes == sorted(classes)
+    assert classes[-1] == NUM_MATCH_CLASSES - 2
 
 
 def test_a_text_without_repetition_has_no_draft():

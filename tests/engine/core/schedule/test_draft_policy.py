@@ -256,7 +256,7 @@ def test_no_draft_passes_the_end_of_a_sequence():
     assert max(ends) < sequence.max_num_tokens
 
 
-def test_drafts_preempt_nobody():
+def test_no_sequence_is_preempted_for_a_draft():
     service = Service(num_blocks=30, max_num_seqs=3)
     for request_id in (1, 2, 3):
         service.add(request_id, max_new_tokens=33)
