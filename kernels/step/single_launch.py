@@ -1,11 +1,11 @@
-"""A decode step of one or a few sequences in a single launch: all layers, the output head and the argmax of the logits.
+"""A decode step of one or a few rows in a single launch: all layers, the output head and the argmax of the logits.
 
 Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 import torch
@@ -19,7 +19,6 @@ from kernels.step.sizes import (
     LEAST_STAGES,
     PARTS,
     ROW_COUNTS,
-    on_tensor_cores,
     part_columns,
     step_sizes,
 )
@@ -27,7 +26,8 @@ from kernels.step.weights import LayerWeights, StepShape, StepWeights
 from kernels.weight_format import FP8_ROWS, WeightFormat
 
 __all__ = [
-    "ROW_COUNTS", "LayerWeights", "StepShape", "StepWeights", "bind_step", "has_run", "launch_refusal", "unsupported",
+    "ROW_COUNTS", "LayerWeights", "StepShape", "StepWeights", "bind_step", "computed_as_rows", "has_run",
+    "launch_refusal", "unsupported",
 ]  # fmt: skip
 
 _ARCHES: Final = HOPPER | BLACKWELL
@@ -51,7 +51,8 @@ _REFUSALS: Final = ("too many blocks in cooperative launch", "operation not supp
 
 
 StepKernel: TypeAlias = Callable[..., None]
-"""A bound step; called as `kernels.step.gpu.kernel.StepKernel` documents, or `RowsKernel` for several sequences."""
+"""A bound step; called as `kernels.step.gpu.kernel_rows.RowsKernel` documents if `computed_as_rows`, else as
+`kernels.step.gpu.kernel.StepKernel`."""
 
 
 def unsupported(
@@ -69,7 +70,7 @@ def unsupported(
         shape: sizes of the model.
         dtype: of its weights unless they are quantized, and of its KV cache unless that is in FP8.
         arch: of its device.
-        rows: sequences of a step, 1 or one of `ROW_COUNTS`.
+        rows: of a step, 1 or one of `ROW_COUNTS`.
         weight_format: of the layers' matrices; None for full numbers.
         unmeasured: whether architectures are allowed on which no GPU has run the kernel.
     """
@@ -81,20 +82,16 @@ def unsupported(
     most_hidden = _MOST_HIDDEN if rows == 1 else _MOST_HIDDEN_OF_ROWS
     if rows > 1 and in_fp8:
         most_hidden = _MOST_HIDDEN_OF_FP8_ROWS[rows]
-    tensor_cores = rows == 1 and on_tensor_cores(shape, quantized=in_fp8 or in_groups)
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    divided = step_sizes(shape, arch, rows, tensor_cores=tensor_cores, weight_format=weight_format)
+    of_rows = computed_as_rows(shape, rows, weight_format)
+    divided = step_sizes(shape, arch, rows, of_rows=of_rows, weight_format=weight_format)
     units = rows * kv_heads * divided.group_splits
     in_int4 = in_groups and weight_format is not None and not weight_format.float
     part = part_columns(weight_format) if in_groups and weight_format is not None else COLUMNS
     group = weight_format.group if in_groups and weight_format is not None else part
     row_stages = -(-divided.inputs // (2 * PARTS * part)) if in_int4 else 0
-    # Of several sequences, gate and up are multiplied together.
-    least = (
-        max(LEAST_STAGES, row_stages)
-        if rows == 1
-        else max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE))
-    )
+    # Of rows, gate and up are multiplied together.
+    least = max(LEAST_STAGES, 2 * -(-shape.hidden_size // _STAGE) if of_rows else row_stages)
     tests = (
         (
             weight_format is not None
@@ -110,14 +107,7 @@ def unsupported(
             in_groups and not in_int4 and group % FP8_GROUP > 0,
             f"FP8 in groups of {group}, not of a multiple of {FP8_GROUP}",
         ),
-        *(
-            (rows > 1 and has, f"no {what} for several sequences")
-            for what, has in (
-                ("norms after attention and MLP", shape.post_norms),
-                (f"{shape.activation} activation", shape.activation != "silu"),
-                ("factor on embeddings", shape.embedding_factor != 1.0),
-            )
-        ),
+        *((rows > 1, f"no {what} for several sequences") for what in _only_alone(shape)),
         (dtype not in _DTYPES, f"no {str(dtype).removeprefix('torch.')}"),
         (
             not units <= arch.num_sms <= _MOST_SMS,
@@ -150,6 +140,31 @@ def unsupported(
     return of_arch + tuple(reason for fails, reason in tests if fails)
 
 
+def computed_as_rows(
+    shape: StepShape, rows: int = 1, weight_format: WeightFormat | None = None
+) -> bool:
+    """Return whether a row of a step has the same bits in a step of 1 row or of any of `ROW_COUNTS` that is supported.
+
+    Arguments as for `unsupported`.
+    """
+    quantized = weight_format is not None and weight_format.is_quantized
+    return rows > 1 or not (quantized or any(_only_alone(shape)))
+
+
+def _only_alone(shape: StepShape) -> Iterator[str]:
+    """Yield what a model has that is computed for one sequence only."""
+    if shape.post_norms:
+        yield "norms after attention and MLP"
+    if shape.activation != "silu":
+        yield f"{shape.activation} activation"
+    if shape.embedding_factor != 1.0:
+        yield "factor on embeddings"
+    if shape.float32_norms:
+        yield "norms in float32"
+    if shape.local_rope:
+        yield "rotation of its own for layers with a window"
+
+
 def has_run(arch: GPUArch) -> bool:
     """Whether a GPU of an architecture has run the kernel."""
     return not arch.unsupported(HOPPER)
@@ -174,7 +189,7 @@ def bind_step(
     arch: GPUArch,
     rows: int = 1,
 ) -> StepKernel:
-    """Bind the decode steps of one sequence, or of several, to a model and a cache.
+    """Bind the decode steps of a number of rows to a model and a cache.
 
     Args:
         weights: of a model for which `unsupported` lists nothing.
@@ -182,13 +197,11 @@ def bind_step(
             `scales` may be replaced.
         scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
-        rows: sequences of a step, 1 or one of `ROW_COUNTS`.
+        rows: of a step, 1 or one of `ROW_COUNTS`.
     """
     from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415 - Triton is not everywhere
     from kernels.step.gpu.kernel_rows import RowsKernel  # noqa: PLC0415 - likewise
 
-    if rows == 1:
-        quantized = weights.layers[0].qkv.format.is_quantized
-        tensor_cores = on_tensor_cores(weights.shape, quantized=quantized)
-        return Kernel(weights, caches, scales, arch, tensor_cores=tensor_cores)
-    return RowsKernel(weights, caches, scales, arch, rows)
+    if computed_as_rows(weights.shape, rows, weights.layers[0].qkv.format):
+        return RowsKernel(weights, caches, scales, arch, rows)
+    return Kernel(weights, caches, scales, arch)

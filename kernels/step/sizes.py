@@ -26,25 +26,21 @@ LEAST_STAGES: Final = 4
 FP8_GROUP: Final = 128
 """Of which groups of FP8 weights are multiples."""
 ROW_COUNTS: Final = (2, 4, 8)
-"""Numbers of sequences for which a step of several is compiled."""
-MULTIPLIED: Final = ROWS * PARTS * COLUMNS
-"""Elements that tensor cores multiply at once: 1024 columns of 8 sequences, by those of 8 rows of weights."""
+"""Numbers of rows for which a step of several is compiled."""
 MOST_TILES: Final = 4
 """Tiles of 8 rows of weights that a program multiplies before its warps add their sums."""
 SUMS: Final = 64
 """Of a tile: 8 for each of 8 sequences."""
 MOST_TENSOR_TILES: Final = 6
-"""As `MOST_TILES`, of one sequence on tensor cores."""
+"""As `MOST_TILES`, in a step of one sequence that is not computed as one of several rows."""
 WARP_SUMS: Final = 32
 """Of a row of weights: 4 of each warp, one for each part of a stage in the model's dtype."""
 MOST_SPLITS: Final = 8
-"""Splits of a sequence, at most: to merge them, a thread holds its elements of all splits in registers."""
+"""Splits of a row, at most: to merge them, a thread holds its elements of all splits in registers."""
 MOST_HEADS: Final = 4
 """Query heads that a program attends, at most: more need more registers than there are."""
 MOST_HELD: Final = 2048
-"""Largest hidden size that each warp can hold in registers; a larger one is multiplied on tensor cores."""
-MERGED: Final = 2048
-"""Elements of all heads that are merged at once."""
+"""Largest hidden size of which each warp adds all squares."""
 HEAD_BYTES: Final = 8192
 """Of the partial results of a query head that the threads of a program have before they merge them."""
 _SCRATCH_BYTES: Final = 6 * 1024
@@ -62,7 +58,8 @@ class StepSizes(NamedTuple):
         block_dim: largest power of two that divides the head dim.
         inputs: elements of the largest vector in shared memory, rounded up so that partial results of the heads
             divide the same memory; with several sequences, of 8 such vectors.
-        splits: programs that attend a part of the keys each, at most.
+        splits: parts of the keys of a row, at most; the same for any number of rows.
+        local: splits that a program attends, one after the other.
         stages: of the ring; less than `LEAST_STAGES` if the shared memory is too small.
     """
 
@@ -73,6 +70,7 @@ class StepSizes(NamedTuple):
     block_dim: int
     inputs: int
     splits: int
+    local: int
     stages: int
 
 
@@ -91,22 +89,12 @@ def part_scales(form: WeightFormat | None) -> int:
     return max(1, part_columns(form) // (FP8_GROUP if form.float else form.group))
 
 
-def on_tensor_cores(shape: StepShape, *, quantized: bool) -> bool:
-    """Return whether the products of one sequence are computed on tensor cores: where that was faster on an H100.
-
-    Args:
-        shape: sizes of the model.
-        quantized: whether the layers' matrices are in FP8 or of 4 bits.
-    """
-    return quantized or shape.post_norms or shape.hidden_size > MOST_HELD
-
-
 def step_sizes(
     shape: StepShape,
     arch: GPUArch,
     rows: int = 1,
     *,
-    tensor_cores: bool = False,
+    of_rows: bool = False,
     weight_format: WeightFormat | None = None,
 ) -> StepSizes:
     """Divide the step of a model on a GPU.
@@ -117,30 +105,34 @@ def step_sizes(
     Args:
         shape: sizes of the model.
         arch: the GPU.
-        rows: sequences, 1 or one of `ROW_COUNTS`.
-        tensor_cores: whether they multiply one sequence; they do multiply several.
+        rows: 1 or one of `ROW_COUNTS`.
+        of_rows: whether one row is computed as one of several is.
         weight_format: of the layers' matrices; None for full numbers.
     """
     group = shape.num_heads // shape.num_kv_heads
+    least = -(-group // MOST_HEADS)
     kv_heads = rows * shape.num_kv_heads
-    idle = arch.num_sms // (MOST_SPLITS * kv_heads)
-    group_splits = max(-(-group // MOST_HEADS), min(group, idle))
+    group_splits = max(least, min(group, arch.num_sms // (MOST_SPLITS * kv_heads)))
     heads = -(-group // group_splits)
     padded_heads = _power_of_two(heads)
     padded_dim = _power_of_two(shape.head_dim)
     queries = shape.num_heads * shape.head_dim
     largest = max(shape.hidden_size, shape.inner_size, queries)
     partials = padded_heads * HEAD_BYTES // 2
-    used = (padded_heads + 4) * padded_dim * 2
-    if rows == 1:
-        inputs = -(-largest // partials) * partials
-    else:
-        inputs = max(-(-largest * ROWS // MULTIPLIED) * MULTIPLIED, partials)
-        used += MOST_TILES * ROWS * SUMS * 4
-    if rows == 1 and tensor_cores:
-        used += MOST_TENSOR_TILES * ROWS * WARP_SUMS * 4
+    head_bytes = max(4, _power_of_two(heads + 2 * rows)) * padded_dim * 2
+    inputs = -(-largest // partials) * partials
+    sum_bytes = MOST_TENSOR_TILES * ROWS * WARP_SUMS * 4
+    if of_rows:
+        columns = PARTS * COLUMNS
+        inputs = max(-(-largest // columns) * columns * rows, partials)
+        sum_bytes = MOST_TILES * ROWS * SUMS * 4
+    # The heads lie in the memory of the sums if it holds them.
+    used = sum_bytes + (0 if rows > 1 and head_bytes <= sum_bytes else head_bytes)
     used += inputs * 2
     stage_bytes = STAGE_BYTES + 2 * PARTS * ROWS * part_scales(weight_format) * 4
+    # The splits of a row are those of a step of one row, whatever programs share them.
+    splits = _rounded_down(min(MOST_SPLITS, arch.num_sms // (shape.num_kv_heads * least)))
+    pieces = _rounded_down(min(splits, arch.num_sms // (kv_heads * group_splits)))
     stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // stage_bytes
     return StepSizes(
         group_splits,
@@ -149,10 +141,16 @@ def step_sizes(
         padded_dim,
         shape.head_dim & -shape.head_dim,
         inputs,
-        min(MOST_SPLITS, arch.num_sms // (kv_heads * group_splits)),
+        splits,
+        splits // max(pieces, 1),
         min(stages, MOST_STAGES),
     )
 
 
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
+
+
+def _rounded_down(size: int) -> int:
+    """Return the largest power of two that is at most `size`; 0 for 0."""
+    return 1 << size.bit_length() >> 1

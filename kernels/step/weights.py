@@ -20,6 +20,8 @@ class StepShape(NamedTuple):
         activation: of the MLP's gate, "silu" or "gelu_tanh".
         embedding_factor: factor on the embedding, which is rounded to the model's dtype.
         post_norms: whether the outputs of attention and MLP are normalized before they are added.
+        float32_norms: whether the gains of norms are in float32 instead of the model's dtype.
+        local_rope: whether layers with a sliding window have a rotation of their own.
     """
 
     hidden_size: int
@@ -33,6 +35,8 @@ class StepShape(NamedTuple):
     activation: str = "silu"
     embedding_factor: float = 1.0
     post_norms: bool = False
+    float32_norms: bool = False
+    local_rope: bool = False
 
 
 class LayerWeights(NamedTuple):

@@ -44,6 +44,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
             0 if `deterministic`.
         deterministic: whether a token's results must have the same bits in every step that could compute it: with any
             other tokens, as part of any chunk, and in any bucket with this field.
+        chained: whether a row may be a token that follows those of the rows before it in one sequence. Such rows have
+            the bits of steps of their own where a single launch computes them.
         has_states: whether layers have a state of fixed size, so that the step has `state_slots`.
         extra_columns: names of the columns with a value per sequence that the step has; see `Column.value`.
         want: what is computed.
@@ -58,6 +60,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     num_logits: int
     shared_blocks: int = 0
     deterministic: bool = False
+    chained: bool = False
     has_states: bool = False
     extra_columns: tuple[str, ...] = ()
     want: Want = Want.TOKENS
@@ -116,6 +119,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
         lambda b: (b.tokens if b.want is Want.PROMPT_SCORES else 0,),
         fill=-1,
     ),
+    Column("earlier", np.int32, lambda b: (b.rows,)),
     Column("cu_seqlens", np.int32, lambda b: (b.rows + 1,)),
     Column("seq_lens", np.int32, lambda b: (b.rows,)),
     Column("block_table", np.int32, lambda b: (b.rows, b.columns)),
@@ -143,6 +147,7 @@ class StepArrays(Generic[A]):
         sampled_rows: [M], index in the sampled tokens at which the token of each row of logits is stored; may repeat.
         next_ids: [T] if prompts are scored, else [0]: the token after each token, whose log-probability is computed; -1
             for none.
+        earlier: [R], how many of the rows right before are of the same sequence; 0 unless `Bucket.chained`.
         cu_seqlens: [R + 1], for the decode rows, whose first token is token 0.
         seq_lens: [R], for the decode rows; 0 for an unused row.
         block_table: [R, C], for the decode rows.

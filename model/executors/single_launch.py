@@ -13,6 +13,7 @@ from kernels.step.single_launch import (
     StepShape,
     StepWeights,
     bind_step,
+    computed_as_rows,
     has_run,
     launch_refusal,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "SINGLE_LAUNCH",
     "SingleLaunch",
     "bind_single_launch",
+    "exact_rows",
     "launch_refusal",
     "launched_rows",
     "step_shape",
@@ -76,6 +78,7 @@ class SingleLaunch:
     def __init__(self, model: DecoderParameters, kv_cache: KVCache, rows: int) -> None:
         self._model = model
         self._launch = bind_single_launch(model, kv_cache, rows)
+        self._as_rows = computed_as_rows(step_shape(model.network), rows, model.weight_format)
 
     def step(
         self, step: StepInput, sampled: Tensor | None, out: StepOutput | None, /
@@ -92,15 +95,14 @@ class SingleLaunch:
         if tokens is None or logprobs is None:
             tokens = torch.empty(rows, dtype=torch.int64, device=device)
             logprobs = torch.empty_like(tokens, dtype=torch.float32)
-        sampled_rows = (
-            arrays.sampled_rows
-        )  # of a step of one row [0], which its launch does not read
+        sampled_rows = arrays.sampled_rows
         if sampled is None:
             sampled = torch.empty_like(tokens)
-            sampled_rows = torch.arange(rows, device=device) if rows > 1 else tokens
+            sampled_rows = torch.arange(rows, device=device)
         self._launch(
             arrays.token_ids,
             arrays.positions,
+            *((arrays.earlier,) if self._as_rows else ()),
             arrays.slot_mapping,
             arrays.block_table,
             model.rope_tables,
@@ -108,7 +110,7 @@ class SingleLaunch:
             tokens,
             logprobs,
             sampled,
-            *((sampled_rows,) if rows > 1 else ()),
+            *((sampled_rows,) if self._as_rows else ()),
         )
         return StepOutput(logits, tokens, logprobs)
 
@@ -157,6 +159,8 @@ def step_shape(network: spec.Network) -> StepShape:
         activation=mlp.activation,
         embedding_factor=network.embedding_factor,
         post_norms=first.post_norms,
+        float32_norms=network.norm.float32,
+        local_rope=len(network.rotaries) > 1,
     )
 
 
@@ -201,6 +205,18 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
 def launched_rows(problem: ModelProblem) -> tuple[int, ...]:
     """Return the numbers of sequences, from 2 on, for which a decode step is a single launch."""
     return tuple(rows for rows in ROW_COUNTS if not unsupported(problem, rows))
+
+
+def exact_rows(problem: ModelProblem) -> int:
+    """Return up to how many rows, a power of two, a step computes each with the same bits whatever the others are."""
+    shape = step_shape(problem.network) if spec.is_attention_and_dense(problem.network) else None
+    most = 1
+    if shape is not None and computed_as_rows(shape, 1, problem.weight_format):
+        for rows in ROW_COUNTS:
+            if unsupported(problem, 1) or unsupported(problem, rows):
+                break
+            most = rows
+    return most
 
 
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:

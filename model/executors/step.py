@@ -57,7 +57,7 @@ class StepInput:
                 max_seqlen_q=bucket.queries,
                 max_seqlen_k=most_keys,
                 shared_prefix=bucket.shared_blocks * block_size,
-                keys_settled=True,
+                keys_settled=not bucket.chained,
             )
         if bucket.prompt_seqs:
             self.prefill = PagedBatch(

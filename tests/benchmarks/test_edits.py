@@ -114,8 +114,9 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("right", [1.0, 0.0])
 def test_replayed_drafts_are_right_as_often_as_asked(tiny, right):
     engine = make_engine(tiny, dtype="auto", quantization="int8")
-    engine.drafts.costs.note = lambda *_: None
-    engine.drafts.costs.seconds = lambda _: 1.0
+    for kind in engine.drafts.kinds:
+        kind.costs.note = lambda *_: None
+        kind.costs.seconds = lambda _: 1.0
     cases = random_cases(engine.engine.info.vocab_size, prompt=10, tokens=24, count=3)
     rounds = Rounds(engine, ModelConfig.from_folder(tiny), cases, streams=2)
     _, answers = rounds.run(drafts=False)

@@ -11,7 +11,8 @@ import kernels
 from benchmarks.local_engine import LocalEngine
 from kernels.attention import functional
 from server.engine.core.messages import EngineConfig
-from tests.engine.runner.drafts import check, draft, requests
+from tests.engine.runner.drafts import WAYS, check, draft, requests
+from tests.reliability.random_drafts_engine import propose_at_random
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -95,6 +96,30 @@ def test_a_bucket_of_rows_with_drafts_is_recorded_once_steps_needed_it(make_engi
 
     assert any(it.queries > 1 for it in engines[-1].engine._runner.recorded.recorded)
     assert planned
+
+
+def test_one_sequence_has_the_same_bits_with_drafts_in_a_single_launch(make_engine):
+    if kernels.detect("cuda").sm != 90:
+        pytest.skip("the single launch needs sm_90")
+    rng = random.Random(5)
+    engine, other = make_engine(dtype="bfloat16"), make_engine(dtype="bfloat16")
+    assert engine.engine._runner.exact_rows == 8
+    engine.engine._scheduler.drafts.most = 0
+    propose_at_random(other.engine._scheduler.drafts)
+    for request in requests(rng, most_prompt=90, max_new_tokens=60):
+        assert other.generate([request]) == engine.generate([request])
+
+
+def test_a_few_sequences_have_the_same_bits_with_drafts_in_a_single_launch(make_engine):
+    if kernels.detect("cuda").sm != 90:
+        pytest.skip("the single launch needs sm_90")
+    rng = random.Random(6)
+    asked = requests(rng, WAYS[:5], most_prompt=90, max_new_tokens=60)
+    engine, other = make_engine(dtype="bfloat16"), make_engine(dtype="bfloat16")
+    engine.engine._scheduler.drafts.most = 0
+    propose_at_random(other.engine._scheduler.drafts)
+
+    assert other.generate(asked) == engine.generate(asked)
 
 
 def test_bfloat16_uses_the_decode_kernel_of_several_queries(make_engine, planned):

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import itertools
-from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +11,12 @@ from benchmarks.local_engine import LocalEngine
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import quantize_kv_rows
 from kernels.hadamard import hadamard_transform
-from kernels.step.sizes import on_tensor_cores
+from kernels.step.single_launch import computed_as_rows
 from kernels.weight_format import FP8_ROWS, unquantized
 from model.decoder import DecoderLM
 from model.executors import single_launch
 from model.executors.executor import ModelProblem
-from model.executors.single_launch import bind_single_launch
+from model.executors.single_launch import bind_single_launch, step_shape
 from model.hub.resolve import BUNDLED, resolve
 from model.network.spec import Rotary
 from model.sampling.parameters import SamplingParams
@@ -199,13 +198,6 @@ def in_float32(model):
     return wide
 
 
-def bind(model, cache, rows=1, *, tensor_cores=False):
-    """Bind a model's steps; products are on tensor cores if that is wanted or the rule."""
-    wanted = {"side_effect": lambda *_, **__: True} if tensor_cores else {"wraps": on_tensor_cores}
-    with mock.patch("kernels.step.single_launch.on_tensor_cores", **wanted):
-        return bind_single_launch(model, cache, rows)
-
-
 def new_cache(model, kv_dtype=None):
     dtype = None if kv_dtype is None else getattr(torch, kv_dtype)
     cache = paged.new_cache(model, BLOCKS, BLOCK, dtype)
@@ -269,9 +261,12 @@ class Step:
 
     @torch.inference_mode()
     def single_launch(self, one):
+        weight_format = self.model.decoder_layers[0].qkv.weight.format
+        rows = computed_as_rows(step_shape(self.model.network), 1, weight_format)
+        first = torch.zeros(1, dtype=torch.int64, device="cuda")
         one(
-            self.ids, self.positions, self.slots, self.table, self.model.rope_tables,
-            self.logits, self.tokens, self.logprobs, self.sampled,
+            self.ids, self.positions, *((first.int(),) if rows else ()), self.slots, self.table,
+            self.model.rope_tables, self.logits, self.tokens, self.logprobs, self.sampled, *((first,) if rows else ()),
         )  # fmt: skip
         return self.logits.clone()
 
@@ -297,6 +292,7 @@ class RowsStep:
         self.ids = torch.tensor([context % 1000 + 3 for context in contexts]).cuda()
         self.positions = torch.tensor(contexts).cuda() - 1
         self.slots, self.table = slots.cuda(), table.cuda()
+        self.earlier = torch.zeros(len(contexts), dtype=torch.int32, device="cuda")
         vocabulary, dtype = model.network.vocab, model.embed_tokens.dtype
         self.logits = torch.empty(len(contexts), vocabulary, dtype=dtype, device="cuda")
         self.tokens = torch.empty(len(contexts), dtype=torch.int64, device="cuda")
@@ -322,8 +318,8 @@ class RowsStep:
     @torch.inference_mode()
     def single_launch(self, bound):
         bound(
-            self.ids, self.positions, self.slots, self.table, self.model.rope_tables, self.logits, self.tokens,
-            self.logprobs, self.sampled, self.sampled_rows,
+            self.ids, self.positions, self.earlier, self.slots, self.table, self.model.rope_tables, self.logits,
+            self.tokens, self.logprobs, self.sampled, self.sampled_rows,
         )  # fmt: skip
         return self.logits.clone()
 
@@ -342,7 +338,7 @@ def assert_same_rows(found, truth, plain, kv_dtype):
     ("name", "dtype"),
     [
         *itertools.product(sorted(set(MODELS) - set(SHAPES)), (torch.bfloat16, torch.float16)),
-        *itertools.product(SHAPES, (torch.bfloat16,)),
+        *itertools.product((*SHAPES, "Llama-3.1-8B"), (torch.bfloat16,)),
     ],
     ids=str,
 )
@@ -351,7 +347,7 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     one_cache = new_cache(model, kv_dtype)
-    one = bind(model, one_cache)
+    one = bind_single_launch(model, one_cache)
     for context in CONTEXTS:
         cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
         step = Step(model, context)
@@ -384,7 +380,7 @@ def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     cache = new_cache(model)
-    one = bind(model, cache)
+    one = bind_single_launch(model, cache)
     for context in (1, 65, 511, 4000):
         fill(cache)
         step = Step(model, context)
@@ -399,7 +395,7 @@ def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
 )
 def test_sequences_of_other_lengths_may_alternate(name):
     model = build(name, torch.bfloat16)
-    one = bind(model, new_cache(model))
+    one = bind_single_launch(model, new_cache(model))
     steps = [Step(model, context, write=False) for context in (1500, 40, 700, 1, 3000, 129)]
     expected = [step.single_launch(one) for step in steps]
 
@@ -413,7 +409,7 @@ def test_sequences_of_other_lengths_may_alternate(name):
 )
 def test_repeats_and_graph_replays_give_the_same_bits(name, kv_dtype):
     model = build(name, torch.bfloat16)
-    one = bind(model, new_cache(model, kv_dtype))
+    one = bind_single_launch(model, new_cache(model, kv_dtype))
     step = Step(model, 700)
     first = step.single_launch(one)
     logprob = step.logprobs.clone()
@@ -431,7 +427,7 @@ def test_repeats_and_graph_replays_give_the_same_bits(name, kv_dtype):
 
 def test_a_negative_id_reads_a_token_sampled_by_the_step_before():
     model = build("qwen", torch.bfloat16)
-    one = bind(model, new_cache(model))
+    one = bind_single_launch(model, new_cache(model))
     step = Step(model, 40)
     expected = step.single_launch(one)
     step.sampled[3] = step.ids[0]
@@ -444,7 +440,7 @@ def test_a_negative_id_reads_a_token_sampled_by_the_step_before():
 def test_a_negative_slot_writes_nothing(kv_dtype):
     model = build("qwen", torch.bfloat16)
     cache, untouched = new_cache(model, kv_dtype), new_cache(model, kv_dtype)
-    Step(model, 100, write=False).single_launch(bind(model, cache))
+    Step(model, 100, write=False).single_launch(bind_single_launch(model, cache))
 
     for found, expected in zip(cache.layers, untouched.layers, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -456,8 +452,8 @@ def test_keys_are_rotated_and_keys_and_values_quantized_as_in_pytorch():
     model = build("qwen", torch.bfloat16)
     cache, exact = new_cache(model, FP8), new_cache(model)
     step = Step(model, 1)
-    step.single_launch(bind(model, cache))
-    step.single_launch(bind(model, exact))
+    step.single_launch(bind_single_launch(model, cache))
+    step.single_launch(bind_single_launch(model, exact))
 
     # Before quantization the first layer's keys and values are equal in both caches.
     at = divmod(int(step.slots), BLOCK)
@@ -476,7 +472,7 @@ def test_non_finite_logits_give_token_minus_one(bad):
     model = build("qwen", torch.bfloat16)
     model.norm[5] = bad
     step = Step(model, 20)
-    step.single_launch(bind(model, new_cache(model)))
+    step.single_launch(bind_single_launch(model, new_cache(model)))
 
     assert step.tokens.item() == -1
     assert 0 <= step.sampled[0].item() < model.network.vocab
@@ -486,7 +482,7 @@ def test_equal_logits_choose_the_smallest_id():
     model = build("llama", torch.bfloat16)
     model.lm_head.zero_()
     step = Step(model, 20)
-    step.single_launch(bind(model, new_cache(model)))
+    step.single_launch(bind_single_launch(model, new_cache(model)))
 
     assert step.tokens.item() == step.sampled[0].item() == 0
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
@@ -495,7 +491,7 @@ def test_equal_logits_choose_the_smallest_id():
 def test_logits_of_minus_infinity_do_not_change_the_log_probability():
     model = build("llama", torch.bfloat16)
     step = Step(model, 20)
-    one = bind(model, new_cache(model))
+    one = bind_single_launch(model, new_cache(model))
     # All logits except the first program's equal one element of the hidden state, then minus infinity.
     model.lm_head[8:] = 0.0
     model.lm_head[8:, 0] = 1.0
@@ -510,8 +506,11 @@ def test_logits_of_minus_infinity_do_not_change_the_log_probability():
 
 SEVERAL = (64, 1, 511, 1500, 2, 65, 31, 1024)
 """Contexts of a step of several sequences."""
-ONE_ROW = {"wide", "long", *GEMMAS}
-"""Models that are no single launch for several sequences."""
+FOUR_ROWS = {"wide", "long"}
+ONE_ROW = {*FOUR_ROWS, *GEMMAS}
+"""Models that are no single launch for 8 sequences; some are for 4."""
+CHAINS = (((63, 8),), ((1, 4), (500, 4)), ((1020, 3), (31, 5)), ((7, 2), (64, 1), (255, 5)))
+"""Steps of 8 rows: the context of each sequence's first token, and its tokens."""
 
 
 def rows_supported(name, rows, arch):
@@ -535,14 +534,14 @@ def test_the_models_of_the_tests_of_several_sequences_are_supported():
     ("name", "rows"),
     [
         *((name, 8) for name in sorted(set(MODELS) - ONE_ROW)),
-        *itertools.product(("qwen", "groups of 3"), (2, 4)),
+        *itertools.product(("qwen", "groups of 3", *sorted(FOUR_ROWS)), (2, 4)),
     ],
 )
 def test_several_sequences_are_as_accurate_as_separate_layers(name, rows, weight_format, kv_dtype):
     model = build(name, torch.bfloat16, weight_format)
     wide = in_float32(model)
     own_cache = new_cache(model, kv_dtype)
-    bound = bind(model, own_cache, rows)
+    bound = bind_single_launch(model, own_cache, rows)
     for shift in (0, 3, 100):
         contexts = [context + shift for context in SEVERAL[:rows]]
         cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
@@ -574,7 +573,7 @@ def test_several_sequences_are_as_accurate_with_fewer_programs(monkeypatch, name
     plain = step.by_layers(new_cache(model))
     truth = RowsStep(wide, SEVERAL).by_layers(new_cache(wide))
 
-    found = step.single_launch(bind(model, new_cache(model), 8))
+    found = step.single_launch(bind_single_launch(model, new_cache(model), 8))
 
     assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
 
@@ -586,7 +585,7 @@ def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(
     name, weight_format, kv_dtype
 ):
     model = build(name, torch.bfloat16, weight_format)
-    bound = bind(model, new_cache(model, kv_dtype), 8)
+    bound = bind_single_launch(model, new_cache(model, kv_dtype), 8)
     steps = [RowsStep(model, contexts, write=False) for contexts in (SEVERAL, SEVERAL[::-1])]
     expected = [step.single_launch(bound) for step in steps]
     graph = torch.cuda.CUDAGraph()
@@ -601,7 +600,7 @@ def test_repeats_and_graph_replays_of_several_sequences_give_the_same_bits(
 
 def test_a_sequence_has_the_same_bits_beside_any_others():
     model = build("qwen", torch.bfloat16)
-    bound = bind(model, new_cache(model), 4)
+    bound = bind_single_launch(model, new_cache(model), 4)
     step = RowsStep(model, (700, 40, 65, 1), write=False)
     first = step.single_launch(bound)[2]
     step.positions[[0, 1, 3]] = torch.tensor([9, 3, 0], device="cuda")
@@ -610,11 +609,74 @@ def test_a_sequence_has_the_same_bits_beside_any_others():
     assert torch.equal(step.single_launch(bound)[2], first)
 
 
-def require_accuracy(model, kv_dtype, *, tensor_cores=False):
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("name", sorted(set(MODELS) - ONE_ROW))
+def test_a_row_has_the_same_bits_however_many_there_are(name, kv_dtype):
+    model = build(name, torch.bfloat16)
+    cache = new_cache(model, kv_dtype)
+    bound = {rows: bind_single_launch(model, cache, rows) for rows in (1, 2, 4, 8)}
+    for shift in (0, 5, 50):
+        contexts = [context + shift for context in SEVERAL]
+        step = RowsStep(model, contexts, write=False)
+        expected, logprobs = step.single_launch(bound[8]), step.logprobs.clone()
+        for rows in (1, 2, 4):
+            for first in range(0, 8, rows):
+                some = RowsStep(model, contexts[first : first + rows], write=False)
+                some.table = step.table[first : first + rows].contiguous()
+                found = some.single_launch(bound[rows])
+                assert torch.equal(found, expected[first : first + rows]), (rows, first)
+                assert torch.equal(some.logprobs, logprobs[first : first + rows])
+
+
+class Chain(RowsStep):
+    """A step with several tokens of each sequence; `chain` has their contexts and counts."""
+
+    def __init__(self, model, chain):
+        super().__init__(model, [first + i for first, count in chain for i in range(count)])
+        generator = torch.Generator().manual_seed(len(chain))
+        blocks = torch.randperm(BLOCKS, generator=generator).int()
+        row = 0
+        for first, count in chain:
+            own, blocks = blocks[: self.table.shape[1]], blocks[self.table.shape[1] :]
+            for i in range(count):
+                self.table[row] = own
+                self.earlier[row] = i
+                position = first - 1 + i
+                self.slots[row] = int(own[position // BLOCK]) * BLOCK + position % BLOCK
+                row += 1
+
+    def alone(self, row):
+        """Return the same step of one of the rows."""
+        one = RowsStep(self.model, self.contexts[row : row + 1])
+        one.ids, one.slots = self.ids[row : row + 1], self.slots[row : row + 1]
+        one.table = self.table[row : row + 1].contiguous()
+        return one
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("name", sorted(set(MODELS) - ONE_ROW))
+def test_tokens_of_one_sequence_have_the_bits_of_single_steps(name, kv_dtype):
+    model = build(name, torch.bfloat16)
+    cache, by_one = new_cache(model, kv_dtype), new_cache(model, kv_dtype)
+    eight, one = bind_single_launch(model, cache, 8), bind_single_launch(model, by_one, 1)
+    for chain in CHAINS:
+        step = Chain(model, chain)
+        found = step.single_launch(eight)
+        for row in range(8):
+            single = step.alone(row)
+            assert torch.equal(single.single_launch(one)[0], found[row]), (chain, row)
+            assert torch.equal(single.logprobs[0], step.logprobs[row])
+        for layer, other in zip(cache.layers, by_one.layers, strict=True):
+            assert torch.equal(layer.view(torch.uint8), other.view(torch.uint8))
+        for scale, other in zip(cache.scales, by_one.scales, strict=True):
+            assert scale is other is None or torch.equal(scale, other)
+
+
+def require_accuracy(model, kv_dtype):
     """Require a single launch to be as accurate as separate layers, and to write the same cache."""
     wide = in_float32(model)
     one_cache = new_cache(model, kv_dtype)
-    one = bind(model, one_cache, tensor_cores=tensor_cores)
+    one = bind_single_launch(model, one_cache)
     for context in CONTEXTS:
         cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
         step = Step(model, context)
@@ -644,18 +706,6 @@ def test_fp8_weights_are_as_accurate_as_separate_layers_and_write_the_same_cache
     require_accuracy(build(name, dtype, FP8_WEIGHTS), kv_dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("qwen", torch.float16), *((name, torch.bfloat16) for name in MOST)],
-    ids=str,
-)
-def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cache(
-    name, dtype, kv_dtype
-):
-    require_accuracy(build(name, dtype), kv_dtype, tensor_cores=True)
-
-
 @pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize(
     ("name", "num_sms"),
@@ -664,7 +714,7 @@ def test_tensor_cores_are_as_accurate_as_separate_layers_and_write_the_same_cach
         *itertools.product(("Llama-3.1-8B",), (78, 114)),
     ],
 )
-def test_tensor_cores_are_as_accurate_with_fewer_programs(
+def test_weights_in_fp8_are_as_accurate_with_fewer_programs(
     monkeypatch, name, num_sms, weight_format
 ):
     arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
@@ -672,7 +722,7 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(
     wide = in_float32(model)
     monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     cache = new_cache(model)
-    one = bind(model, cache, tensor_cores=True)
+    one = bind_single_launch(model, cache)
     for context in (1, 65, 511, 4000):
         fill(cache)
         step = Step(model, context)
@@ -685,11 +735,11 @@ def test_tensor_cores_are_as_accurate_with_fewer_programs(
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("weight_format", [None, FP8_WEIGHTS], ids=["full", "fp8"])
 @pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "Llama-3.1-8B"])
-def test_tensor_cores_give_the_same_bits_in_repeats_and_graph_replays(
+def test_weights_in_fp8_give_the_same_bits_in_repeats_and_graph_replays(
     name, weight_format, kv_dtype
 ):
     model = build(name, torch.bfloat16, weight_format)
-    one = bind(model, new_cache(model, kv_dtype), tensor_cores=True)
+    one = bind_single_launch(model, new_cache(model, kv_dtype))
     steps = [Step(model, context, write=False) for context in (700, 40)]
     expected = [step.single_launch(one) for step in steps]
     graph = torch.cuda.CUDAGraph()

@@ -64,7 +64,9 @@ class FreeSteps:
 
 def propose_at_random(policy: DraftPolicy) -> None:
     """Let a scheduler's drafts be random, for every row and as long as allowed."""
-    policy.drafter, policy.costs = RandomDrafter(), FreeSteps()  # type: ignore[assignment]
+    policy.drafter = RandomDrafter()
+    for kind in policy.kinds:
+        kind.costs = FreeSteps()  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Attention in the whole-step kernel: one query token, its keys split over the programs, and the merge of the splits.
+"""Attention in the whole-step kernel: each row's keys split over the programs, and the merge of the splits.
 
 A line of lanes attends two keys of each stage and keeps its own maximum, so that lines exchange nothing before a split
-is done. All programs then merge the splits of all heads, which are a few KB.
+is done. The splits of a row depend on its position alone, and a key has the same place in them whether an earlier step
+or this one computed it: keys of this step are written to the stages that have arrived (`add_own`). A program attends
+one split of one row, or several of one of several rows. All programs then merge the splits of all heads of one row,
+which are a few KB; of several rows, each program merges a share (`mix_rows`). The order of the sums is the same.
 
 Source: Dao et al., "Flash-Decoding", 2023.
 """
@@ -24,17 +27,18 @@ from kernels.step.gpu.grid_barrier import (
     received_log,
     wait_grid,
 )
+from kernels.step.gpu.products_of_rows import WIDTH, chunk_of_rows
 from kernels.step.gpu.ring import (
-    COLUMNS,
     CONSUMER_WARPS,
-    MERGED,
-    MOST_SPLITS,
+    MIXED,
     attended,
     head_element,
     key_range,
     lines_of,
     lines_scales,
     release,
+    rows_in,
+    scales_of,
     wait_full,
 )
 from kernels.step.gpu.tensor_products import store_vector
@@ -48,67 +52,82 @@ _SIGN_BIT = gl.constexpr(SIGN_BIT)
 
 @gluon.jit
 def attend(
-    ring, qkv, vectors, cache, seen, position, slot, parts, logs, parity, counter, arrivals, used, eps, scale, c
+    ring, qkv, vectors, cache, seen, position, earlier, slot, parts, logs, parity, counter, arrivals, used, eps,
+    scale, c,
 ):  # fmt: skip
-    """Attend this program's split for some of the query heads of one key-value head of its sequence.
+    """Attend this program's splits for some of the query heads of one key-value head of its row.
 
-    The first split also writes the token's key and value. `qkv`, `vectors`, `seen`, `position` and `slot` are of the
-    sequence. `cache` is a result of `cache_of`; `seen` is the first key that the token may see; `scale` is in units of
-    log2. With several sequences, splits without keys give results too. Returns `used` and the number of programs that
-    give results.
+    The first piece also writes the token's key and value. `qkv`, `seen`, `position` and `slot` are of the row, which
+    follows `earlier` other tokens of its sequence in this step. `vectors` is a result of `head_vectors`, `cache` one of
+    `cache_of`; `seen` is the first key that the token may see; `scale` is in units of log2. Of several rows, splits
+    without keys give results too. Returns `used` and the number of programs that give results.
     """
-    sequence, kv_head, part, split = attended(c)
-    splits, first, last = key_range(seen, position, split, c)
-    if c.BATCH > 1:
-        splits = c.SPLITS
-    if split < splits:
+    row, kv_head, part, piece = attended(c)
+    splits, _, _ = key_range(seen, position, 0, c)
+    programs = c.PIECES
+    if c.BATCH == 1:
+        programs = splits
+    if piece < programs:
         wait_grid(counter + HEAD_READY + kv_head * COUNTER_LINE, arrivals, gl.constexpr(False))
-        bring_heads(ring, qkv, vectors, kv_head, part, eps, c)
+        bring_heads(ring, qkv, vectors, kv_head, part, earlier, eps, c)
         dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
-        line: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, c.A))
+        if piece == 0 and part == 0:
+            write_own(ring, cache, earlier, slot, kv_head, c)
         queries = ()
-        state = ()
         for g in gl.static_range(c.HELD):
             query = ring.heads.index(g).load(dims).to(gl.float32) * scale
             queries = queries + (query,)  # type: ignore[assignment]
-            m = gl.full([c.LINES], float("-inf"), gl.float32, layout=line)
-            total = gl.zeros([c.LINES], gl.float32, layout=line)
-            acc = gl.zeros([c.LINES, c.DP], gl.float32, layout=gl.SliceLayout(1, c.A))
-            state = state + ((m, total, acc),)  # type: ignore[assignment]
-        if split == 0:
-            key = ring.heads.index(c.HELD).load(dims)
-            value = ring.heads.index(c.HELD + 1).load(dims)
-            key_scale, key_inverse = scale_of(key, c)
-            value_scale, value_inverse = scale_of(value, c)
-            key = rounded(key, key_inverse, c)
-            value = rounded(value, value_inverse, c)
-            if part == 0:
-                write_own(cache[0], key, key_scale, slot, kv_head, c)
-                write_own(cache[1], value, value_scale, slot, kv_head, c)
-            row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, c.A))
-            value = ring.heads.index(c.HELD + 1).load(row)
-            value = rounded(value, value_inverse, c).to(gl.float32) * value_scale
-            state = own_key(state, queries, key.to(gl.float32) * key_scale, value, c)
-        for i in range(first, last - 1, 2):
-            state, used = attend_stages(
-                ring, state, queries, i, seen, position, used, gl.constexpr(2), c
-            )
-        if (last - first) % 2 == 1:
-            state, used = attend_stages(
-                ring, state, queries, last - 1, seen, position, used, gl.constexpr(1), c
-            )
-        split_row = split * c.BATCH + sequence
-        merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c)
+        if c.BATCH == 1:
+            log, merged, used = attend_split(ring, queries, seen, position, earlier, piece, used, c)
+            give(parts, logs, parity, piece, log, merged, kv_head, part, c)
+        else:
+            for split in range(piece * c.LOCAL, (piece + 1) * c.LOCAL):
+                number = split * c.BATCH + row
+                if split < splits:
+                    log, merged, used = attend_split(
+                        ring, queries, seen, position, earlier, split, used, c
+                    )
+                    give(parts, logs, parity, number, log, merged, kv_head, part, c)
+                else:
+                    plane: gl.constexpr = gl.SliceLayout(1, c.M)
+                    nothing = gl.zeros([c.HELD_P, c.DP], gl.float32, layout=plane)
+                    log = gl.full(
+                        [c.HELD_P], float("-inf"), gl.float32, layout=gl.SliceLayout(1, gl.SliceLayout(2, c.M))
+                    )  # fmt: skip
+                    give(parts, logs, parity, number, log, nothing, kv_head, part, c)
         arrive_published(counter + HEADS_DONE, c)
-    elif c.EARLY and c.BATCH == 1 and split < c.SPLITS:
+    elif c.EARLY and c.BATCH == 1 and piece < c.PIECES:
         # A longer sequence may have this split again.
         number = gl.arange(0, c.DP, layout=gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0]))
         for g in gl.static_range(c.HELD):
-            head = split * c.HEADS + kv_head * c.GROUP + gl.minimum(part * c.HELD + g, c.GROUP - 1)
+            head = piece * c.HEADS + kv_head * c.GROUP + gl.minimum(part * c.HELD + g, c.GROUP - 1)
             place = head * c.D + gl.minimum(number, c.D - 1)
             clear(parts, c.SPLITS * c.HEADS * c.D, parity, place, gl.constexpr(True))
             clear(logs, c.SPLITS * c.HEADS, parity, head + number * 0, gl.constexpr(True))
-    return used, splits * c.UNITS
+    return used, programs * c.UNITS
+
+
+@gluon.jit
+def attend_split(ring, queries, seen, position, earlier, split, used, c):
+    """Attend a split; returns log-sum-exps [HELD_P] in units of log2, results [HELD_P, DP], float32, and `used`."""
+    line: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, c.A))
+    _, first, last = key_range(seen, position, split, c)
+    state = ()
+    for _ in gl.static_range(c.HELD):
+        m = gl.full([c.LINES], float("-inf"), gl.float32, layout=line)
+        total = gl.zeros([c.LINES], gl.float32, layout=line)
+        acc = gl.zeros([c.LINES, c.DP], gl.float32, layout=gl.SliceLayout(1, c.A))
+        state = state + ((m, total, acc),)  # type: ignore[assignment]
+    for i in range(first, last - 1, 2):
+        state, used = attend_stages(
+            ring, state, queries, i, seen, position, earlier, used, gl.constexpr(2), c
+        )
+    if (last - first) % 2 == 1:
+        state, used = attend_stages(
+            ring, state, queries, last - 1, seen, position, earlier, used, gl.constexpr(1), c
+        )
+    log, merged = merge_lines(ring, state, c)
+    return log, merged, used
 
 
 @gluon.constexpr_function
@@ -130,13 +149,39 @@ def load_head_vector(vector, c):
 
 
 @gluon.jit
-def bring_heads(ring, qkv, vectors, kv_head, part, eps, c):
-    """Receive query heads of a part, key and value, normalize and rotate them, and store them in shared memory.
+def row_rotation(cos, sin, position, earlier, c):
+    """Load the cosine and the sine of each row of the buffer of heads, [HEAD_ROWS, 2, DP / 2] float32."""
+    HALF: gl.constexpr = c.D // 2
+    layout: gl.constexpr = head_layout(c.DP)
+    plane: gl.constexpr = gl.SliceLayout(0, layout)
+    head = gl.arange(0, c.HEAD_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, plane))[:, None]
+    within = gl.arange(0, c.DP // 2, layout=gl.SliceLayout(0, plane))[None, :]
+    row = position - earlier + row_of_head(head, earlier, c)
+    place = gl.expand_dims(gl.expand_dims(row * c.D, 1), 2)
+    place = place + gl.expand_dims(half * HALF + within, 0)
+    exists = (gl.expand_dims(within + half * 0, 0) + place * 0) < HALF
+    cosine = gl.load(cos + place, mask=exists, other=0.0).to(gl.float32)
+    return cosine, gl.load(sin + place, mask=exists, other=0.0).to(gl.float32)
 
-    `vectors` are cosine, sine, and the gains of queries and keys.
+
+@gluon.jit
+def row_of_head(head, earlier, c):
+    """Return which of the step's tokens of the sequence a row of the buffer of heads is of; `earlier` is the last."""
+    return gl.where(head < c.HELD, earlier, gl.minimum((head - c.HELD) % c.BATCH, earlier))
+
+
+@gluon.jit
+def bring_heads(ring, qkv, vectors, kv_head, part, earlier, eps, c):
+    """Receive query heads of a part, keys and values, normalize and rotate them, and store them in shared memory.
+
+    The keys and values are those of the row and of the `earlier` ones of its sequence. `vectors` are cosine, sine, and
+    the gains of queries and keys.
     """
+    PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
     HALF: gl.constexpr = c.D // 2
     HALF_P: gl.constexpr = c.DP // 2
+    VALUE: gl.constexpr = c.HELD + c.BATCH
     dtype: gl.constexpr = ring.heads.dtype
     layout: gl.constexpr = head_layout(c.DP)
     plane: gl.constexpr = gl.SliceLayout(0, layout)
@@ -146,14 +191,17 @@ def bring_heads(ring, qkv, vectors, kv_head, part, eps, c):
     within = gl.arange(0, HALF_P, layout=gl.SliceLayout(0, plane))[None, :]
     query = gl.minimum(part * c.HELD + head, c.GROUP - 1)
     line = gl.where(head < c.HELD, kv_head * c.GROUP + query, c.HEADS + kv_head)
-    line = gl.where(head > c.HELD, c.HEADS + c.KV_HEADS + kv_head, line)
+    line = gl.where(head >= VALUE, c.HEADS + c.KV_HEADS + kv_head, line)
+    start = line * c.D
+    if c.BATCH > 1:
+        start += (row_of_head(head, earlier, c) - earlier) * PROJECTED
     head = gl.expand_dims(gl.expand_dims(head, 1), 2)
-    line = gl.expand_dims(gl.expand_dims(line, 1), 2)
+    start = gl.expand_dims(gl.expand_dims(start, 1), 2)
     wide = gl.expand_dims(half * HALF + within, 0) + head * 0
     exists = (gl.expand_dims(within + half * 0, 0) + head * 0) < HALF
     cosine, sine, q_gain, k_gain = vectors
     gain = gl.where(head < c.HELD, q_gain, k_gain)
-    place = qkv + (line * c.D + wide)
+    place = qkv + (start + wide)
     raw = gl.load(place, mask=exists, other=0.0, cache_modifier=".cg")
     raw = received(raw, place, 2, c).to(gl.float32)
     x = raw
@@ -165,10 +213,10 @@ def bring_heads(ring, qkv, vectors, kv_head, part, eps, c):
     first, second = gl.split(gl.permute(x, [0, 2, 1]))
     other = gl.permute(gl.join(second, first), [0, 2, 1])
     other = gl.convert_layout(other, layout, assert_trivial=True)
-    rotated = x * cosine + other * sine
+    rotated = gl.fma(x, cosine, other * sine)
     if c.FP8:
         rotated = hadamard_transform(rotated.to(dtype).to(gl.float32), wide, c)
-    rotated = gl.where(head > c.HELD, raw, rotated).to(dtype)
+    rotated = gl.where(head >= VALUE, raw, rotated).to(dtype)
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF_P], shared).store(rotated)
     gl.thread_barrier()
@@ -215,35 +263,57 @@ def rounded(row, inverse, c):
 
 
 @gluon.jit
-def write_own(target, numbers, scale, slot, kv_head, c):
-    """Write a key or a value to its slot; `target` holds the addresses of the numbers and of the scales."""
-    d, exists = head_element(gl.arange(0, c.DP, layout=numbers.type.layout), c)
+def write_own(ring, cache, earlier, slot, kv_head, c):
+    """Write the key and the value of the row's token to its slot of the cache, a result of `cache_of`."""
+    dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
+    d, exists = head_element(gl.arange(0, c.DP, layout=dims), c)
     line = (slot.to(gl.int64) * c.KV_HEADS + kv_head) * c.D
-    gl.store(target[0] + line + d, numbers, mask=exists & (slot >= 0))
-    if c.FP8:
-        line = (slot // c.BLOCK_SIZE).to(gl.int64) * c.KV_HEADS + kv_head
-        gl.store(target[1] + line * c.BLOCK_SIZE + slot % c.BLOCK_SIZE, scale, mask=slot >= 0)
+    scale_line = (slot // c.BLOCK_SIZE).to(gl.int64) * c.KV_HEADS + kv_head
+    for which in gl.static_range(2):
+        numbers, scale = stored_row(ring, c.HELD + which * c.BATCH + earlier, c)
+        target, scales = cache[which]
+        gl.store(target + line + d, numbers, mask=exists & (slot >= 0))
+        if c.FP8:
+            place = scales + scale_line * c.BLOCK_SIZE + slot % c.BLOCK_SIZE
+            gl.store(place, scale, mask=slot >= 0)
 
 
 @gluon.jit
-def own_key(state, queries, key, value, c):
-    """Start the running softmax with the token's own key, in the first line; `value` [DP] has the layout of `acc`."""
-    after = ()
-    for g in gl.static_range(c.HELD):
-        m, total, acc = state[g]
-        score = gl.sum(queries[g] * key, 0)
-        is_first = gl.arange(0, c.LINES, layout=m.type.layout) == 0
-        m = gl.where(is_first, score, m)
-        total = gl.where(is_first, 1.0, total)
-        first_row = gl.arange(0, c.LINES, layout=gl.SliceLayout(1, acc.type.layout)) == 0
-        acc = gl.where(first_row[:, None], value[None, :] + acc, acc)
-        after = after + ((m, total, acc),)  # type: ignore[assignment]
-    return after
+def stored_row(ring, head, c):
+    """Return a row of the buffer of heads [DP] as the cache stores it, and its scale."""
+    dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
+    row = ring.heads.index(head).load(dims)
+    scale, inverse = scale_of(row, c)
+    return rounded(row, inverse, c), scale
+
+
+@gluon.jit
+def add_own(ring, number, position, earlier, used, COUNT: gl.constexpr, c):
+    """Write the step's keys and values to their places in COUNT stages that have arrived, from stage `number` on."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    begin = number * c.KEYS
+    first = position - earlier
+    low = gl.maximum(begin, first)
+    high = gl.minimum(begin + COUNT * c.KEYS - 1, position)
+    for key in range(low, high + 1):
+        stage = (used + (key - begin) // c.KEYS) % c.STAGES
+        place = (key - begin) % c.KEYS
+        both = rows_in(ring, stage, c)
+        for which in gl.static_range(2):
+            numbers, scale = stored_row(ring, c.HELD + which * c.BATCH + key - first, c)
+            both.index(which * c.KEYS + place).store(numbers)
+            if c.FP8:
+                scales = scales_of(ring, stage, which, c)._reinterpret(
+                    gl.float32, [c.KEYS, 1], flat
+                )
+                scales.index(place).store(gl.full([1], 0.0, gl.float32, layout=one) + scale)
+    gl.thread_barrier()
 
 
 @gluon.jit
 def attend_stages(
-    ring, state, queries, number, seen, position, used, COUNT: gl.constexpr, c
+    ring, state, queries, number, seen, position, earlier, used, COUNT: gl.constexpr, c
 ):  # fmt: skip
     """Attend COUNT stages of keys, from stage `number` of the sequence on."""
     at: gl.constexpr = gl.SliceLayout(2, c.A)
@@ -251,6 +321,8 @@ def attend_stages(
     row = row + gl.arange(0, 2, layout=gl.SliceLayout(0, at))[None, :]
     for i in gl.static_range(COUNT):
         wait_full(ring, used + i, c)
+    if (number + COUNT) * c.KEYS > position - earlier:
+        add_own(ring, number, position, earlier, used, COUNT, c)
     all_scores = ()
     highest = ()
     for g in gl.static_range(c.HELD):
@@ -259,7 +331,7 @@ def attend_stages(
         stage = (used + i) % c.STAGES
         keys = lines_of(ring, stage, c).index(0).load(c.A).to(gl.float32)
         scales = lines_scales(ring, stage, gl.constexpr(False), at, c)
-        exists = (number + i) * c.KEYS + row < position
+        exists = (number + i) * c.KEYS + row <= position
         if c.WINDOWS:
             exists &= (number + i) * c.KEYS + row >= seen
         scores = ()
@@ -300,11 +372,8 @@ def rows_of(values, like):
 
 
 @gluon.jit
-def merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c):
-    """Merge the results of the lines; publish the split's result and its log-sum-exp in units of log2.
-
-    `split_row` is the split's number times the number of sequences, plus the sequence's number.
-    """
+def merge_lines(ring, state, c):
+    """Merge the results of the lines; returns log-sum-exps [HELD_P] in units of log2, and results [HELD_P, DP]."""
     plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     space: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -312,6 +381,9 @@ def merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c):
     stored = ring.x._reinterpret(gl.float32, [HEADS, c.LINES, c.DP], plane)
     maxima = ring.maxima._reinterpret(gl.float32, [c.HELD_P, c.LINES], flat)
     totals = ring.totals._reinterpret(gl.float32, [c.HELD_P, c.LINES], flat)
+    if c.BATCH > 1:
+        # All have read those of the split before.
+        gl.thread_barrier()
     for g in gl.static_range(c.HELD):
         m, total, acc = state[g]
         stored.index(g).store(acc)
@@ -319,7 +391,6 @@ def merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c):
         totals.index(g).store(total)
     gl.thread_barrier()
     lines: gl.constexpr = gl.SliceLayout(2, c.M)
-    heads: gl.constexpr = gl.SliceLayout(1, lines)
     shape: gl.constexpr = [HEADS // c.HELD_P, c.HELD_P, c.LINES, c.DP]
     acc = ring.x._reinterpret(gl.float32, shape, space).index(0).load(c.M)
     m = ring.maxima.load(lines)
@@ -334,10 +405,20 @@ def merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c):
     merged *= gl.convert_layout(
         inverse, gl.SliceLayout(1, merged.type.layout), assert_trivial=True
     )[:, None]
+    return log, merged
+
+
+@gluon.jit
+def give(parts, logs, parity, number, log, merged, kv_head, part, c):
+    """Publish the results of the heads that this program has attended, and their log-sum-exps.
+
+    `number` is that of the split times the number of rows, plus the row's.
+    """
+    heads: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, c.M))
     g = gl.arange(0, c.HELD_P, layout=heads)
     query = part * c.HELD + g
     exists = (g < c.HELD) & (query < c.GROUP)
-    head = split_row * c.HEADS + kv_head * c.GROUP + query
+    head = number * c.HEADS + kv_head * c.GROUP + query
     ALL: gl.constexpr = c.SPLITS * c.BATCH * c.HEADS
     publish(logs, ALL, parity, head, log, exists, c)
     rows: gl.constexpr = gl.SliceLayout(1, merged.type.layout)
@@ -348,72 +429,148 @@ def merge_lines(ring, state, parts, logs, parity, split_row, kv_head, part, c):
     publish(parts, ALL * c.D, parity, place, merged, exists & in_head[None, :], c)
 
 
-@gluon.constexpr_function
-def merge_layout(size):
-    """Return the register layout of parts [splits, blocks, size]: a thread holds all splits, so their sum is local."""
-    lanes = min(32, size // 4)
-    return gl.BlockedLayout(
-        [MOST_SPLITS.value, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0]
-    )
+@gluon.jit
+def weights_of_splits(logs):
+    """Return the weights of splits, from their log-sum-exps in units of log2, and the inverse of their sum.
 
-
-@gluon.constexpr_function
-def merged_blocks(heads, dim, block):
-    """Return how many blocks of a head are merged at once: a power of two, and at least a part of a product's columns.
-
-    Zeros behind the heads fill the part, since what else is there may be NaN.
+    The order of all operations is that of the splits, wherever they are merged.
     """
-    size = max(COLUMNS.value, 1 << (heads * dim - 1).bit_length())
-    return min(MERGED.value, size) // block
+    highest = logs[0]
+    for s in gl.static_range(1, len(logs)):
+        highest = gl.maximum(highest, logs[s])
+    weights = ()
+    total = gl.zeros_like(highest)
+    for s in gl.static_range(len(logs)):
+        weight = gl.exp2(logs[s] - highest)
+        total += weight
+        weights = weights + (weight,)  # type: ignore[assignment]
+    return weights, 1.0 / total
+
+
+@gluon.constexpr_function
+def block_layout(size):
+    """Return the register layout of WIDTH elements as [WIDTH / size, size]: 8 warps divide the blocks."""
+    lanes = min(32, size // 4)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [CONSUMER_WARPS.value, 1], [1, 0])
 
 
 @gluon.jit
 def combine(ring, parts, logs, parity, seen, position, c):
-    """Load the splits of all heads, merge them and store the result in shared memory.
+    """Load the splits of all heads of one row, merge them and store the result in shared memory.
 
     A head is D / BLOCK_D blocks, so that all sizes are powers of two.
     """
     PER_HEAD: gl.constexpr = c.D // c.BLOCK_D
     ALL: gl.constexpr = c.HEADS * PER_HEAD
-    BLOCKS: gl.constexpr = merged_blocks(c.HEADS, c.D, c.BLOCK_D)
-    layout: gl.constexpr = merge_layout(c.BLOCK_D)
-    lines: gl.constexpr = gl.SliceLayout(2, layout)
+    BLOCKS: gl.constexpr = WIDTH // c.BLOCK_D
+    CHUNKS: gl.constexpr = (c.HEADS * c.D + WIDTH - 1) // WIDTH
+    layout: gl.constexpr = block_layout(c.BLOCK_D)
+    lines: gl.constexpr = gl.SliceLayout(1, layout)
     splits, _, _ = key_range(seen, position, 0, c)
-    target = ring.x._reinterpret(
-        ring.x.dtype,
-        [c.INPUTS // (BLOCKS * c.BLOCK_D), BLOCKS, c.BLOCK_D],
-        gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
-    )
-    # Each warp loads the log-sum-exps of one split: all programs read the same few cache lines at once.
+    block = gl.arange(0, BLOCKS, layout=lines)
+    within = gl.arange(0, c.BLOCK_D, layout=gl.SliceLayout(0, layout))[None, :]
+    # A warp loads the log-sum-exps of few splits: all programs read the same few cache lines at once.
     few: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [CONSUMER_WARPS, 1], [1, 0])
-    of_few = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, few))[:, None]
+    split = gl.arange(0, c.SPLITS, layout=gl.SliceLayout(1, few))[:, None]
     block_of_few = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, few))[None, :]
-    split = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, lines))[:, None]
-    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, lines))[None, :]
-    d = gl.arange(0, c.BLOCK_D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    for i in gl.static_range((ALL + BLOCKS - 1) // BLOCKS):
+    plane = ring.sums._reinterpret(
+        gl.float32, [c.SPLITS, BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    rows = ring.sums._reinterpret(
+        gl.float32, [c.SPLITS, BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    for i in gl.static_range(CHUNKS):
         # Blocks behind the last one have its log-sum-exps, but no numbers: they become zeros.
-        number = i * BLOCKS + block_of_few
-        place = (
-            logs
-            + parity * (c.SPLITS * c.HEADS)
-            + of_few * c.HEADS
-            + gl.minimum(number, ALL - 1) // PER_HEAD
-        )
-        log = gl.load(place, mask=of_few < splits, other=float("-inf"), cache_modifier=".cg")
-        log = received_log(log, place, c)
+        head = gl.minimum(i * BLOCKS + block_of_few, ALL - 1) // PER_HEAD
+        place_of_log = logs + ((parity * c.SPLITS + split) * c.HEADS + head)
+        is_split = (split < splits) & (head >= 0)
+        log = gl.load(place_of_log, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         number = i * BLOCKS + block
-        exists = (split < splits) & (number < ALL)
-        place = parts + parity * (c.SPLITS * c.HEADS * c.D)
-        place = place + (gl.expand_dims(split * ALL + number, 2) * c.BLOCK_D + d)
-        part = gl.load(place, mask=gl.expand_dims(exists, 2), other=0.0, cache_modifier=".cg")
-        part = received(part, place, 4, c)
-        log = gl.convert_layout(log, lines)
-        weight = gl.exp2(log - gl.max(log, 0)[None, :])
-        acc = gl.sum(part.to(gl.float32) * gl.expand_dims(weight, 2), 0)
-        mixed = acc * rows_of(1.0 / gl.sum(weight, 0), acc)[:, None]
-        if c.TENSOR_CORES:
-            store_vector(ring, i, mixed, c.FP8_WEIGHTS, c)
+        loaded = ()
+        for s in gl.static_range(c.SPLITS):
+            place = part_places(parts, (parity * c.SPLITS + s) * ALL + number, within, c)
+            exists = gl.expand_dims((number < ALL) & (s < splits), 1) & (within >= 0)
+            exists = gl.max_constancy(exists, [1, 4])
+            part = gl.load(place, mask=exists, other=0.0, cache_modifier=".cg")
+            loaded = loaded + (part,)  # type: ignore[assignment]
+        if i > 0:
+            # All have read those before.
+            gl.thread_barrier()
+        plane.store(received_log(log, place_of_log, c))
+        gl.thread_barrier()
+        arrived = ()
+        for s in gl.static_range(c.SPLITS):
+            arrived = arrived + (rows.index(s).load(lines),)  # type: ignore[assignment]
+        weights, inverse = weights_of_splits(arrived)
+        mixed = gl.zeros([BLOCKS, c.BLOCK_D], gl.float32, layout=layout)
+        for s in gl.static_range(c.SPLITS):
+            place = part_places(parts, (parity * c.SPLITS + s) * ALL + number, within, c)
+            part = received(loaded[s], place, 4, c).to(gl.float32)
+            mixed = gl.fma(part, gl.expand_dims(weights[s], 1), mixed)
+        mixed *= gl.expand_dims(inverse, 1)
+        if c.OF_ROWS:
+            wide = gl.reshape(mixed.to(ring.x.dtype), [1, WIDTH])
+            chunk_of_rows(ring, i, c).store(wide)
         else:
-            target.index(i).store(mixed.to(ring.x.dtype))
+            store_vector(ring, i, gl.reshape(mixed, [WIDTH]), c.FP8_WEIGHTS, c)
     gl.thread_barrier()
+
+
+@gluon.jit
+def part_places(parts, block, within, c):
+    """Return the addresses of the elements of blocks of parts."""
+    place = parts + (gl.expand_dims(block * c.BLOCK_D, 1) + within)
+    return gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16])
+
+
+@gluon.constexpr_function
+def mixed_layout(size):
+    """Return the register layout of MIXED elements as [MIXED / size, size], of which a thread has 2."""
+    lanes = min(32, size // 2)
+    return gl.BlockedLayout([1, 2], [32 // lanes, lanes], [CONSUMER_WARPS.value, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def mixed_tiles(size):
+    """Return how many tiles of MIXED elements `size` elements are."""
+    return -(-size // MIXED.value)
+
+
+@gluon.jit
+def mix_rows(parts, logs, mixed, parity, c):
+    """Merge this program's share of the splits of several rows, and publish it.
+
+    If each program merged all, as it does for one row, it would load the splits of all rows.
+    """
+    PER_HEAD: gl.constexpr = c.D // c.BLOCK_D
+    BLOCKS: gl.constexpr = MIXED // c.BLOCK_D
+    ALL: gl.constexpr = c.BATCH * c.HEADS * PER_HEAD
+    layout: gl.constexpr = mixed_layout(c.BLOCK_D)
+    of_block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, layout))
+    within = gl.arange(0, c.BLOCK_D, layout=gl.SliceLayout(0, layout))[None, :]
+    for tile in range(gl.program_id(0), (ALL + BLOCKS - 1) // BLOCKS, gl.num_programs(0)):
+        block = tile * BLOCKS + of_block
+        exists = gl.expand_dims(block < ALL, 1) & (within >= 0)
+        head = gl.minimum(block, ALL - 1) // PER_HEAD
+        all_logs = ()
+        loaded = ()
+        for s in gl.static_range(c.SPLITS):
+            first = parity * c.SPLITS + s
+            place = logs + (first * c.BATCH * c.HEADS + head)
+            all_logs = all_logs + (gl.load(place, cache_modifier=".cg"),)  # type: ignore[assignment]
+            place = part_places(parts, first * ALL + block, within, c)
+            part = gl.load(place, mask=exists, other=0.0, cache_modifier=".cg")
+            loaded = loaded + (part,)  # type: ignore[assignment]
+        arrived = ()
+        for s in gl.static_range(c.SPLITS):
+            place = logs + ((parity * c.SPLITS + s) * c.BATCH * c.HEADS + head)
+            arrived = arrived + (received_log(all_logs[s], place, c),)  # type: ignore[assignment]
+        weights, inverse = weights_of_splits(arrived)
+        found = gl.zeros([BLOCKS, c.BLOCK_D], gl.float32, layout=layout)
+        for s in gl.static_range(c.SPLITS):
+            place = part_places(parts, (parity * c.SPLITS + s) * ALL + block, within, c)
+            part = received(loaded[s], place, 2, c).to(gl.float32)
+            found = gl.fma(part, gl.expand_dims(weights[s], 1), found)
+        found *= gl.expand_dims(inverse, 1)
+        place = gl.expand_dims(block * c.BLOCK_D, 1) + within
+        publish(mixed, ALL * c.BLOCK_D, parity, place, found, exists, c)

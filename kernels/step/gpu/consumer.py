@@ -27,14 +27,11 @@ from kernels.step.gpu.grid_barrier import (
     wait_grid,
 )
 from kernels.step.gpu.products import (
-    dot_normed,
-    dot_shared,
     held_rows,
     load_gains,
     normed,
     rows_of_tile,
     share,
-    tiles_at_once,
     tiles_of_program,
 )
 from kernels.step.gpu.residual import load_post_gains, receive_hidden, start_stream
@@ -55,7 +52,7 @@ from kernels.step.gpu.ring import (
     window_of,
 )
 from kernels.step.gpu.score import choose, score_all
-from kernels.step.gpu.tensor_products import multiply
+from kernels.step.gpu.tensor_products import multiply, tensor_tiles_at_once
 
 _GELU_SLOPE = gl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 _GELU_CUBE = gl.constexpr(0.044715)
@@ -100,14 +97,14 @@ def consume(
         first = first_tile(layer, gl.constexpr(0), c)
         before = held_rows(ring, first, c)
         seen = first_key(table, layer, position, c)
-        xs, factor = normed(ring, gains, eps, c.FP8_WEIGHTS, c)
+        normed(ring, gains, eps, c.FP8_WEIGHTS, c)
         bias = address(table, layer, QKV_BIAS, dtype)
-        used = project_all(ring, xs, factor, qkv, parity, bias, used, c)
+        used = project_all(ring, qkv, parity, bias, used, c)
         arrive_published(ready, c)
 
         used, items = attend(
-            ring, qkv + parity * PROJECTED, vectors, cache, seen, position, slot, parts, logs, parity,
-            counter, (layer + 1) * members, used, eps, scale, c,
+            ring, qkv + parity * PROJECTED, vectors, cache, seen, position, gl.constexpr(0), slot, parts, logs,
+            parity, counter, (layer + 1) * members, used, eps, scale, c,
         )  # fmt: skip
         given = (layer + 1) * items
         if c.WINDOWS:
@@ -130,8 +127,8 @@ def consume(
         first = first_tile(layer, c.HIDDEN // ROWS, c)
         own = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
         before = held_rows(ring, own, c)
-        xs, factor = normed(ring, gate_gains, eps, c.FP8_WEIGHTS, c)
-        used = gate_all(ring, xs, factor, inner, parity, first, used, c)
+        normed(ring, gate_gains, eps, c.FP8_WEIGHTS, c)
+        used = gate_all(ring, inner, parity, first, used, c)
         arrive_published(counter, c)
         arrivals += programs
 
@@ -155,8 +152,8 @@ def consume(
         wait_grid(counter, arrivals, gl.constexpr(False))
         stream = receive_hidden(ring, stream, hidden + parity * c.HIDDEN, post_gains, eps, c)
 
-    xs, factor = normed(ring, gains, eps, gl.constexpr(False), c)
-    score_all(ring, xs, factor, logits, best, totals, used, c)
+    normed(ring, gains, eps, gl.constexpr(False), c)
+    score_all(ring, logits, best, totals, used, c)
     arrive_grid(counter)
     if gl.program_id(0) == 0:
         wait_grid(counter, arrivals + programs, gl.constexpr(False))
@@ -181,41 +178,43 @@ def head_gains(table, layer, ones, dtype: gl.constexpr, c):
     if c.NORMS:
         q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
         k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
-        return q_gain, k_gain
-    return ones, ones
+    else:
+        q_gain = ones
+        k_gain = ones
+    return q_gain, k_gain
 
 
 @gluon.jit
-def project_all(ring, xs, factor, out, parity, bias, used, c):
+def project_all(ring, out, parity, bias, used, c):
     """Compute this program's queries, keys and values."""
-    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4, c.FP8_WEIGHTS, c.TENSOR_CORES)
+    EACH: gl.constexpr = tensor_tiles_at_once(c.HIDDEN, c.FP8_WEIGHTS, c.STAGES, 4)
     count = projected_tiles(c)
     for i in range(count // EACH):
-        used = project(ring, xs, factor, out, parity, bias, i * EACH, used, EACH, c)
+        used = project(ring, out, parity, bias, i * EACH, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            used = project(ring, xs, factor, out, parity, bias, count - n, used, gl.constexpr(n), c)
+            used = project(ring, out, parity, bias, count - n, used, gl.constexpr(n), c)
     return used
 
 
 @gluon.jit
-def gate_all(ring, xs, factor, out, parity, first, used, c):
+def gate_all(ring, out, parity, first, used, c):
     """Compute this program's part of the gated product."""
-    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES // 2, 3, c.FP8_WEIGHTS, c.TENSOR_CORES)
+    EACH: gl.constexpr = tensor_tiles_at_once(c.HIDDEN, c.FP8_WEIGHTS, c.STAGES // 2, 3)
     count = tiles_of_program(first, c.INNER // ROWS)
     for i in range(count // EACH):
-        used = gate(ring, xs, factor, out, parity, first, i * EACH, used, EACH, c)
+        used = gate(ring, out, parity, first, i * EACH, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            used = gate(ring, xs, factor, out, parity, first, count - n, used, gl.constexpr(n), c)
+            used = gate(ring, out, parity, first, count - n, used, gl.constexpr(n), c)
     return used
 
 
 @gluon.jit
-def project(ring, xs, factor, out, parity, bias, number, used, TILES: gl.constexpr, c):
+def project(ring, out, parity, bias, number, used, TILES: gl.constexpr, c):
     """Compute TILES tiles of queries, keys and values."""
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
-    sums, used = dot_normed(ring, xs, factor, used, TILES, c.FP8_WEIGHTS, c)
+    sums, used = multiply(ring, used, c.HIDDEN, TILES, c.FP8_WEIGHTS, c)
     for t in gl.static_range(TILES):
         row = projected_row(number + t, c) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
         y = sums[t]
@@ -226,10 +225,10 @@ def project(ring, xs, factor, out, parity, bias, number, used, TILES: gl.constex
 
 
 @gluon.jit
-def gate(ring, xs, factor, out, parity, first, number, used, PAIRS: gl.constexpr, c):
+def gate(ring, out, parity, first, number, used, PAIRS: gl.constexpr, c):
     """Compute PAIRS tiles of the gated product."""
     PAIR: gl.constexpr = 2 * PAIRS
-    sums, used = dot_normed(ring, xs, factor, used, PAIR, c.FP8_WEIGHTS, c)
+    sums, used = multiply(ring, used, c.HIDDEN, PAIR, c.FP8_WEIGHTS, c)
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
         value = x / (1.0 + gl.exp(-logit(x, c))) * sums[2 * t + 1]
@@ -259,11 +258,8 @@ def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
     for i in gl.static_range(len(before)):
         tile = first + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
-            if c.TENSOR_CORES:
-                sums, used = multiply(ring, used, INPUTS, gl.constexpr(1), c.FP8_WEIGHTS, c)
-                y = sums[0]
-            else:
-                y, used = dot_shared(ring, used, INPUTS, c)
+            sums, used = multiply(ring, used, INPUTS, gl.constexpr(1), c.FP8_WEIGHTS, c)
+            y = sums[0]
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
             if not c.POST_NORMS:
                 y += before[i].to(gl.float32)

@@ -1,7 +1,8 @@
-"""The consumer warps of the whole-step kernel for several sequences: from their last tokens to their next ones.
+"""The consumer warps of the whole-step kernel for one or several rows: from their tokens to the next ones.
 
-The operations and the grid barriers are those of one sequence (`kernels.step.gpu.consumer`). Every vector exists once
-for each sequence, and weights are read once for all. A hidden state is normalized in shared memory.
+The operations and the grid barriers are those of `kernels.step.gpu.consumer`. Every vector exists once for each row,
+and weights are read once for all. A hidden state is normalized in shared memory. A row is computed by the same
+operations in the same order however many there are, also where several rows are of one sequence.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.attend import attend, load_head_vector
-from kernels.step.gpu.attend_rows import combine_rows
+from kernels.step.gpu.attend import (
+    attend,
+    combine,
+    load_head_vector,
+    mix_rows,
+    mixed_tiles,
+    row_rotation,
+)
 from kernels.step.gpu.consumer import head_gains
 from kernels.step.gpu.grid_barrier import (
     COUNTER_LINE,
     HEAD_READY,
     HEADS_DONE,
+    HEADS_MIXED,
     PARITY,
     arrive_grid,
     arrive_published,
@@ -55,34 +63,36 @@ from kernels.step.gpu.score_rows import choose_rows, score_rows
 
 @gluon.jit
 def consume_rows(
-    ring, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counter, logits, tokens, logprobs, sampled,
-    sampled_rows, eps, scale, c,
+    ring, table, embedding, norm, ids, positions, earlier, slots, cos, sin, buffers, counter, logits, tokens, logprobs,
+    sampled, sampled_rows, eps, scale, c,
 ):  # fmt: skip
     """Compute a step; `buffers` are the arguments of `step_of_rows` from `hidden` to `totals`.
 
     Loads that depend on no other program are issued before each wait, so that the wait hides their latency.
     """
-    hidden, between, qkv, inner, parts, logs, best, totals = buffers
+    hidden, between, qkv, inner, parts, logs, mixed, best, totals = buffers
     dtype: gl.constexpr = ring.data.dtype
+    QUERIES: gl.constexpr = c.HEADS * c.D
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
     programs = gl.num_programs(0)
     attended_row, _, _, _ = attended(c)
     position = gl.load(positions + attended_row).to(gl.int32)
     slot = gl.load(slots + attended_row)
+    before_it = gl.load(earlier + attended_row)
     used = 0
     arrivals = 0
+    given = 0
     base = gl.load(counter + PARITY)
     ready = counter + HEAD_READY + gl.program_id(0) % c.KV_HEADS * COUNTER_LINE
     members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
-    cosine = load_head_vector(cos + position * c.D, c)
-    sine = load_head_vector(sin + position * c.D, c)
+    cosine, sine = rotation_of_rows(cos, sin, position, before_it, c)
     row = gl.arange(0, c.BATCH, layout=gl.SliceLayout(1, row_layout(c.BATCH)))
     offsets = (token_of(ids, sampled, row) * c.HIDDEN)[:, None]
     output_row, _ = outputs_of_tile()
     output_row = gl.minimum(output_row, c.BATCH - 1)
     first = first_tile(0, gl.constexpr(0), c)
     own = token_of(ids, sampled, output_row) * c.HIDDEN
-    before = own_rows(embedding, own, first, gl.constexpr(False), c)
+    before = load_own(embedding, own, first, c)
     share_rows(ring, embedding, offsets, c.HIDDEN, gl.constexpr(False), c)
     gains = row_gains(address(table, 0, INPUT_NORM, dtype), c)
     mlp_gains = row_gains(address(table, 0, MLP_NORM, dtype), c)
@@ -91,6 +101,9 @@ def consume_rows(
     own = output_row * c.HIDDEN
     for layer in range(c.LAYERS):
         parity = (base + layer) & 1
+        if c.BATCH > 1:
+            # Registers do not hold them through a layer.
+            cosine, sine = rotation_of_rows(cos, sin, position, before_it, c)
         vectors = (cosine, sine, q_gain, k_gain)
         cache = cache_of(table, layer, dtype, c)
         seen = first_key(table, layer, position, c)
@@ -101,21 +114,32 @@ def consume_rows(
 
         heads = qkv + (parity * c.BATCH + attended_row) * PROJECTED
         used, results = attend(
-            ring, heads, vectors, cache, seen, position, slot, parts, logs, parity, counter, (layer + 1) * members,
-            used, eps, scale, c,
+            ring, heads, vectors, cache, seen, position, before_it, slot, parts, logs, parity, counter,
+            (layer + 1) * members, used, eps, scale, c,
         )  # fmt: skip
-        wait_grid(counter + HEADS_DONE, (layer + 1) * results, gl.constexpr(False))
-        combine_rows(ring, parts, logs, parity, c)
+        given += results
+        wait_grid(counter + HEADS_DONE, given, gl.constexpr(False))
+        if c.BATCH == 1:
+            combine(ring, parts, logs, parity, seen, position, c)
+        else:
+            tiles = gl.minimum(mixed_tiles(c.BATCH * QUERIES), programs)
+            if gl.program_id(0) < tiles:
+                mix_rows(parts, logs, mixed, parity, c)
+                arrive_published(counter + HEADS_MIXED, c)
+            wait_grid(counter + HEADS_MIXED, (layer + 1) * tiles, gl.constexpr(False))
+            vector = mixed + parity * (c.BATCH * QUERIES)
+            share_rows(ring, vector, row_offsets(QUERIES, c), QUERIES, gl.constexpr(True), c)
         first = first_tile(layer, gl.constexpr(0), c)
-        used = add_residual(ring, before, between, parity, first, used, c.HEADS * c.D, c)
+        used = add_residual(ring, before, between, parity, first, used, QUERIES, c)
         arrive_published(counter, c)
         arrivals += programs
 
         wait_grid(counter, arrivals, c.EARLY)
         vector = between + parity * (c.BATCH * c.HIDDEN)
         last = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
-        before = own_rows(vector, own, last, gl.constexpr(True), c)
+        before = load_own(vector, own, last, c)
         share_rows(ring, vector, offsets, c.HIDDEN, gl.constexpr(True), c)
+        before = receive_own(before, vector, own, last, c)
         norm_rows(ring, mlp_gains, eps, c)
         used = gate_rows(ring, inner, parity, first_tile(layer, c.HIDDEN // ROWS, c), used, c)
         arrive_published(counter, c)
@@ -138,8 +162,9 @@ def consume_rows(
         wait_grid(counter, arrivals, gl.constexpr(False))
         vector = hidden + parity * (c.BATCH * c.HIDDEN)
         first = first_tile(layer + 1, gl.constexpr(0), c)
-        before = own_rows(vector, own, first, gl.constexpr(True), c)
+        before = load_own(vector, own, first, c)
         share_rows(ring, vector, offsets, c.HIDDEN, gl.constexpr(True), c)
+        before = receive_own(before, vector, own, first, c)
 
     norm_rows(ring, gains, eps, c)
     score_rows(ring, logits, best, totals, used, c)
@@ -151,6 +176,17 @@ def consume_rows(
 
 
 @gluon.jit
+def rotation_of_rows(cos, sin, position, earlier, c):
+    """Load the cosine and the sine of the heads that a program brings, which are all of one token in a step of one."""
+    if c.BATCH == 1:
+        cosine = load_head_vector(cos + position * c.D, c)
+        sine = load_head_vector(sin + position * c.D, c)
+    else:
+        cosine, sine = row_rotation(cos, sin, position, earlier, c)
+    return cosine, sine
+
+
+@gluon.jit
 def token_of(ids, sampled, row):
     """Load the tokens of sequences; an id of -1 - i selects `sampled[i]`."""
     token = gl.load(ids + row)
@@ -158,21 +194,34 @@ def token_of(ids, sampled, row):
 
 
 @gluon.jit
-def own_rows(vectors, offsets, first, PUBLISHED: gl.constexpr, c):
+def load_own(vectors, offsets, first, c):
     """Load the places of the hidden states that this program adds to, as OWN tensors of [SUMS].
 
-    `offsets` are where the vectors of the sums' sequences begin; `first` is the first tile of the matrix.
+    `offsets` are where the vectors of the sums' rows begin; `first` is the first tile of the matrix.
     """
-    _, output = outputs_of_tile()
     found = ()
     for i in gl.static_range(c.OWN):
-        tile = gl.minimum(first + i * gl.num_programs(0), c.HIDDEN // ROWS - 1)
-        place = vectors + (offsets + (tile * ROWS + output))
-        numbers = gl.load(place, cache_modifier=".cg")
-        if PUBLISHED:
-            numbers = received(numbers, place, 2, c)
-        found = found + (numbers,)  # type: ignore[assignment]
+        place = own_place(vectors, offsets, first, i, c)
+        found = found + (gl.load(place, cache_modifier=".cg"),)  # type: ignore[assignment]
     return found
+
+
+@gluon.jit
+def receive_own(loaded, vectors, offsets, first, c):
+    """Reload the numbers of `load_own` that had not arrived. Loads issued in between do not wait for them."""
+    found = ()
+    for i in gl.static_range(c.OWN):
+        place = own_place(vectors, offsets, first, i, c)
+        found = found + (received(loaded[i], place, 2, c),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def own_place(vectors, offsets, first, i, c):
+    """Return the addresses of this program's tile number `i` of the hidden states."""
+    _, output = outputs_of_tile()
+    tile = gl.minimum(first + i * gl.num_programs(0), c.HIDDEN // ROWS - 1)
+    return vectors + (offsets + (tile * ROWS + output))
 
 
 @gluon.jit

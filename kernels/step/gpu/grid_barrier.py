@@ -28,7 +28,9 @@ PARITY = gl.constexpr(1)
 """Index among the counters of the half of the vectors that the next step begins with."""
 HEADS_DONE = gl.constexpr(32)
 """Index of the counter of programs that have attended."""
-HEAD_READY = gl.constexpr(64)
+HEADS_MIXED = gl.constexpr(64)
+"""Index of the counter of programs that have merged splits of several rows."""
+HEAD_READY = gl.constexpr(96)
 """Index of the counter of programs that have projected the first key-value head; those of other heads follow."""
 MISSING = gl.constexpr(-1)
 """Bits of a number that has not arrived: a NaN that no conversion produces."""
@@ -233,6 +235,7 @@ def reset_counters(counter, base, c):
     """Prepare the counters for the next step, when no program waits for them any more; `base` is this step's parity."""
     gl.store(counter + PARITY, (base + c.LAYERS) & 1)
     gl.store(counter + HEADS_DONE, 0)
+    gl.store(counter + HEADS_MIXED, 0)
     for i in gl.static_range(c.KV_HEADS):
         gl.store(counter + HEAD_READY + i * COUNTER_LINE, 0)
     gl.store(counter, 0)

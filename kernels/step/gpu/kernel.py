@@ -40,7 +40,7 @@ def whole_step(
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
-    TENSOR_CORES: gl.constexpr, POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr,
+    POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr,
     EMBEDDING_FACTOR: gl.constexpr, PART_SCALES: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
     WEIGHT_SHIFTS: gl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def whole_step(
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
         STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
-        TENSOR_CORES=TENSOR_CORES, POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE,
+        POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE,
         EMBEDDING_FACTOR=EMBEDDING_FACTOR, PART_SCALES=PART_SCALES, WEIGHT_OFFSET=WEIGHT_OFFSET,
         WEIGHT_SHIFTS=WEIGHT_SHIFTS,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def whole_step(
             sampled, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
-    ], [4], [64 if TENSOR_CORES else 48])  # fmt: skip
+    ], [4], [64])  # fmt: skip
 
 
 class BoundStep:
@@ -95,7 +95,7 @@ class BoundStep:
         scales: as in `bind_step`.
         arch: of their device.
         rows: sequences of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
-        tensor_cores: whether the products of one sequence are computed on tensor cores.
+        of_rows: whether one row is computed as one of several is.
     """
 
     def __init__(
@@ -106,18 +106,17 @@ class BoundStep:
         arch: GPUArch,
         rows: int = 1,
         *,
-        tensor_cores: bool = False,
+        of_rows: bool = False,
     ) -> None:
         self._weights = weights
         self._rows = rows
+        self._local = step_sizes(weights.shape, arch, rows).local
         packed = packed_scales(weights)
         self._in_table = caches, scales, packed
         self._grid = (arch.num_sms,)
         self._table = address_table(weights, caches, scales, packed)
-        self._buffers = exchange_buffers(weights, arch, rows)
-        self._constants = step_constants(
-            weights, caches, scales, arch, rows, tensor_cores=tensor_cores
-        )
+        self._buffers = exchange_buffers(weights, arch, rows, of_rows=of_rows)
+        self._constants = step_constants(weights, caches, scales, arch, rows, of_rows=of_rows)
 
 
 class StepKernel(BoundStep):
@@ -129,17 +128,14 @@ class StepKernel(BoundStep):
         caches: tuple[Tensor, ...],
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
-        *,
-        tensor_cores: bool = False,
     ) -> None:
-        super().__init__(weights, caches, scales, arch, tensor_cores=tensor_cores)
+        super().__init__(weights, caches, scales, arch)
         form, factor = weights.layers[0].qkv.format, weights.shape.embedding_factor
         self._constants |= {
             "FP8_WEIGHTS": INT4.value if form.bits == 4 else form.is_quantized,
             "PART_SCALES": part_scales(form),
             "WEIGHT_OFFSET": MIDDLE if form.shifts else form.offset,
             "WEIGHT_SHIFTS": form.shifts,
-            "TENSOR_CORES": tensor_cores,
             "POST_NORMS": weights.shape.post_norms,
             "GELU_TANH": weights.shape.activation == "gelu_tanh",
             # Rounded to the dtype, as in training.
@@ -181,16 +177,19 @@ class StepKernel(BoundStep):
         )  # fmt: skip
 
 
-def exchange_buffers(weights: StepWeights, arch: GPUArch, rows: int = 1) -> tuple[Tensor, ...]:
+def exchange_buffers(
+    weights: StepWeights, arch: GPUArch, rows: int = 1, *, of_rows: bool = False
+) -> tuple[Tensor, ...]:
     """Allocate the buffers through which programs exchange their results, as before the first launch.
 
     Args:
         weights: of the model.
         arch: of their device.
-        rows: sequences of the step; all sizes that `whole_step` documents are multiplied by it.
+        rows: of the step; all sizes that `whole_step` documents are multiplied by it.
+        of_rows: as for `BoundStep`.
 
     Returns:
-        The arguments of `whole_step` from `hidden` to `counters`.
+        The arguments of `whole_step` from `hidden` to `counters`, or of `step_of_rows`.
     """
     shape, device = weights.shape, weights.embedding.device
     queries = shape.num_heads * shape.head_dim
@@ -210,6 +209,7 @@ def exchange_buffers(weights: StepWeights, arch: GPUArch, rows: int = 1) -> tupl
         missing(shape.inner_size),
         missing(splits * queries),
         missing(splits * shape.num_heads, torch.float32),
+        *((missing(queries),) if of_rows else ()),
         best,
         torch.empty_like(best, dtype=torch.float32),
         torch.zeros(counters, dtype=torch.int32, device=device),
@@ -223,12 +223,12 @@ def step_constants(
     arch: GPUArch,
     rows: int = 1,
     *,
-    tensor_cores: bool = False,
+    of_rows: bool = False,
 ) -> dict[str, Any]:
     """Return the constants and options of a launch; arguments as for `BoundStep` and `exchange_buffers`."""
     shape, first = weights.shape, weights.layers[0]
     form = first.qkv.format
-    sizes = step_sizes(shape, arch, rows, tensor_cores=tensor_cores, weight_format=form)
+    sizes = step_sizes(shape, arch, rows, of_rows=of_rows, weight_format=form)
     little = shape.hidden_size <= _LITTLE_HIDDEN
     return {
         "LAYERS": len(weights.layers),

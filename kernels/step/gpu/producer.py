@@ -44,28 +44,31 @@ from kernels.step.gpu.ring import (
 @gluon.jit
 def produce(ring, table, head, positions, block_table, c):
     """Copy all weights, keys and values that this program reads in a step of one sequence."""
-    past = gl.load(positions).to(gl.int32)
-    produce_step(ring, table, head, past, block_table, c)
+    position = gl.load(positions).to(gl.int32)
+    produce_step(ring, table, head, position, position, block_table, c)
 
 
 @gluon.jit
-def produce_rows(ring, table, head, positions, block_table, columns, c):
-    """Like `produce`, for several sequences; their block tables have `columns` blocks each."""
+def produce_rows(ring, table, head, positions, earlier, block_table, columns, c):
+    """Like `produce`, for a step of rows; their block tables have `columns` blocks each."""
     row, _, _, _ = attended(c)
-    past = gl.load(positions + row).to(gl.int32)
-    produce_step(ring, table, head, past, block_table + row * columns, c)
+    position = gl.load(positions + row).to(gl.int32)
+    cached = position - gl.load(earlier + row)
+    produce_step(ring, table, head, position, cached, block_table + row * columns, c)
 
 
 @gluon.jit
-def produce_step(ring, table, head, past, block_table, c):
-    """Copy weights, keys and values; `past` and `block_table` are of the sequence that this program attends."""
+def produce_step(ring, table, head, position, cached, block_table, c):
+    """Copy weights, keys and values.
+
+    `position`, the number of positions in the cache and `block_table` are of the row that this program attends.
+    """
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     HIDDEN: gl.constexpr = stored_size(c.HIDDEN, c.FP8_WEIGHTS)
     STRIDE: gl.constexpr = scale_stride(c.HIDDEN, c.FP8_WEIGHTS, c.PART_SCALES)
     used = 0
-    if c.TENSOR_CORES or c.FP8_WEIGHTS:
-        table = computed_again(table)
+    table = computed_again(table)
     for layer in range(c.LAYERS):
         weight, scales = matrix_of(table, layer, QKV, dtype, c)
         for number in range(projected_tiles(c)):
@@ -83,8 +86,8 @@ def produce_step(ring, table, head, past, block_table, c):
                 c,
             )
         cache = cache_of(table, layer, dtype, c)
-        seen = first_key(table, layer, past, c)
-        used = send_keys(ring, cache, block_table, seen, past, used, c)
+        seen = first_key(table, layer, position, c)
+        used = send_keys(ring, cache, block_table, seen, position, cached, used, c)
         matrix = matrix_of(table, layer, OUTPUT, dtype, c)
         first = first_tile(layer, gl.constexpr(0), c)
         used = send_matrix(ring, matrix, first, used, c.HIDDEN, QUERIES, c.FLYING, c.FP8_WEIGHTS, c)
@@ -147,15 +150,15 @@ def send_rows(
     for i in range(FULL):
         stage = wait_empty(ring, used, c)
         send_parts(
-            ring, stage, weight, i, last, UNITS, gl.constexpr(False), parts_per_stage(FP8), FP8, c
+            ring, stage, weight, i, last, UNITS, gl.constexpr(False), parts_per_stage(FP8), FP8
         )
         send_scales(ring, stage, scales, i, FP8, c)
         sent(ring, stage, AT_ONCE)
         used += 1
     if stages_of(INPUTS, FP8) > FULL:
         stage = wait_empty(ring, used, c)
-        COUNT: gl.constexpr = parts_sent(INPUTS, FULL, c.BATCH, FP8)
-        send_parts(ring, stage, weight, FULL, last, UNITS, gl.constexpr(True), COUNT, FP8, c)
+        COUNT: gl.constexpr = parts_sent(INPUTS, FULL, c.OF_ROWS, FP8)
+        send_parts(ring, stage, weight, FULL, last, UNITS, gl.constexpr(True), COUNT, FP8)
         send_scales(ring, stage, scales, FULL, FP8, c)
         sent(ring, stage, AT_ONCE)
         used += 1
@@ -165,7 +168,7 @@ def send_rows(
 @gluon.jit
 def send_parts(
     ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr,
-    FP8: gl.constexpr, c,
+    FP8: gl.constexpr,
 ):  # fmt: skip
     """Copy COUNT parts of ROWS rows, those of their stage `number`; zeros behind the rows' end if ENDS.
 
@@ -176,11 +179,10 @@ def send_parts(
         [1, WIDE], [WIDE // 8, 256 // WIDE], [PRODUCER_WARPS, 1], [1, 0]
     )
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    if c.TENSOR_CORES or c.FP8_WEIGHTS:
-        row = computed_again(row)
+    row = computed_again(row)
     row = gl.minimum(row, last)[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    parts = parts_of(ring, stage, FP8, c)
+    parts = parts_of(ring, stage, FP8)
     for j in gl.static_range(COUNT):
         element = (number * parts_per_stage(FP8) + j) * COLUMNS + column
         place = gl.max_contiguous(weight + row * INPUTS + element, [1, WIDE])
@@ -228,52 +230,53 @@ def send_scales(ring, stage, scales, number, FP8: gl.constexpr, c):
 
 
 @gluon.jit
-def send_keys(ring, cache, block_table, seen, past, used, c):
-    """Copy the keys and values of this program's head and split, except those of the step's own token.
+def send_keys(ring, cache, block_table, seen, position, cached, used, c):
+    """Copy the cached keys and values of this program's head and splits, and zeros for those of the step's tokens.
 
-    `cache` is a result of `cache_of`; `seen` is the first key that the token may see, `past` the last one plus 1.
+    `cache` is a result of `cache_of`; `seen` is the first key that the row may see, `position` the last one, and
+    `cached` how many positions the cache holds.
     """
     WIDE: gl.constexpr = 16 if c.FP8 and c.D % 32 == 0 else 8
     LANES: gl.constexpr = c.DP // WIDE
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [32 // LANES, LANES], [PRODUCER_WARPS, 1], [1, 0]
     )
-    _, kv_head, _, split = attended(c)
-    splits, first, last = key_range(seen, past, split, c)
+    _, kv_head, _, piece = attended(c)
     row = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, layout))
     column, in_head = head_element(gl.arange(0, c.DP, layout=gl.SliceLayout(0, layout)), c)
     scale_row = gl.arange(0, c.KEYS, layout=gl.BlockedLayout([1], [32], [PRODUCER_WARPS], [0]))
-    if split < splits:
-        for i in range(first, last):
-            block, offset = place_of(block_table, i * c.KEYS + row, seen, past, c)
-            line = block * c.BLOCK_SIZE + offset
-            element = ((line * c.KV_HEADS + kv_head) * c.D)[:, None] + column[None, :]
-            exists = gl.max_constancy(in_head[None, :] & (row >= 0)[:, None], [1, WIDE])
-            scale_block, offset = place_of(block_table, i * c.KEYS + scale_row, seen, past, c)
-            scale = (scale_block * c.KV_HEADS + kv_head) * c.BLOCK_SIZE + offset
-            stage = wait_empty(ring, used, c)
-            both = keys_of(ring, stage, c)
-            for which in gl.static_range(2):
-                numbers, scales = cache[which]
-                place = gl.multiple_of(gl.max_contiguous(numbers + element, [1, WIDE]), [1, 16])
-                if c.D == c.DP:
-                    async_copy.async_copy_global_to_shared(both.index(which), place)
-                else:
-                    async_copy.async_copy_global_to_shared(both.index(which), place, mask=exists)
-                if c.FP8:
-                    target = scales_of(ring, stage, which, c)
-                    async_copy.async_copy_global_to_shared(target, scales + scale)
-            sent(ring, stage, c.FLYING)
-            used += 1
+    _, first, _ = key_range(seen, position, piece * c.LOCAL, c)
+    _, _, last = key_range(seen, position, (piece + 1) * c.LOCAL - 1, c)
+    if piece >= c.PIECES:
+        last = first
+    for i in range(first, last):
+        block, offset = place_of(block_table, i * c.KEYS + row, cached, c)
+        line = block * c.BLOCK_SIZE + offset
+        element = ((line * c.KV_HEADS + kv_head) * c.D)[:, None] + column[None, :]
+        exists = in_head[None, :] & (i * c.KEYS + row < cached)[:, None]
+        exists = gl.max_constancy(exists, [1, WIDE])
+        scale_block, offset = place_of(block_table, i * c.KEYS + scale_row, cached, c)
+        scale = (scale_block * c.KV_HEADS + kv_head) * c.BLOCK_SIZE + offset
+        stage = wait_empty(ring, used, c)
+        both = keys_of(ring, stage, c)
+        for which in gl.static_range(2):
+            numbers, scales = cache[which]
+            place = gl.multiple_of(gl.max_contiguous(numbers + element, [1, WIDE]), [1, 16])
+            async_copy.async_copy_global_to_shared(both.index(which), place, mask=exists)
+            if c.FP8:
+                target = scales_of(ring, stage, which, c)
+                in_cache = i * c.KEYS + scale_row < cached
+                async_copy.async_copy_global_to_shared(target, scales + scale, mask=in_cache)
+        sent(ring, stage, c.FLYING)
+        used += 1
     return used
 
 
 @gluon.jit
-def place_of(block_table, key, seen, past, c):
+def place_of(block_table, key, cached, c):
     """Return the cache blocks of keys, int64, and their offsets in these blocks.
 
-    Indices outside of `seen` to `past` - 1 return the place of the nearest key, which holds finite numbers; the
-    consumers mask them.
+    Keys that are not in the cache have the place of the last one that is.
     """
-    key = gl.minimum(gl.maximum(key, seen), past - 1)
+    key = gl.minimum(key, gl.maximum(cached, 1) - 1)
     return gl.load(block_table + key // c.BLOCK_SIZE).to(gl.int64), key % c.BLOCK_SIZE

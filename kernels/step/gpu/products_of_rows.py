@@ -1,14 +1,14 @@
-"""Products of the whole-step kernel for several sequences, on tensor cores.
+"""Products of the whole-step kernel for one or several rows, on tensor cores.
 
-A stage holds 1024 columns of 8 rows of weights, which are multiplied by those columns of 8 sequences; of FP8 weights,
-which are converted to the model's dtype, it holds up to twice as many. The eight warps divide 1024 columns, 128 each,
-and a warp divides its own into two halves, so that a product has 16 rows and 16 columns:
+A stage holds 1024 columns of 8 rows of weights, which are multiplied by those columns of 8 rows; of FP8 weights,
+which are converted to the model's dtype, it holds up to twice as many. Of each part of 256 columns a warp multiplies
+32, in two halves, so that a product (m16n8k16) has 16 rows and 16 columns:
 
-    first half of 8 sequences    x    first half of 8 rows of weights | second half        used | not used
-    second half                                                                        not used | used
+    first half of 8 rows    x    first half of 8 rows of weights | second half        used | not used
+    second half                                                                   not used | used
 
-Warps add their sums in a fixed order, so a sequence has the same bits whatever the others are. Where a step has fewer
-than 8 sequences, the other rows of the products are undefined and not read.
+A part's products are added to those of the part before, and warps add their sums in a fixed order. So a row has the
+same bits whatever the others are, and however many. A step of fewer than 8 rows has each of them several times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from kernels.step.gpu.ring import (
     COLUMNS,
     CONSUMER_WARPS,
     MOST_TILES,
-    MULTIPLIED,
     PARTS,
     ROWS,
     SUMS,
@@ -41,10 +40,33 @@ WIDTH = gl.constexpr(PARTS.value * COLUMNS.value)
 
 
 @gluon.constexpr_function
+def part_width(batch):
+    """Return how many elements of a row's 1024 columns a thread has next to each other."""
+    return 8 if batch > 1 else 4
+
+
+@gluon.constexpr_function
 def row_layout(batch):
     """Return the register layout of [batch, WIDTH]: 8 warps divide the rows, then the columns."""
     warps = CONSUMER_WARPS.value // batch
-    return gl.BlockedLayout([1, 8], [1, 32], [batch, warps], [1, 0])
+    return gl.BlockedLayout([1, part_width(batch)], [1, 32], [batch, warps], [1, 0])
+
+
+@gluon.constexpr_function
+def whole_row_layout(batch):
+    """Return a register layout of [batch, WIDTH] in which a warp has a whole row, that of its rows in `row_layout`.
+
+    So a sum over a row has the same order for any number of rows, and no warp waits for others.
+    """
+    rows = batch.bit_length() - 1
+    warps = [[0, 0]] * (3 - rows) + [[1 << i, 0] for i in range(rows)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 32], [0, 64], [0, 256], [0, 512]],
+        [[0, 2], [0, 4], [0, 8], [0, 16], [0, 128]],
+        warps,
+        [],
+        [batch, WIDTH.value],
+    )
 
 
 @gluon.constexpr_function
@@ -60,47 +82,63 @@ def accumulators():
 
 
 @gluon.constexpr_function
+def places_of_rows(batch):
+    """Return the (row, column) at places 1, 2, 4 and so on of WIDTH columns of all rows in shared memory.
+
+    A thread reads the 8 columns of a part that it multiplies at once. Three bits are added to others, so that what
+    programs exchange is stored without bank conflicts.
+    """
+    rows = [(1 << i, 0) for i in range(batch.bit_length() - 1)]
+    found = [(0, 1), (0, 8), (0, 16), (0, 2), (0, 4), *rows]
+    for i, column in enumerate((32, 64, 128)):
+        row, other = found[3 + i] if 3 + i < len(found) else (0, 0)
+        found.append((row, column ^ other))
+    return [*found, (0, 256), (0, 512)]
+
+
+@gluon.constexpr_function
 def shared_rows(batch):
-    """Return the layout of [batch, WIDTH] in shared memory: chunk i of 8 columns of row r is at place i ^ r."""
-    columns = [[0, 1 << i] for i in range(10)]
+    """Return the layout of [batch, WIDTH] in shared memory."""
+    return gl.SharedLinearLayout([list(it) for it in places_of_rows(batch)])
+
+
+@gluon.constexpr_function
+def shared_part(batch):
+    """Return the layout in which a part of all rows in shared memory is [warp, half, batch, 16]."""
     return gl.SharedLinearLayout(
-        [*columns, *([1 << i, 8 << i] for i in range(batch.bit_length() - 1))]
+        [[it >> 5, it >> 4 & 1, row, it & 15] for row, it in places_of_rows(batch)[:-2]]
     )
 
 
 @gluon.constexpr_function
-def columns_divided(row_at, inner_at):
-    """Return the coordinates [warp, ...] that an element has by the bits of its column, from bit 0 on.
-
-    `row_at` is the dimension of the rows of a product, `inner_at` the one over which it adds.
-    """
-    at = [(inner_at, 1 << i) for i in range(6)] + [(row_at, 8)] + [(0, 1 << i) for i in range(3)]
-    return [[size if i == dimension else 0 for i in range(3)] for dimension, size in at]
-
-
-@gluon.constexpr_function
-def rows_divided(row_at, inner_at, fp8=False):
-    """Like `columns_divided`, by the bits of a row's number: chunks of 16 bytes are exchanged with it."""
-    columns = columns_divided(row_at, inner_at)
-    first = part_columns_log2(fp8)
-    rows = []
-    for i in range(3):
-        basis = columns[first + i]
-        rows.append([basis[at] + (1 << i if at == row_at else 0) for at in range(3)])
-    return rows
-
-
-@gluon.constexpr_function
-def rows_operand():
-    """Return the layout in which shared rows, [8, WIDTH], are the first operand [warp, 16, 64]."""
-    return gl.SharedLinearLayout([*columns_divided(1, 2), *rows_divided(1, 2)])
+def operand_layout(batch):
+    """Return the register layout of the first operand as [warp, half, 8 / batch, batch, 16]."""
+    rows = [
+        [0, 0, 0, 1 << i, 0] if 1 << i < batch else [0, 0, (1 << i) // batch, 0, 0]
+        for i in range(3)
+    ]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 8]],
+        [[0, 0, 0, 0, 2], [0, 0, 0, 0, 4], *rows],
+        [[1 << i, 0, 0, 0, 0] for i in range(3)],
+        [],
+        [CONSUMER_WARPS.value, 2, ROWS.value // batch, batch, 16],
+    )
 
 
 @gluon.constexpr_function
 def weights_operand(fp8):
-    """Return the layout in which [PARTS, ROWS, COLUMNS] of a stage are the second operand [warp, 64, 16]."""
-    columns, rows = columns_divided(2, 1), rows_divided(2, 1, fp8)
-    return gl.SharedLinearLayout([*columns[:8], *rows, *columns[8:]])
+    """Return the layout in which a part [ROWS, COLUMNS] of a stage is the second operand [warp, 16, 16].
+
+    Chunks of 16 bytes are exchanged with the row's number.
+    """
+    columns = [[0, 1 << i, 0] for i in range(4)] + [[0, 0, 8]] + [[1 << i, 0, 0] for i in range(3)]
+    first = part_columns_log2(fp8)
+    rows = []
+    for i in range(3):
+        warp, inner, row = columns[first + i]
+        rows.append([warp, inner, row + (1 << i)])
+    return gl.SharedLinearLayout([*columns, *rows])
 
 
 @gluon.constexpr_function
@@ -114,7 +152,7 @@ def chunk_of_rows(ring, number, c):
     """View columns `number` * WIDTH and those after them of all sequences, [BATCH, WIDTH]."""
     dtype: gl.constexpr = ring.x.dtype
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    chunks = ring.x._reinterpret(dtype, [c.INPUTS // MULTIPLIED, MULTIPLIED], flat)
+    chunks = ring.x._reinterpret(dtype, [c.INPUTS // c.CHUNK, c.CHUNK], flat)
     layout: gl.constexpr = shared_rows(c.BATCH)
     return chunks.index(number)._reinterpret(dtype, [c.BATCH, WIDTH], layout)
 
@@ -138,7 +176,7 @@ def share_rows(ring, vectors, offsets, INPUTS: gl.constexpr, PUBLISHED: gl.const
         place = row_places(vectors, offsets, i * WIDTH + column)
         if (i + 1) * WIDTH > INPUTS:
             exists = (i * WIDTH + column < INPUTS) & (offsets >= 0)
-            exists = gl.max_constancy(exists, [1, 8])
+            exists = gl.max_constancy(exists, [1, part_width(c.BATCH)])
             numbers = gl.load(place, mask=exists, other=0.0, cache_modifier=".cg")
         else:
             numbers = gl.load(place, cache_modifier=".cg")
@@ -168,7 +206,7 @@ def row_gains(vector, c):
         number = i * WIDTH + column
         place = gl.multiple_of(gl.max_contiguous(vector + number, 8), 16)
         if (i + 1) * WIDTH > c.HIDDEN:
-            exists = gl.max_constancy(number < c.HIDDEN, 8)
+            exists = gl.max_constancy(number < c.HIDDEN, part_width(c.BATCH))
             parts = parts + (gl.load(place, mask=exists, other=0.0),)  # type: ignore[assignment]
         else:
             parts = parts + (gl.load(place),)  # type: ignore[assignment]
@@ -179,13 +217,17 @@ def row_gains(vector, c):
 def norm_rows(ring, gains, eps, c):
     """Normalize the hidden states in shared memory; `gains` are a result of `row_gains`."""
     layout: gl.constexpr = row_layout(c.BATCH)
-    squares = gl.zeros([c.BATCH, WIDTH], gl.float32, layout=layout)
+    whole: gl.constexpr = whole_row_layout(c.BATCH)
+    squares = gl.zeros([c.BATCH, WIDTH], gl.float32, layout=whole)
     raw = ()
     for i in gl.static_range(stages_of(c.HIDDEN)):
-        part = chunk_of_rows(ring, i, c).load(layout).to(gl.float32)
-        squares += part * part
-        raw = raw + (part,)  # type: ignore[assignment]
+        part = chunk_of_rows(ring, i, c).load(whole).to(gl.float32)
+        squares = gl.fma(part, part, squares)
+        raw = raw + (chunk_of_rows(ring, i, c).load(layout).to(gl.float32),)  # type: ignore[assignment]
     inverse = 1.0 / gl.sqrt(gl.sum(squares, 1) / c.HIDDEN + eps)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, layout), assert_trivial=True)
+    # All have read the raw rows before.
+    gl.thread_barrier()
     for i in gl.static_range(stages_of(c.HIDDEN)):
         normal = raw[i] * inverse[:, None] * gains[i].to(gl.float32)[None, :]
         chunk_of_rows(ring, i, c).store(normal.to(ring.x.dtype))
@@ -272,27 +314,43 @@ def add_stages(
     stored: gl.constexpr = stored_dtype(dtype, FP8)
     AT_ONCE: gl.constexpr = parts_per_stage(FP8) // PARTS
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_rows: gl.constexpr = gl.DotOperandLayout(0, accumulators(), 2)
     of_weights: gl.constexpr = gl.DotOperandLayout(1, accumulators(), 2)
-    rows_shape: gl.constexpr = [CONSUMER_WARPS, 16, WIDTH // CONSUMER_WARPS // 2]
-    weights_shape: gl.constexpr = [CONSUMER_WARPS, WIDTH // CONSUMER_WARPS // 2, 16]
-    chunks = ring.x._reinterpret(dtype, [c.INPUTS // MULTIPLIED, MULTIPLIED], flat)
+    shape: gl.constexpr = [CONSUMER_WARPS, 16, 16]
     sums = products
     for k in gl.static_range(CHUNKS):
-        rows = chunks.index(number * AT_ONCE + k)
-        rows = rows._reinterpret(dtype, rows_shape, rows_operand()).load(of_rows)
+        rows = ()
+        for j in gl.static_range(PARTS):
+            rows = rows + (part_of_rows(ring, (number * AT_ONCE + k) * PARTS + j, c),)  # type: ignore[assignment]
         added = ()
         for t in gl.static_range(len(products)):
             stage = ring.data.index((used + t * STRIDE) % c.STAGES)
-            part = stage._reinterpret(stored, [AT_ONCE, PARTS * ROWS * COLUMNS], flat).index(k)
-            weights = part._reinterpret(stored, weights_shape, weights_operand(FP8)).load(
-                of_weights
-            )
-            if FP8:
-                weights = widen(weights, dtype)
-            added = added + (mma_v2(rows, weights, sums[t]),)  # type: ignore[assignment]
+            parts = stage._reinterpret(stored, [AT_ONCE * PARTS, ROWS * COLUMNS], flat)
+            total = sums[t]
+            for j in gl.static_range(PARTS):
+                part = parts.index(k * PARTS + j)._reinterpret(stored, shape, weights_operand(FP8))
+                weights = part.load(of_weights)
+                if FP8:
+                    weights = widen(weights, dtype)
+                total = mma_v2(rows[j], weights, total)
+            added = added + (total,)  # type: ignore[assignment]
         sums = added
     return sums
+
+
+@gluon.jit
+def part_of_rows(ring, number, c):
+    """Load columns `number` * COLUMNS and those after them of all rows as the first operand [warp, 16, 16]."""
+    dtype: gl.constexpr = ring.x.dtype
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SIZE: gl.constexpr = c.BATCH * COLUMNS
+    layout: gl.constexpr = operand_layout(c.BATCH)
+    part = ring.x._reinterpret(dtype, [c.INPUTS // SIZE, SIZE], flat).index(number)
+    part = part._reinterpret(dtype, [CONSUMER_WARPS, 2, c.BATCH, 16], shared_part(c.BATCH))
+    once = gl.expand_dims(part.load(gl.SliceLayout(2, layout)), 2)
+    all_rows: gl.constexpr = [CONSUMER_WARPS, 2, ROWS // c.BATCH, c.BATCH, 16]
+    rows, _ = gl.broadcast(once, gl.zeros(all_rows, dtype, layout=layout))
+    rows = gl.reshape(rows, [CONSUMER_WARPS, 16, 16])
+    return gl.convert_layout(rows, gl.DotOperandLayout(0, accumulators(), 2))
 
 
 @gluon.jit

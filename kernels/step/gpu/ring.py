@@ -23,14 +23,13 @@ ROWS = gl.constexpr(sizes.ROWS)
 COLUMNS = gl.constexpr(sizes.COLUMNS)
 PARTS = gl.constexpr(sizes.PARTS)
 LEAST_STAGES = gl.constexpr(sizes.LEAST_STAGES)
-MOST_SPLITS = gl.constexpr(sizes.MOST_SPLITS)
 MOST_HELD = gl.constexpr(sizes.MOST_HELD)
-MERGED = gl.constexpr(sizes.MERGED)
-MULTIPLIED = gl.constexpr(sizes.MULTIPLIED)
 MOST_TILES = gl.constexpr(sizes.MOST_TILES)
 SUMS = gl.constexpr(sizes.SUMS)
 MOST_TENSOR_TILES = gl.constexpr(sizes.MOST_TENSOR_TILES)
 WARP_SUMS = gl.constexpr(sizes.WARP_SUMS)
+MIXED = gl.constexpr(256)
+"""Elements of attention that a program merges at once, in a step of several rows."""
 MOST_PROGRAMS = gl.constexpr(256)
 INT4 = gl.constexpr(2)
 """Value of FP8_WEIGHTS, and of the arguments FP8 of products, for 4-bit weights."""
@@ -59,18 +58,22 @@ class StepConstants:
     """Compile-time constants of the kernel.
 
     Attributes:
-        BATCH: sequences of the step; several are multiplied on tensor cores (`kernels.step.gpu.products_of_rows`).
+        BATCH: rows of the step, each a token of a sequence.
+        OF_ROWS: whether the step is computed as one of several rows is (`kernels.step.gpu.kernel_rows`), with the same
+            bits for a row whatever BATCH is.
         LAYERS: layers of the model; `HIDDEN`, `INNER`, `HEADS`, `KV_HEADS`, `D` and `VOCAB` are its sizes.
         GROUP: query heads per key-value head.
         GROUP_SPLITS: programs that attend the same keys, each for other query heads.
-        UNITS: key-value heads of all sequences times `GROUP_SPLITS`.
+        UNITS: key-value heads of all rows times `GROUP_SPLITS`.
         HELD: query heads that a program attends.
         BLOCK_SIZE: tokens per block of the cache.
         STAGES: stages of the ring.
         FLYING: stages that a program copies at once. More would delay the loads of the consumers.
         HEAD_FLYING: the same for the output head, during which the consumers issue no loads.
         EARLY: whether a program arrives at a barrier before its results are visible (`kernels.step.gpu.grid_barrier`).
-        SPLITS: parts of a sequence that are attended in parallel, at most.
+        SPLITS: parts in which the keys of a row are attended, at most; a power of two that does not depend on BATCH.
+        LOCAL: splits of a row that a program attends, one after the other; one in a step of one row.
+        PIECES: programs that share the splits of a row.
         NORMS: whether queries and keys are normalized per head.
         BIAS: whether the QKV projection has a bias.
         WINDOWS: whether a layer has a sliding window.
@@ -82,7 +85,6 @@ class StepConstants:
             some; 0 of other weights.
         WEIGHT_OFFSET: subtracted from 4-bit numbers.
         WEIGHT_SHIFTS: whether 4-bit weights have shifts.
-        TENSOR_CORES: whether they multiply one sequence (`kernels.step.gpu.tensor_products`).
         OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
         POST_NORMS: whether the outputs of attention and MLP are normalized before they are added to the residual stream
             (`kernels.step.gpu.residual`).
@@ -91,8 +93,10 @@ class StepConstants:
         EMBEDDING_FACTOR: factor on the embedding.
         KEYS: keys per stage; values likewise.
         HELD_P: `HELD` rounded up to a power of two.
-        HEAD_ROWS: rows of the buffer of query heads, a key and a value.
-        INPUTS: elements of the largest vector in shared memory; with several sequences, of 8 such vectors.
+        HEAD_ROWS: rows of the buffer of query heads and of the keys and the values of the step's tokens.
+        HEADS_IN_SUMS: whether that buffer lies in the memory of the sums, which attention does not need.
+        CHUNK: elements of shared memory for 1024 columns of all rows.
+        INPUTS: elements of the largest vectors of all rows in shared memory.
         DP: `D` rounded up to a power of two. A head is two halves of DP / 2 elements, each padded (`head_element`).
         BLOCK_D: largest power of two that divides `D`.
         W: register layout of a part [ROWS, COLUMNS]: one row per warp.
@@ -102,6 +106,7 @@ class StepConstants:
     """
 
     BATCH: gl.constexpr
+    OF_ROWS: gl.constexpr
     LAYERS: gl.constexpr
     HIDDEN: gl.constexpr
     INNER: gl.constexpr
@@ -119,12 +124,13 @@ class StepConstants:
     HEAD_FLYING: gl.constexpr
     EARLY: gl.constexpr
     SPLITS: gl.constexpr
+    LOCAL: gl.constexpr
+    PIECES: gl.constexpr
     NORMS: gl.constexpr
     BIAS: gl.constexpr
     WINDOWS: gl.constexpr
     FP8: gl.constexpr
     FP8_WEIGHTS: gl.constexpr
-    TENSOR_CORES: gl.constexpr
     OWN: gl.constexpr
     POST_NORMS: gl.constexpr
     GELU_TANH: gl.constexpr
@@ -136,6 +142,8 @@ class StepConstants:
     KEYS: gl.constexpr
     HEAD_ROWS: gl.constexpr
     HELD_P: gl.constexpr
+    HEADS_IN_SUMS: gl.constexpr
+    CHUNK: gl.constexpr
     INPUTS: gl.constexpr
     DP: gl.constexpr
     BLOCK_D: gl.constexpr
@@ -148,10 +156,12 @@ class StepConstants:
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
         BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
-        FP8_WEIGHTS=False, TENSOR_CORES=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False,
-        EMBEDDING_FACTOR=1.0, PART_SCALES=0, WEIGHT_OFFSET=0, WEIGHT_SHIFTS=False,
+        FP8_WEIGHTS=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False,
+        EMBEDDING_FACTOR=1.0, PART_SCALES=0, WEIGHT_OFFSET=0, WEIGHT_SHIFTS=False, OF_ROWS=False, LOCAL=1,
     ) -> None:  # fmt: skip
         self.BATCH = gl.constexpr(BATCH)
+        self.OF_ROWS = gl.constexpr(OF_ROWS)
+        self.CHUNK = gl.constexpr(BATCH * PARTS.value * COLUMNS.value)
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
         self.INNER = gl.constexpr(INNER)
@@ -172,12 +182,13 @@ class StepConstants:
         self.HEAD_FLYING = gl.constexpr(HEAD_FLYING)
         self.EARLY = gl.constexpr(EARLY)
         self.SPLITS = gl.constexpr(SPLITS)
+        self.LOCAL = gl.constexpr(LOCAL)
+        self.PIECES = gl.constexpr(SPLITS // LOCAL)
         self.NORMS = gl.constexpr(NORMS)
         self.BIAS = gl.constexpr(BIAS)
         self.WINDOWS = gl.constexpr(WINDOWS)
         self.FP8 = gl.constexpr(FP8)
         self.FP8_WEIGHTS = gl.constexpr(FP8_WEIGHTS)
-        self.TENSOR_CORES = gl.constexpr(TENSOR_CORES)
         self.OWN = gl.constexpr(OWN)
         self.POST_NORMS = gl.constexpr(POST_NORMS)
         self.GELU_TANH = gl.constexpr(GELU_TANH)
@@ -187,7 +198,11 @@ class StepConstants:
         self.WEIGHT_OFFSET = gl.constexpr(WEIGHT_OFFSET)
         self.WEIGHT_SHIFTS = gl.constexpr(WEIGHT_SHIFTS)
         self.KEYS = gl.constexpr(PARTS.value * ROWS.value * COLUMNS.value // 2 // DP)
-        self.HEAD_ROWS = gl.constexpr(max(4, 2 * HELD_P))
+        self.HEAD_ROWS = gl.constexpr(max(4, 1 << (HELD + 2 * BATCH - 1).bit_length()))
+        sums = MOST_TILES.value * ROWS.value * SUMS.value
+        if not OF_ROWS:
+            sums = MOST_TENSOR_TILES.value * ROWS.value * WARP_SUMS.value
+        self.HEADS_IN_SUMS = gl.constexpr(BATCH > 1 and self.HEAD_ROWS.value * DP * 2 <= sums * 4)
         self.W = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
         lanes = DP // 8
         self.LINES = gl.constexpr(CONSUMER_WARPS.value * 32 // lanes)
@@ -211,11 +226,12 @@ class Ring:
         data: [STAGES, PARTS * ROWS * COLUMNS].
         full: [STAGES, 1], as is `empty`.
         x: [INPUTS / 256, 256], the input of a linear layer.
-        sums: float32, each consumer warp's sums of a tile; on tensor cores only. Of several sequences
-            [MOST_TILES, ROWS, SUMS], of one [MOST_TENSOR_TILES, ROWS, WARP_SUMS].
+        sums: float32, each consumer warp's sums of a tile. In a step of rows [MOST_TILES, ROWS, SUMS], else
+            [MOST_TENSOR_TILES, ROWS, WARP_SUMS]. Meanwhile attention has log-sum-exps there.
         scales: [STAGES, ROWS] float32, of the rows of weights in a stage, of FP8 weights; of weights in groups int32,
             [STAGES, 2 * PARTS * ROWS * PART_SCALES].
-        heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
+        heads: [HEAD_ROWS, DP], HELD queries, then BATCH keys and BATCH values: of the tokens of the step that the row
+            follows, and of its own.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
     """
 
@@ -249,17 +265,19 @@ def make_ring(dtype: gl.constexpr, c):
     data = gl.allocate_shared_memory(dtype, [c.STAGES, PARTS * ROWS * COLUMNS], flat)
     x = gl.allocate_shared_memory(dtype, [c.INPUTS // COLUMNS, COLUMNS], flat)
     plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    heads = gl.allocate_shared_memory(dtype, [c.HEAD_ROWS, c.DP], flat)
     maxima = gl.allocate_shared_memory(gl.float32, [c.HELD_P, c.LINES], plane)
     totals = gl.allocate_shared_memory(gl.float32, [c.HELD_P, c.LINES], plane)
-    sums = totals
-    if c.BATCH > 1:
+    if c.OF_ROWS:
         # Warps write a row each and read a column each, both without bank conflicts.
         apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, ROWS, [1, 0])
         sums = gl.allocate_shared_memory(gl.float32, [MOST_TILES, ROWS, SUMS], apart)
-    elif c.TENSOR_CORES:
+    else:
         in_fours: gl.constexpr = gl.SwizzledSharedLayout(4, 1, ROWS, [1, 0])
         sums = gl.allocate_shared_memory(gl.float32, [MOST_TENSOR_TILES, ROWS, WARP_SUMS], in_fours)
+    if c.HEADS_IN_SUMS:
+        heads = sums._reinterpret(dtype, [c.HEAD_ROWS, c.DP], flat)
+    else:
+        heads = gl.allocate_shared_memory(dtype, [c.HEAD_ROWS, c.DP], flat)
     scales = totals
     if c.PART_SCALES > 0:
         scales = gl.allocate_shared_memory(
@@ -279,10 +297,8 @@ def make_ring(dtype: gl.constexpr, c):
 
 
 @gluon.constexpr_function
-def part_layout(on_tensor_cores, fp8):
-    """Return the layout of a part; for tensor cores, the same columns of its rows are in different banks."""
-    if not on_tensor_cores:
-        return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+def part_layout(fp8):
+    """Return the layout of a part, in which the same columns of its rows are in different banks."""
     return gl.SwizzledSharedLayout(1 << part_columns_log2(fp8), 1, ROWS.value, [1, 0])
 
 
@@ -293,11 +309,11 @@ def part_columns_log2(fp8):
 
 
 @gluon.jit
-def parts_of(ring, stage, FP8: gl.constexpr, c):
+def parts_of(ring, stage, FP8: gl.constexpr):
     """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]; of FP8 weights, twice as many parts."""
     dtype: gl.constexpr = stored_dtype(ring.data.dtype, FP8)
     shape: gl.constexpr = [parts_per_stage(FP8), ROWS, COLUMNS]
-    layout: gl.constexpr = part_layout(c.BATCH > 1 or c.TENSOR_CORES, FP8)
+    layout: gl.constexpr = part_layout(FP8)
     return ring.data.index(stage)._reinterpret(dtype, shape, layout)
 
 
@@ -315,6 +331,14 @@ def keys_of(ring, stage, c):
     dtype: gl.constexpr = stored_dtype(ring.data.dtype, c.FP8)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return ring.data.index(stage)._reinterpret(dtype, [4 if c.FP8 else 2, c.KEYS, c.DP], layout)
+
+
+@gluon.jit
+def rows_in(ring, stage, c):
+    """View a stage as rows [DP]: KEYS keys, then as many values; in FP8, what follows them are scales."""
+    dtype: gl.constexpr = stored_dtype(ring.data.dtype, c.FP8)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return ring.data.index(stage)._reinterpret(dtype, [(4 if c.FP8 else 2) * c.KEYS, c.DP], layout)
 
 
 @gluon.jit
@@ -430,18 +454,17 @@ def first_key(table, layer, past, c):
 
 
 @gluon.jit
-def key_range(seen, past, split, c):
-    """Return the stages of keys that a split attends, of those with keys from `seen` to `past` - 1.
+def key_range(seen, position, split, c):
+    """Return the stages of keys that a split attends, of those with keys from `seen` to `position`.
 
     Returns:
         (number of splits, first stage, last stage + 1); the range is empty for a split past the last one.
     """
     skipped = seen // c.KEYS
-    end = (past + c.KEYS - 1) // c.KEYS
-    stages = gl.where(seen < past, end - skipped, 0)
-    splits = gl.minimum(gl.maximum(stages, 1), c.SPLITS)
-    each = gl.maximum((stages + splits - 1) // splits, 1)
-    splits = gl.maximum((stages + each - 1) // each, 1)
+    stages = position // c.KEYS + 1 - skipped
+    splits = gl.minimum(stages, c.SPLITS)
+    each = (stages + splits - 1) // splits
+    splits = (stages + each - 1) // each
     first = skipped + gl.minimum(split * each, stages)
     return splits, first, skipped + gl.minimum((split + 1) * each, stages)
 
@@ -489,10 +512,10 @@ def parts_in(inputs, stage, fp8=False):
 
 
 @gluon.constexpr_function
-def parts_sent(inputs, stage, batch, fp8=False):
-    """Return how many parts of a stage are filled; for several sequences a multiple of PARTS, the last with zeros."""
+def parts_sent(inputs, stage, of_rows, fp8=False):
+    """Return how many parts of a stage are filled; in a step of rows a multiple of PARTS, the last with zeros."""
     parts = parts_in(inputs, stage, fp8)
-    return parts if batch == 1 else -(-parts // PARTS.value) * PARTS.value
+    return -(-parts // PARTS.value) * PARTS.value if of_rows else parts
 
 
 @gluon.constexpr_function
@@ -510,16 +533,19 @@ def flying_of(inputs, flying, fp8):
 
 @gluon.jit
 def attended(c):
-    """Return what this program attends: sequence, key-value head, part of the head's queries, and split."""
+    """Return what this program attends: row, key-value head, part of the head's queries, and piece.
+
+    A piece is LOCAL splits: number `piece` * LOCAL and those after it.
+    """
     unit = gl.program_id(0) % c.UNITS
-    split = gl.program_id(0) // c.UNITS
+    piece = gl.program_id(0) // c.UNITS
     kv_head = unit % c.KV_HEADS
     part = unit // c.KV_HEADS
     row = 0
     if c.BATCH > 1:
         row = part // c.GROUP_SPLITS
         part = part % c.GROUP_SPLITS
-    return row, kv_head, part, split
+    return row, kv_head, part, piece
 
 
 @gluon.jit

@@ -8,36 +8,35 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.products import dot_normed, rows_of_tile, tiles_at_once, tiles_of_program
+from kernels.step.gpu.products import rows_of_tile, tiles_of_program
 from kernels.step.gpu.ring import CONSUMER_WARPS, MOST_PROGRAMS, ROWS
+from kernels.step.gpu.tensor_products import multiply, tensor_tiles_at_once
 
 LOWEST_KEY = gl.constexpr(-(2**63))
 _MINUS_INFINITY = gl.constexpr(-0x7F800001)
 
 
 @gluon.jit
-def score_all(ring, xs, factor, logits, best, totals, used, c):
+def score_all(ring, logits, best, totals, used, c):
     """Compute and store this program's logits, their largest key and the sum of their exponentials."""
-    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4, False, c.TENSOR_CORES)
+    EACH: gl.constexpr = tensor_tiles_at_once(c.HIDDEN, False, c.STAGES, 4)
     key = gl.full([ROWS], LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
     count = tiles_of_program(gl.program_id(0), (c.VOCAB + ROWS - 1) // ROWS)
     for i in range(count // EACH):
-        key, total, used = score(ring, xs, factor, logits, i * EACH, key, total, used, EACH, c)
+        key, total, used = score(ring, logits, i * EACH, key, total, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            key, total, used = score(
-                ring, xs, factor, logits, count - n, key, total, used, gl.constexpr(n), c
-            )
+            key, total, used = score(ring, logits, count - n, key, total, used, gl.constexpr(n), c)
     largest = gl.max(key, 0)
     gl.store(best + gl.program_id(0), largest)
     gl.store(totals + gl.program_id(0), gl.sum(total * exponentials(key, largest), 0))
 
 
 @gluon.jit
-def score(ring, xs, factor, logits, number, key, total, used, TILES: gl.constexpr, c):
+def score(ring, logits, number, key, total, used, TILES: gl.constexpr, c):
     """Compute and store TILES tiles of logits; returns each warp's largest key and sum of exponentials so far."""
-    sums, used = dot_normed(ring, xs, factor, used, TILES, gl.constexpr(False), c)
+    sums, used = multiply(ring, used, c.HIDDEN, TILES, gl.constexpr(False), c)
     keys = ()
     largest = key
     for t in gl.static_range(TILES):

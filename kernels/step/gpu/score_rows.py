@@ -1,6 +1,6 @@
-"""The end of the whole-step kernel for several sequences: their logits, the argmax of each and its log-probability.
+"""The end of the whole-step kernel for one or several rows: their logits, the argmax of each and its log-probability.
 
-Each program stores the largest key of its own logits of each sequence, and the first program reduces these.
+Each program stores the largest key of its own logits of each row, and the first program reduces these.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def score_tiles(ring, logits, number, key, total, used, TILES: gl.constexpr, c):
     """Compute and store TILES tiles of logits; returns the largest key and the sum of exponentials of each place."""
     sums, used = multiply(ring, used, c.HIDDEN, TILES, gl.constexpr(False), c)
     row, output = outputs_of_tile()
-    keys = ()
     largest = key
     for t in gl.static_range(TILES):
         token = (gl.program_id(0) + (number + t) * gl.num_programs(0)) * ROWS + output
@@ -57,19 +56,18 @@ def score_tiles(ring, logits, number, key, total, used, TILES: gl.constexpr, c):
         rounded = sums[t].to(logits.dtype.element_ty)
         gl.store(logits + (row.to(gl.int64) * c.VOCAB + token), rounded, mask=exists)
         ranked = gl.where(exists, ranking_keys(rounded.to(gl.float32), token), LOWEST_KEY)
-        keys = keys + (ranked,)  # type: ignore[assignment]
-        largest = gl.maximum(largest, ranked)
-    total *= exponentials(key, largest)
-    for t in gl.static_range(TILES):
-        total += exponentials(keys[t], largest)
+        # Tile by tile, so that the order does not depend on how many are multiplied at once.
+        highest = gl.maximum(largest, ranked)
+        total = gl.fma(total, exponentials(largest, highest), exponentials(ranked, highest))
+        largest = highest
     return largest, total, used
 
 
 @gluon.jit
 def choose_rows(best, totals, tokens, logprobs, sampled, sampled_rows, c):
     """Reduce the programs' keys to the argmax of each sequence's logits; store its token and log-probability."""
-    warps: gl.constexpr = [c.BATCH, CONSUMER_WARPS // c.BATCH]
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], warps, [1, 0])
+    # A warp has a whole row, so the order of a sum does not depend on how many rows there are.
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [CONSUMER_WARPS, 1], [1, 0])
     row = gl.arange(0, c.BATCH, layout=gl.SliceLayout(1, layout))
     number = gl.arange(0, MOST_PROGRAMS, layout=gl.SliceLayout(0, layout))[None, :]
     place = row[:, None] * MOST_PROGRAMS + number

@@ -300,7 +300,7 @@ def of_packed(ring, number, used, COUNT: gl.constexpr, c):
     first: gl.constexpr = gl.DotOperandLayout(0, accumulators(), 2)
     second: gl.constexpr = gl.DotOperandLayout(1, accumulators(), 2)
     ODD: gl.constexpr = c.INPUTS // WIDTH // 2
-    parts = parts_of(ring, used % c.STAGES, INT4, c)
+    parts = parts_of(ring, used % c.STAGES, INT4)
     start = number % 2 * PARTS
     even = part_of_vector(ring, number, WIDTH, INT4, c)
     even = even._reinterpret(dtype, [CONSUMER_WARPS, 16, 8], vector_operand(INT4)).load(second)

@@ -20,6 +20,9 @@ class SchedulerConfig:
         max_prefill_tokens: tokens computed in a step in which no sequence decodes, at least
             `max_num_batched_tokens`, which None stands for.
         max_queries: tokens of a decode row, its draft included, at least 1.
+        exact_rows: a power of two; a step of up to so many rows, each a token of a sequence, computes a row with the
+            same bits whatever the others are, also where they are tokens of the same sequence. 1 if only steps of one
+            row do.
     """
 
     max_num_seqs: int
@@ -27,13 +30,14 @@ class SchedulerConfig:
     max_model_len: int
     max_prefill_tokens: int | None = None
     max_queries: int = 1
+    exact_rows: int = 1
 
     @property
     def max_logits(self) -> int:
         """Rows of logits of a step: a token of each sequence, or more with drafts while few sequences run."""
         few = min(self.max_num_seqs, _FEW_SEQUENCES)
         most = min(few * self.max_queries, self.max_num_batched_tokens)
-        return max(self.max_num_seqs, most)
+        return max(self.max_num_seqs, most, self.exact_rows)
 
     @property
     def prefill_budget(self) -> int:
@@ -52,6 +56,7 @@ class SchedulerConfig:
             ("max_model_len", self.max_model_len, 2),
             ("max_prefill_tokens", self.prefill_budget, self.max_num_batched_tokens),
             ("max_queries", self.max_queries, 1),
+            ("exact_rows", self.exact_rows, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")

@@ -47,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         startup_seconds: duration of each start-up phase, in order.
         versions: versions of the libraries that the results depend on.
         max_draft_tokens: tokens that are proposed at once, 0 for none.
+        exact_rows: of `SchedulerConfig`: the tokens up to which a step may have drafts of any request.
         engine: number of the engine among those of the service.
         pid: of the engine's process, of rank 0 with `--tensor-parallel`; 0 if it runs in the front end's.
     """
@@ -69,6 +70,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     startup_seconds: dict[str, float]
     versions: dict[str, str]
     max_draft_tokens: int = 0
+    exact_rows: int = 1
     engine: int = 0
     pid: int = 0
 

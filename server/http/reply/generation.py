@@ -326,7 +326,8 @@ def _sampling(prompt: Prompt, index: int) -> SamplingParams:
 def _draft_warnings(options: RequestOptions, info: EngineInfo) -> tuple[str, ...]:
     """Return what a request asks for and does not get, because it has no drafts or shorter ones."""
     asked = options.max_draft_tokens
-    is_possible = options.deterministic or info.plan.deterministic.requests == "all"
+    is_possible = info.exact_rows > 1 or options.deterministic
+    is_possible = is_possible or info.plan.deterministic.requests == "all"
     why = "" if is_possible else "only deterministic requests have drafts"
     if not info.max_draft_tokens:
         why = "the service has no drafts (--max-draft-tokens 0)"

@@ -31,7 +31,18 @@ class LayersAsKernel:
         self._model, self._cache, self.rows = model, cache, rows
 
     def __call__(
-        self, ids, positions, slots, table, _ropes, logits, tokens, logprobs, sampled, rows=None
+        self,
+        ids,
+        positions,
+        _earlier,
+        slots,
+        table,
+        _ropes,
+        logits,
+        tokens,
+        logprobs,
+        sampled,
+        rows,
     ):
         most = table.shape[1] * self._cache.block_size
         batch = PagedBatch(
@@ -51,4 +62,4 @@ class LayersAsKernel:
         )
         hidden = layers.hidden_states(step, ids, sampled)
         found = layers.bound.head.argmax(hidden, logits, tokens, logprobs)
-        sampled.index_copy_(0, torch.zeros(1, dtype=torch.int64) if rows is None else rows, found)
+        sampled.index_copy_(0, rows, found)

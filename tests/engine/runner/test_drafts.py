@@ -177,7 +177,7 @@ def step_of(decode, prefill=()):
     )
 
 
-def test_a_step_with_drafts_is_no_single_launch(tmp_path, monkeypatch):
+def test_a_step_of_few_tokens_with_drafts_is_a_single_launch_of_as_many_rows(tmp_path, monkeypatch):
     rng = random.Random(11)
     folder = write_tiny_checkpoint(tmp_path)
     launched, one_step = [], SingleLaunch.step
@@ -190,7 +190,11 @@ def test_a_step_with_drafts_is_no_single_launch(tmp_path, monkeypatch):
     replace_single_launch(monkeypatch, lambda kernel, *given: kernel(*given), (1, 2, 4))
     steps = check(lambda: make_engine(folder), requests(rng, WAYS[:2]), rng)
 
-    # Rows of logits may be as many as rows, even if some rows have several and others none.
     assert {len(step.decode) for step in steps} == {1, 2}
-    assert launched
-    assert {(it.rows, it.queries, it.num_logits) for it in launched} <= {(1, 1, 1), (2, 1, 2)}
+    assert {(it.rows, it.queries, it.num_logits) for it in launched} == {
+        (rows, 1, rows) for rows in (1, 2, 4)
+    }
+    assert {it.chained for it in launched if it.rows == 4} == {True}
+    for step in steps:
+        if step.decode.num_tokens <= 4:
+            assert step.decode.num_logits == step.decode.num_tokens

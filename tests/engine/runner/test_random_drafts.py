@@ -103,8 +103,9 @@ def engines(tmp_path_factory):
         engine.engine._scheduler.drafts.most = 0
         expected = engine.generate(made_requests())
         engine.engine._scheduler.drafts.most = MOST
-        engine.engine._scheduler.drafts.costs.note = lambda *_: None
-        engine.engine._scheduler.drafts.costs.seconds = lambda _: 1.0
+        for kind in engine.engine._scheduler.drafts.kinds:
+            kind.costs.note = lambda *_: None
+            kind.costs.seconds = lambda _: 1.0
         found[name] = engine, expected
     return found
 

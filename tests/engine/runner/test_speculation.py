@@ -25,8 +25,9 @@ def checkpoint(tmp_path_factory):
 def engine_of(checkpoint, **limits):
     engine = make_engine(checkpoint, dtype="auto", quantization="int8", **limits)
     # Drafts of every length, whatever they cost: the clock of the test says that tokens are free.
-    engine.engine._scheduler.drafts.costs.note = lambda *_: None
-    engine.engine._scheduler.drafts.costs.seconds = lambda _: 1.0
+    for kind in engine.engine._scheduler.drafts.kinds:
+        kind.costs.note = lambda *_: None
+        kind.costs.seconds = lambda _: 1.0
     return engine
 
 

@@ -168,6 +168,9 @@ async def test_a_request_without_equal_bits_is_told_that_it_has_no_drafts(
 
     text = "`speculation` has no effect: only deterministic requests have drafts"
     assert reply.get("warnings", []) == [text] * warned
+    engine.info = msgspec.structs.replace(engine.info, exact_rows=8)
+    reply = await client.post("/v1/completions", json={"prompt": "x", "speculation": fields})
+    assert "warnings" not in reply.json()
 
 
 @pytest.mark.parametrize(

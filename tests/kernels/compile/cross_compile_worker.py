@@ -306,7 +306,12 @@ def _attempt(answer: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any
     try:
         return answer(job)
     except Exception as error:  # noqa: BLE001  # any compiler error is reported
-        return {"error": f"{type(error).__name__}: {error}"}
+        causes = []
+        while error is not None:
+            # The last cause says what is wrong; those before, where.
+            causes.append(f"{type(error).__name__}: {error}")
+            error = error.__cause__
+        return {"error": "\n".join(reversed(causes))}
 
 
 def job_from(**wanted: Any) -> Job:

@@ -37,8 +37,7 @@ from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.sampling.tile_best import TileBest
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.gpu.kernel_rows import RowsKernel
-from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
-from kernels.step.sizes import on_tensor_cores
+from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, computed_as_rows
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from kernels.weights import Weight
 from tests.kernels.compile.cross_compile_jobs import ARCHES
@@ -390,7 +389,8 @@ class FusedCompiler(Compiler):
             down_norm=gain(c) if gemma else None,
         )
         # The compiler removes a loop over one layer, and with it the registers that layers hand on.
-        layers = 3 if job.tokens == 1 and "fp8" not in job.around else 1
+        as_rows = computed_as_rows(shape, job.tokens, form)
+        layers = 1 if as_rows or "fp8" in job.around else 3
         ends = empty(vocabulary, c), empty(vocabulary, c), gain(c)
         weights = StepWeights(shape, [layer] * layers, *ends)
         cache, scales = empty(2, 3, 16, kv_heads, dim), None
@@ -406,14 +406,13 @@ class FusedCompiler(Compiler):
             (empty(99, 1, dim),) * (4 if gemma else 2),
         )
         logits = empty(rows, vocabulary)
-        inputs = (ids, ids, slots, table, rope, logits, ids, torch.empty(rows), ids)
+        caches = (cache,) * layers, (scales,) * layers
+        outputs = slots, table, rope, logits, ids, torch.empty(rows), ids
         self.compiled = []
-        if rows == 1:
-            tensor_cores = on_tensor_cores(shape, quantized=form is not None)
-            caches = (cache,) * layers, (scales,) * layers
-            StepKernel(weights, *caches, arch, tensor_cores=tensor_cores)(*inputs)
+        if as_rows:
+            RowsKernel(weights, *caches, arch, rows)(ids, ids, slots, *outputs, ids)
         else:
-            RowsKernel(weights, (cache,), (scales,), arch, rows)(*inputs, ids)
+            StepKernel(weights, *caches, arch)(ids, ids, *outputs)
 
     def _argmax(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)

@@ -21,7 +21,6 @@ import torch
 from kernels.gpu import unpack
 from kernels.step.gpu import (
     attend,
-    attend_rows,
     consumer,
     consumer_rows,
     grid_barrier,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MODULES = (
-    attend, attend_rows, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
+    attend, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
     score, score_rows, tensor_products, unpack,
 )  # fmt: skip
 
@@ -206,6 +205,16 @@ class Device:
     def max(self, x: Array, axis: int) -> Array:
         return array(x.amax(axis))
 
+    def zeros_like(self, x: Array) -> Array:
+        return array(torch.zeros_like(x))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Array:
+        return array(a * b + c)
+
+    def broadcast(self, a: Array, b: Array) -> tuple[Array, Array]:
+        first, second = torch.broadcast_tensors(a, b)
+        return array(first), array(second)
+
     def expand_dims(self, x: Array, axis: int) -> Array:
         return array(torch.as_tensor(x).unsqueeze(axis))
 
@@ -335,20 +344,23 @@ class StepOnCPU:
 def _launch(
     programs: int, rows_of_table: list[Any], arguments: list[Any], constants: dict[str, Any]
 ) -> None:
-    made = ring.StepConstants(**constants)
+    made = ring.StepConstants(**constants, OF_ROWS="BATCH" in constants)
     c = SimpleNamespace(**{name: constant(it) for name, it in vars(made).items()})
     given = [Pointer(it.view(-1)) if isinstance(it, torch.Tensor) else it for it in arguments]
-    table, embedding, norm, head, ids, positions, slots, block_table, *rest = given
-    columns = (rest.pop(0),) if c.BATCH > 1 else ()
-    ropes, rest = rest[: 2 if c.BATCH > 1 else 4], rest[2 if c.BATCH > 1 else 4 :]
-    buffers, (counter, logits, tokens, logprobs, sampled, *rest) = tuple(rest[:8]), rest[8:]
+    table, embedding, norm, head, ids, positions, *rest = given
+    earlier = (rest.pop(0),) if c.OF_ROWS else ()
+    slots, block_table, *rest = rest
+    columns = (rest.pop(0),) if c.OF_ROWS else ()
+    ropes, rest = rest[: 2 if c.OF_ROWS else 4], rest[2 if c.OF_ROWS else 4 :]
+    count = 9 if c.OF_ROWS else 8
+    buffers, (counter, logits, tokens, logprobs, sampled, *rest) = tuple(rest[:count]), rest[count:]
     *rows, eps, scale = rest
     consume, produce = (
         (consumer_rows.consume_rows, producer.produce_rows)
-        if c.BATCH > 1
+        if c.OF_ROWS
         else (consumer.consume, producer.produce)
     )
-    rotations = ropes if c.BATCH > 1 else (ropes,)
+    rotations = ropes if c.OF_ROWS else (ropes,)
     device = Device(programs)
     dtype = embedding.memory.dtype
 
@@ -370,12 +382,23 @@ def _launch(
         for program in range(programs):
             own = _shared_memory(dtype, c)
             roles.append(
-                role(produce, program, own, table, head, positions, block_table, *columns, c)
+                role(
+                    produce,
+                    program,
+                    own,
+                    table,
+                    head,
+                    positions,
+                    *earlier,
+                    block_table,
+                    *columns,
+                    c,
+                )
             )
             roles.append(
                 role(
-                    consume, program, own, table, embedding, norm, ids, positions, slots, *rotations, buffers, counter,
-                    logits, tokens, logprobs, sampled, *rows, eps, scale, c,
+                    consume, program, own, table, embedding, norm, ids, positions, *earlier, slots, *rotations, buffers,
+                    counter, logits, tokens, logprobs, sampled, *rows, eps, scale, c,
                 )
             )  # fmt: skip
         run_roles(roles)
@@ -390,24 +413,27 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         return Shared(memory, kind, list(shape), ("swizzled", *swizzle))
 
     columns, rows = ring.COLUMNS.value, ring.ROWS.value
+    if c.OF_ROWS:
+        sums = shared(
+            torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)
+        )
+    else:
+        tiles, each = ring.MOST_TENSOR_TILES.value, ring.WARP_SUMS.value
+        sums = shared(torch.float32, tiles, rows, each, swizzle=(4, 1, 8))
+    if c.HEADS_IN_SUMS:
+        heads = sums._reinterpret(dtype, [c.HEAD_ROWS, c.DP], ("swizzled", 1, 1, 1))
+    else:
+        heads = shared(dtype, c.HEAD_ROWS, c.DP)
     return SimpleNamespace(
         data=shared(dtype, c.STAGES, ring.PARTS.value * rows * columns),
         x=shared(dtype, c.INPUTS // columns, columns),
-        heads=shared(dtype, c.HEAD_ROWS, c.DP),
+        heads=heads,
+        sums=sums,
         maxima=shared(torch.float32, c.HELD_P, c.LINES),
         totals=shared(torch.float32, c.HELD_P, c.LINES),
         scales=shared(torch.int32, c.STAGES, 2 * ring.PARTS.value * rows * c.PART_SCALES)
         if c.PART_SCALES
         else shared(torch.float32, c.STAGES, rows),
-        sums=shared(
-            torch.float32,
-            ring.MOST_TENSOR_TILES.value,
-            rows,
-            ring.WARP_SUMS.value,
-            swizzle=(4, 1, 8),
-        )
-        if c.TENSOR_CORES
-        else shared(torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)),
         full=MBarriers(c.STAGES, 1),
         empty=MBarriers(c.STAGES, 1),
     )

@@ -12,9 +12,9 @@ from kernels.step.single_launch import (
     LayerWeights,
     StepShape,
     StepWeights,
+    computed_as_rows,
     unsupported,
 )
-from kernels.step.sizes import on_tensor_cores
 from kernels.step.weights import MATRICES
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from kernels.weights import Weight, quantize
@@ -62,7 +62,6 @@ class Case:
     early: bool = True
     fp8_weights: bool = False
     parts: tuple[str, ...] = ()
-    on_tensor_cores: bool = False
     form: WeightFormat | None = None
 
     @property
@@ -71,15 +70,14 @@ class Case:
         activation = "gelu_tanh" if GELU_TANH in self.parts else "silu"
         factor = self.hidden**0.5 if FACTOR in self.parts else 1.0
         return StepShape(
-            *sizes, 1e-6, self.dim**-0.5, activation, factor, post_norms=POST_NORMS in self.parts
-        )
+            *sizes, 1e-6, self.dim**-0.5, activation, factor, post_norms=POST_NORMS in self.parts,
+            float32_norms=FLOAT32_NORMS in self.parts, local_rope=LOCAL_ROPE in self.parts,
+        )  # fmt: skip
 
     @property
-    def tensor_cores(self):
-        """Whether they multiply one sequence, because a test wants it or the kernel does it."""
-        return self.on_tensor_cores or on_tensor_cores(
-            self.shape, quantized=self.fp8_weights or self.form is not None
-        )
+    def as_rows(self):
+        """Whether a step of one row is computed as one of several is."""
+        return computed_as_rows(self.shape, self.rows, FP8_ROWS if self.fp8_weights else self.form)
 
     @property
     def arch(self):
@@ -140,16 +138,13 @@ FP8_WEIGHTS_OF_ROWS = (
     Case(4, fp8_weights=True, inner=8256, layers=1, num_sms=20),
     Case(2, fp8_weights=True, fp8=True, hidden=320, inner=576, num_sms=23, early=False),
 )  # fmt: skip
-TENSOR_CORES = tuple(
-    dataclasses.replace(case, on_tensor_cores=True)
-    for case in (
-        Case(1),
-        Case(1, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
-        Case(1, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
-        Case(1, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
-        Case(1, hidden=4096, inner=1088, layers=1, num_sms=20),
-        Case(1, inner=4160, layers=1, num_sms=20),
-    )
+ALONE = (
+    Case(1),
+    Case(1, hidden=320, inner=576, heads=6, dim=48, fp8=True, num_sms=23),
+    Case(1, hidden=192, heads=3, kv_heads=1, dim=64, inner=1536, around=False, window=40),
+    Case(1, hidden=1088, inner=2176, layers=1, early=False, num_sms=20),
+    Case(1, hidden=4096, inner=1088, layers=1, num_sms=20),
+    Case(1, inner=4160, layers=1, num_sms=20),
 )
 GEMMAS = (
     Case(1, parts=GEMMA, window=40),
@@ -176,7 +171,7 @@ CASES = (
     *FP8_WEIGHTS,
     *FP8_WEIGHTS_OF_ROWS,
     *GEMMAS,
-    *TENSOR_CORES,
+    *ALONE,
 )
 
 
@@ -273,6 +268,7 @@ class Model:
             [torch.randperm(BLOCKS, generator=GENERATOR) for _ in POSITIONS]
         ).int()[: case.rows]
         self.slots = torch.full((case.rows,), -1, dtype=torch.int32)
+        self.earlier = torch.zeros(case.rows, dtype=torch.int32)
         self.sampled = torch.zeros(20, dtype=torch.int64)
 
     def rows_of(self, layer):
@@ -285,9 +281,7 @@ class Model:
     def bind(self):
         given = (self.weights, self.caches, self.scales, self.case.arch)
         return (
-            kernel.StepKernel(*given, tensor_cores=self.case.tensor_cores)
-            if self.case.rows == 1
-            else RowsKernel(*given, self.case.rows)
+            RowsKernel(*given, self.case.rows) if self.case.as_rows else kernel.StepKernel(*given)
         )
 
     def step(self, bound):
@@ -295,9 +289,11 @@ class Model:
         rows = self.case.rows
         logits = torch.full((rows, self.case.vocab), torch.nan).bfloat16()
         tokens, logprobs = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+        as_rows = self.case.as_rows
         given = (
             self.ids,
             self.positions,
+            *((self.earlier,) if as_rows else ()),
             self.slots,
             self.table,
             self.rope,
@@ -307,7 +303,7 @@ class Model:
             self.sampled,
         )
         with steps_on_cpu(self.weights, self.caches, self.scales):
-            bound(*given) if rows == 1 else bound(*given, torch.arange(rows) + 3)
+            bound(*given, torch.arange(rows) + 3) if as_rows else bound(*given)
         return types.SimpleNamespace(logits=logits.double(), tokens=tokens, logprobs=logprobs)
 
     def truth(self):
@@ -391,7 +387,7 @@ def model(request, monkeypatch):
             *FP8_IN_GROUPS[:1],
             *FP8_WEIGHTS[:1],
             *FP8_WEIGHTS_OF_ROWS[:1],
-            *TENSOR_CORES[:1],
+            *ALONE[:1],
             *GEMMAS[:3],
         ),
         CASES,
@@ -413,7 +409,7 @@ def test_several_steps_agree_with_float64(model):
         assert torch.equal(step.tokens, step.logits.argmax(-1))
         expected = step.logits.log_softmax(-1).amax(-1).float()
         torch.testing.assert_close(step.logprobs, expected, rtol=1e-4, atol=1e-4)
-        first = 0 if model.case.rows == 1 else 3
+        first = 3 if model.case.as_rows else 0
         assert torch.equal(model.sampled[first : first + model.case.rows], step.tokens)
 
 
@@ -458,3 +454,44 @@ def test_negative_ids_read_tokens_sampled_by_the_step_before(model):
     model.ids = torch.tensor([-1 - 5, -1 - 1])
 
     assert torch.equal(model.step(bound).logits, expected)
+
+
+CHAINED = (
+    Case(8),
+    Case(8, fp8=True, early=False),
+    Case(4, window=40, heads=6, dim=48, hidden=192, inner=320, num_sms=20),
+)
+"""Models whose rows are tokens of two sequences."""
+
+
+@pytest.mark.parametrize("model", slow_except(CHAINED[:1], CHAINED), indirect=True, ids=str)
+def test_rows_of_one_sequence_agree_with_steps_of_their_own(model):
+    rows = model.case.rows
+    counts = (rows - 3, 3)
+    firsts = (62, 30)  # the tokens' keys are in two stages
+    numbers = torch.tensor([i for count in counts for i in range(count)])
+    owner = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
+    table = torch.stack([torch.arange(6), torch.arange(6, 12)]).int()[owner]
+    positions = torch.tensor(firsts)[owner] + numbers
+    places = table.gather(1, positions[:, None] // BLOCK)[:, 0]
+    model.table, model.positions, model.earlier = table, positions, numbers.int()
+    model.slots = (places * BLOCK + positions % BLOCK).int()
+    before = [it.clone() for it in model.caches]
+    found = model.step(model.bind())
+    after = [it.clone() for it in model.caches]
+    for cache, old in zip(model.caches, before, strict=True):
+        cache.copy_(old)
+    alone = dataclasses.replace(model.case, rows=1)
+    model.case = alone
+    bound, ids = model.bind(), model.ids
+    for row in range(rows):
+        model.ids, model.positions = ids[row : row + 1], positions[row : row + 1]
+        model.table, model.slots = (
+            table[row : row + 1].contiguous(),
+            (places * BLOCK + positions % BLOCK).int()[row : row + 1],
+        )
+        model.earlier = torch.zeros(1, dtype=torch.int32)
+        step = model.step(bound)
+        assert_close(found.logits[row : row + 1], step.logits, 0.01)
+    for cache, together in zip(model.caches, after, strict=True):
+        assert_close(cache.float().flatten(0, 2), together.float().flatten(0, 2), 0.01)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE, NEVER_RUN
-from kernels.step.single_launch import ROW_COUNTS, StepShape, unsupported
-from kernels.step.sizes import MULTIPLIED, on_tensor_cores, step_sizes
+from kernels.step.single_launch import ROW_COUNTS, StepShape, computed_as_rows, unsupported
+from kernels.step.sizes import COLUMNS, PARTS, step_sizes
 from kernels.weight_format import FP8_ROWS, INT8_ROWS, WeightFormat
 from model.decoder import DecoderLM
 from model.executors import single_launch
@@ -105,11 +105,27 @@ def test_steps_of_several_sequences_of_small_models_are_supported(name, num_sms,
     arch = dataclasses.replace(HOPPER, num_sms=num_sms)
 
     assert unsupported(shape, torch.bfloat16, arch, rows) == ()
-    divided = step_sizes(shape, arch, rows)
-    assert divided.inputs % MULTIPLIED == 0
-    assert divided.inputs >= 8 * max(shape.hidden_size, shape.inner_size)
+    divided = step_sizes(shape, arch, rows, of_rows=True)
+    assert divided.inputs % (rows * PARTS * COLUMNS) == 0
+    assert divided.inputs >= rows * max(shape.hidden_size, shape.inner_size)
     units = rows * shape.num_kv_heads * divided.group_splits
-    assert units * divided.splits <= num_sms
+    assert units * divided.splits // divided.local <= num_sms
+
+
+@pytest.mark.parametrize("num_sms", [16, 78, 114, 132])
+@pytest.mark.parametrize("sizes", KNOWN.values(), ids=KNOWN)
+def test_the_splits_of_a_row_do_not_depend_on_the_number_of_rows(sizes, num_sms):
+    shape = StepShape(*sizes, eps=1e-6, softmax_scale=0.1)
+    arch = dataclasses.replace(HOPPER, num_sms=num_sms)
+    every = [
+        step_sizes(shape, arch, rows, of_rows=True)
+        for rows in (1, *ROW_COUNTS)
+        if not unsupported(shape, torch.bfloat16, arch, rows)
+    ]
+
+    assert len({divided.splits for divided in every}) <= 1
+    assert all(divided.local == 1 for divided in every[:1])
+    assert all(divided.splits % divided.local == 0 for divided in every)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +135,10 @@ def test_steps_of_several_sequences_of_small_models_are_supported(name, num_sms,
         (QWEN._replace(num_heads=64), 8, "114 SMs for 128 groups of query heads; from 128"),
         (
             QWEN._replace(hidden_size=3072, inner_size=8192),
-            2,
+            8,
             "hold 5 stages beside vectors of 65536 elements, at least 6",
         ),
-        (QWEN._replace(inner_size=12288), 2, "hold 1 stages beside vectors of 98304 elements"),
+        (QWEN._replace(inner_size=12288), 8, "hold 1 stages beside vectors of 98304 elements"),
     ],
 )
 def test_a_reason_against_several_sequences_names_the_value_and_the_limit(shape, rows, message):
@@ -164,23 +180,36 @@ WEIGHTS_IN_FP8 = FP8_ROWS
 
 @pytest.mark.parametrize("name", [*KNOWN, "Llama-3.1-8B"])
 @pytest.mark.parametrize("num_sms", [78, 132])
-def test_models_are_supported_up_to_a_hidden_size_of_4096_on_tensor_cores(name, num_sms):
+def test_models_are_supported_up_to_a_hidden_size_of_4096(name, num_sms):
     sizes = {**KNOWN, "Llama-3.1-8B": (4096, 14336, 32, 8, 128, 128256)}[name]
     shape = StepShape(*sizes, eps=1e-6, softmax_scale=0.1)
     arch = dataclasses.replace(HOPPER, num_sms=num_sms)
 
     assert unsupported(shape, torch.bfloat16, arch, 1, WEIGHTS_IN_FP8) == ()
-    assert step_sizes(shape, arch, tensor_cores=True).stages >= 8
+    assert step_sizes(shape, arch).stages >= 8
+    assert step_sizes(shape, arch, of_rows=True).stages >= 8
     assert unsupported(shape, torch.bfloat16, arch) == ()
 
 
-def test_tensor_cores_multiply_large_models_weights_in_fp8_and_models_with_norms_of_outputs():
-    little = QWEN._replace(hidden_size=2048)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"post_norms": True}, {"activation": "gelu_tanh"}, {"embedding_factor": 2.0}, {"float32_norms": True},
+        {"local_rope": True},
+    ],
+)  # fmt: skip
+def test_what_only_a_step_of_one_sequence_computes_is_no_reason_against_it(change):
+    shape = QWEN._replace(**change)
 
-    assert not on_tensor_cores(little, quantized=False)
-    assert on_tensor_cores(little._replace(hidden_size=2112), quantized=False)
-    assert on_tensor_cores(little, quantized=True)
-    assert on_tensor_cores(little._replace(post_norms=True), quantized=False)
+    assert not computed_as_rows(shape)
+    assert unsupported(shape, torch.bfloat16, HOPPER) == ()
+    (reason,) = unsupported(shape, torch.bfloat16, HOPPER, 2)
+    assert reason.endswith("for several sequences")
+
+
+def test_a_row_of_full_numbers_is_computed_as_one_of_several():
+    assert computed_as_rows(QWEN)
+    assert not computed_as_rows(QWEN, 1, WEIGHTS_IN_FP8)
 
 
 def test_several_sequences_are_for_smaller_models_than_one():
@@ -222,7 +251,7 @@ def test_a_gpu_slice_needs_an_sm_for_each_group_of_query_heads():
 
 def test_less_shared_memory_means_fewer_stages():
     assert step_sizes(QWEN, HOPPER).stages == 12
-    assert step_sizes(QWEN, ARCHES[120]).stages == 5
+    assert step_sizes(QWEN, ARCHES[120]).stages == 4
     assert unsupported(QWEN, torch.bfloat16, ARCHES[120], unmeasured=True) == ()
 
 
@@ -323,6 +352,6 @@ def test_the_step_shape_equals_the_models():
     shape = step_shape(CONFIG.network)
 
     assert (shape.hidden_size, shape.inner_size, shape.softmax_scale) == (32, 48, 8**-0.5)
-    assert shape[-3:] == ("silu", 1.0, False)
+    assert shape[-5:] == ("silu", 1.0, False, False, False)
     gemma = changed(CONFIG, activation="gelu_tanh", scale_embeddings=True, post_norms=True)
-    assert step_shape(gemma.network)[-3:] == ("gelu_tanh", 32**0.5, True)
+    assert step_shape(gemma.network)[-5:-2] == ("gelu_tanh", 32**0.5, True)

@@ -76,18 +76,47 @@ class _Record:
         self.probe_at = num_output_tokens + self.wait
 
 
+class StepKind:
+    """Steps that compute the rows of a draft with the bits of steps without.
+
+    Attributes:
+        costs: of such steps.
+        most_tokens: of such a step, with drafts.
+
+    Args:
+        most_tokens: see above.
+        pads: see `DraftPolicy`; None if each token is a row, and the number of rows a power of two.
+    """
+
+    def __init__(self, most_tokens: int, *, pads: bool | None) -> None:
+        self.costs = StepCosts(most_tokens)
+        self.most_tokens, self._pads = most_tokens, pads
+
+    def size(self, num_rows: int, num_tokens: int, longest: int) -> int:
+        """Return how many tokens a step is computed as."""
+        if self._pads is None:
+            return 1 << (num_tokens - 1).bit_length()
+        if not self._pads or longest == 1:
+            return num_tokens
+        return num_rows << (longest - 1).bit_length()
+
+    def seconds(self, num_rows: int, num_tokens: int, longest: int) -> float:
+        """Return how long a step takes; 0 if none was measured."""
+        return self.costs.seconds(self.size(num_rows, num_tokens, longest))
+
+
 class DraftPolicy:
     """Chooses the drafts of a step's decode rows.
 
     The acceptance rate of a proposed token follows from the drafts before it: those of the sequence and, by the length
     of the match, those of all sequences. A step with n tokens takes the time that such steps took. Tokens are added in
-    the order of the probability that they are accepted, as long as the step's tokens per second grow. Only
-    deterministic sequences get drafts: the tokens of others may depend on how many rows a step has.
+    the order of the probability that they are accepted, as long as the step's tokens per second grow. Sequences get
+    drafts where these change no bit: deterministic ones, and all in steps of at most `exact_rows` tokens.
 
     Attributes:
         drafter: proposes the tokens; may be replaced.
         most: tokens of a draft; 0 switches drafts off.
-        costs: of decode steps.
+        kinds: steps of deterministic sequences, and others.
 
     Args:
         limits: of a step.
@@ -99,11 +128,12 @@ class DraftPolicy:
     def __init__(self, limits: SchedulerConfig, drafter: Drafter, *, pads: bool = False) -> None:
         self.most = limits.max_queries - 1
         self.drafter = drafter
-        self.costs = StepCosts(limits.max_logits)
-        self._most_tokens, self._pads = limits.max_logits, pads
+        self._deterministic = StepKind(limits.max_logits, pads=pads)
+        self._exact = StepKind(limits.exact_rows, pads=None)
+        self.kinds = self._deterministic, self._exact
         self._acceptance = list(_FIRST_ACCEPTANCE)
         self._records: dict[Sequence, _Record] = {}
-        self._pays: dict[int, tuple[int, bool]] = {}
+        self._pays: dict[tuple[StepKind, int], tuple[int, bool]] = {}
         self._num_asked = 0
 
     def choose(self, sequences: TypingSequence[Sequence]) -> list[tuple[int, ...]] | None:
@@ -121,24 +151,31 @@ class DraftPolicy:
         self, sequences: TypingSequence[Sequence], num_ahead: int
     ) -> list[tuple[int, ...]] | None:
         """Return drafts without their first tokens, which stand for so many tokens in flight."""
-        if not self.most or not self._may_pay(len(sequences)):
+        kind = self._kind(any(it.deterministic for it in sequences))
+        if not self.most or not 0 < len(sequences) < kind.most_tokens:
+            return None
+        if not self._may_pay(kind, len(sequences)):
             return None
         self.drafter.begin_step()
         proposed: list[tuple[int, ...]] = [()] * len(sequences)
         rates: dict[int, float] = {}
         for row, sequence in enumerate(sequences):
+            if kind is self._deterministic and not sequence.deterministic:
+                continue
             found = self._propose(sequence, num_ahead)
             if found is not None:
                 proposed[row], rates[row] = found
         if not rates:
             return None
-        counts = self._counts(len(sequences), proposed, rates)
+        counts = self._counts(kind, len(sequences), proposed, rates)
         for row in rates:
             sequence = sequences[row]
             record = self._records[sequence]
             if row in counts:
                 record.use(sequence.num_output_tokens)
-            elif record.probe_at <= sequence.num_output_tokens and self._has_room(counts, proposed):
+            elif record.probe_at <= sequence.num_output_tokens and _has_room(
+                kind, counts, proposed
+            ):
                 counts[row] = 1
                 if not num_ahead:
                     record.probe(sequence.num_output_tokens)
@@ -161,7 +198,9 @@ class DraftPolicy:
     def note_step(self, decode: DecodeRows, seconds: float) -> None:
         """Enter the time of a step without prompts."""
         longest = 1 if decode.drafts is None else 1 + max(map(len, decode.drafts))
-        self.costs.note(self._size(len(decode), decode.num_tokens, longest), seconds)
+        kind = self._kind(decode.batch.deterministic)
+        if decode.num_tokens <= kind.most_tokens:
+            kind.costs.note(kind.size(len(decode), decode.num_tokens, longest), seconds)
 
     def forget_ended(self) -> None:
         """Drop the records of the sequences that have ended."""
@@ -191,7 +230,7 @@ class DraftPolicy:
 
     def _limit(self, sequence: Sequence) -> int:
         """Return the most tokens of a draft for a sequence."""
-        if not sequence.deterministic or sequence.slots is not None or sequence.num_void_results:
+        if sequence.slots is not None or sequence.num_void_results:
             return 0
         most = self.most
         if sequence.max_draft_tokens is not None:
@@ -218,15 +257,23 @@ class DraftPolicy:
             before = self._acceptance[record.match_class]
             self._acceptance[record.match_class] = before + _RATE * (accepted - before)
 
+    def _kind(self, deterministic: bool) -> StepKind:
+        """Return the kind of steps whose sequences are deterministic, or not."""
+        return self._deterministic if deterministic else self._exact
+
     def _counts(
-        self, num_rows: int, proposed: TypingSequence[tuple[int, ...]], rates: dict[int, float]
+        self,
+        kind: StepKind,
+        num_rows: int,
+        proposed: TypingSequence[tuple[int, ...]],
+        rates: dict[int, float],
     ) -> dict[int, int]:
         """Return by row how many of its proposed tokens to compute, so that most tokens per second are kept."""
         heap = [(-rate, row, 1) for row, rate in rates.items()]
         heapq.heapify(heap)
         order: list[int] = []
         gain, total, longest = float(num_rows), num_rows, 1
-        alone = self.costs.seconds(self._size(num_rows, num_rows, 1))
+        alone = kind.seconds(num_rows, num_rows, 1)
         if not alone:  # nothing was measured: the next step does
             return {}
         best, num_best = _LEAST_GAIN * num_rows / alone, 0
@@ -234,12 +281,11 @@ class DraftPolicy:
             share, row, count = heapq.heappop(heap)
             total += 1
             longest = max(longest, 1 + count)
-            size = self._size(num_rows, total, longest)
-            if size > self._most_tokens:
+            if kind.size(num_rows, total, longest) > kind.most_tokens:
                 break
             gain -= share
             order.append(row)
-            speed = gain / self.costs.seconds(size)
+            speed = gain / kind.seconds(num_rows, total, longest)
             if speed > best:
                 best, num_best = speed, len(order)
             if count < len(proposed[row]):
@@ -249,35 +295,37 @@ class DraftPolicy:
             counts[row] = counts.get(row, 0) + 1
         return counts
 
-    def _has_room(self, counts: dict[int, int], proposed: TypingSequence[tuple[int, ...]]) -> bool:
-        """Return whether a step with drafts of `counts` tokens may have another one."""
-        num_rows = len(proposed)
-        longest = 1 + max([1, *counts.values()])
-        size = self._size(num_rows, num_rows + sum(counts.values()) + 1, longest)
-        return size <= self._most_tokens
-
-    def _size(self, num_rows: int, num_tokens: int, longest: int) -> int:
-        """Return how many tokens a step is computed as."""
-        if not self._pads or longest == 1:
-            return num_tokens
-        return num_rows << (longest - 1).bit_length()
-
-    def _may_pay(self, num_rows: int) -> bool:
+    def _may_pay(self, kind: StepKind, num_rows: int) -> bool:
         """Return whether drafts that are mostly right make a step of so many rows more productive."""
         self._num_asked += 1
-        asked, pays = self._pays.get(num_rows, (-_RENEWED, False))
+        asked, pays = self._pays.get((kind, num_rows), (-_RENEWED, False))
         if self._num_asked - asked < (_RENEWED_YES if pays else _RENEWED):
             return pays
-        alone = self.costs.seconds(num_rows)
+        alone = kind.seconds(num_rows, num_rows, 1)
         pays = False
         gain = share = 1.0
         for count in range(1, self.most + 1):
             share *= _BEST_RATE
             gain += share
-            size = self._size(num_rows, num_rows * (1 + count), 1 + count)
-            if size <= self._most_tokens and self.costs.seconds(size) < gain * alone / _LEAST_GAIN:
-                pays = True
+            tokens, kept = num_rows * (1 + count), num_rows * gain
+            is_last = kind.size(num_rows, tokens, 1 + count) > kind.most_tokens
+            if is_last:  # only some rows may have so many
+                tokens = kind.most_tokens
+                kept = num_rows + _BEST_RATE * (tokens - num_rows)
+            size = kind.size(num_rows, tokens, 1 + count)
+            if size <= kind.most_tokens:
+                pays = kind.costs.seconds(size) < kept / num_rows * alone / _LEAST_GAIN
+            if pays or is_last:
                 break
         if alone:
-            self._pays[num_rows] = self._num_asked, pays
+            self._pays[kind, num_rows] = self._num_asked, pays
         return pays
+
+
+def _has_room(
+    kind: StepKind, counts: dict[int, int], proposed: TypingSequence[tuple[int, ...]]
+) -> bool:
+    """Return whether a step with drafts of `counts` tokens may have another one."""
+    num_rows = len(proposed)
+    longest = 1 + max([1, *counts.values()])
+    return kind.size(num_rows, num_rows + sum(counts.values()) + 1, longest) <= kind.most_tokens

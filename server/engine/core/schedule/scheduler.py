@@ -454,8 +454,7 @@ class Scheduler:
     @property
     def expects_drafts(self) -> bool:
         """Whether the next step will probably have drafts, once the tokens in flight are known."""
-        batch = self._decode_batch
-        return batch.deterministic and self.drafts.expects(batch.sequences)
+        return self.drafts.expects(self._decode_batch.sequences)
 
     def _decode_rows(
         self, sequences: list[Sequence], starts: list[int], num_sampling: int, *, drafts: bool
@@ -466,7 +465,8 @@ class Scheduler:
             self._decode_batch = DecodeBatch(sequences)
             self.drafts.forget_ended()
         found = None
-        if drafts and self._decode_batch.deterministic:
+        all_sample = num_sampling == len(sequences)
+        if drafts and sequences and (self._decode_batch.deterministic or all_sample):
             found = self._draft(sequences[:num_sampling])
         if found is not None:
             found += [()] * (len(sequences) - num_sampling)

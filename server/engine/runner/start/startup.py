@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -22,6 +23,7 @@ from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.quantizations import loaded_format, quantization_name
 from model.errors import ModelError
+from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
 from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
@@ -115,6 +117,7 @@ def start_engine(
         startup_seconds=phases.seconds,
         versions=_versions(model),
         max_draft_tokens=config.max_draft_tokens,
+        exact_rows=limits.exact_rows,
         engine=config.engine,
         pid=os.getpid(),
     )
@@ -236,6 +239,9 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         if config.deterministic:
             kv_dtype = quantized_kv_dtype(config.kv_cache_dtype)
             check_deterministic(model, config.block_size, detect(device), kv_dtype)
+    limits = dataclasses.replace(
+        limits, exact_rows=exact_rows(model.executors.problem(detect(device)))
+    )
     return _Loaded(model, model.config, limits, quantization)
 
 

@@ -5,6 +5,7 @@ Their keys and values are written to block 0, where the first sequence overwrite
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -133,7 +134,14 @@ def _compute_first_steps(
         counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
         few = dummy_steps.few_rows(counts, limits, block_size)
         launched = launched_rows(runner.model.executors.problem(detect(runner.device)))
-        in_one_launch = dummy_steps.few_rows(launched, limits, block_size)
+        most = max(limits.max_num_seqs, limits.exact_rows if limits.max_queries > 1 else 1)
+        with_drafts = dataclasses.replace(
+            limits,
+            max_num_seqs=most,
+            max_num_batched_tokens=max(most, limits.max_num_batched_tokens),
+            max_prefill_tokens=max(most, limits.prefill_budget),
+        )
+        in_one_launch = dummy_steps.few_rows(launched, with_drafts, block_size)
         by_layers = dummy_steps.prompts(launched, limits, block_size)
         ways = dummy_steps.sampling_ways(block_size)
         for output in (*few, *in_one_launch, *by_layers, *ways):

@@ -68,7 +68,7 @@ class BucketGrid:
         self._most_queries, self._most_logits = limits.max_queries, limits.max_logits
         self._block_size = block_size
         self._most_columns = -(-limits.max_model_len // block_size)
-        self._rows = row_counts(most)
+        self._rows = row_counts(most, limits.exact_rows)
         columns = {min(_FEWEST_COLUMNS, self._most_columns), self._most_columns}
         self._prompt_columns = sorted(columns)
         self._tokens = token_counts(limits.prefill_budget)
@@ -137,9 +137,13 @@ class BucketGrid:
         else:
             kinds = self._mixed(step)
         fitting = (kind for kind in kinds if kind.num_logits >= step.num_logits)
-        if not (step.deterministic or step.extra_columns):
+        if not (step.deterministic or step.chained or step.extra_columns):
             return fitting
-        marks = {"deterministic": step.deterministic, "extra_columns": step.extra_columns}
+        marks = {
+            "deterministic": step.deterministic,
+            "chained": step.chained,
+            "extra_columns": step.extra_columns,
+        }
         return (msgspec.structs.replace(kind, **marks) for kind in fitting)
 
     def _decode(self, step: Bucket) -> Iterator[Bucket]:
@@ -147,7 +151,8 @@ class BucketGrid:
         queries = 1 << (step.queries - 1).bit_length()
         queries = min(queries, max(step.queries, self._most_queries))
         for columns in self._columns(step.columns):
-            for rows in _from(self._rows, step.rows):
+            counts = chained_counts(step.rows) if step.chained else _from(self._rows, step.rows)
+            for rows in counts:
                 yield self._bucket(rows, columns=columns, queries=queries)
 
     def _prompts(self, step: Bucket) -> Iterator[Bucket]:
@@ -179,8 +184,8 @@ class BucketGrid:
     def _bucket(
         self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0, queries: int = 1
     ) -> Bucket:
-        # A step has at most `max_num_seqs` sequences of both kinds together.
-        most = self._most_seqs if queries == 1 else self._most_logits
+        # A step has at most `max_num_seqs` sequences of both kinds together; decode rows may have drafts, or be unused.
+        most = self._most_seqs if seqs else self._most_logits
         return Bucket(
             rows=rows,
             queries=queries,
@@ -221,15 +226,24 @@ def _from(counts: list[int], least: int) -> list[int]:
     return counts[bisect.bisect_left(counts, least) :]
 
 
-def row_counts(most: int) -> list[int]:
+def chained_counts(rows: int) -> list[int]:
+    """Return the number of rows that a step of `rows` rows, some of one sequence, is computed as: a power of two."""
+    return [1 << (rows - 1).bit_length()]
+
+
+def row_counts(most: int, exact_rows: int = 1) -> list[int]:
     """Return the numbers of decode rows that have buckets.
 
     Args:
         most: limit of sequences in a step.
+        exact_rows: of `SchedulerConfig`.
 
     Returns:
-        1, 2, 4, 8, then every 16th up to 128 and every 32nd beyond, ending with `most`.
+        1, 2, 4, 8, then every 16th up to 128 and every 32nd beyond, ending with `most`, or with the next power of two
+        if that is at most `exact_rows`: such steps have the bits of others.
     """
+    if most <= exact_rows:
+        return [1 << i for i in range((most - 1).bit_length() + 1)]
     small = [1, 2, 4, 8, *range(_ROW_STEP, _LARGE_ROWS + 1, _ROW_STEP)]
     counts = [*small, *range(_LARGE_ROWS + _LARGE_ROW_STEP, most, _LARGE_ROW_STEP)]
     return [*(n for n in counts if n < most), most]

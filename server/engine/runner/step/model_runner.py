@@ -12,10 +12,12 @@ import traceback
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, cast
 
+import msgspec
 import torch
 
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
+from model.executors.single_launch import exact_rows
 from model.executors.step import StepOutput
 from model.sampling.mask import RowMasks
 from model.sampling.rows import SamplingRow, TokenHistory
@@ -24,6 +26,7 @@ from server.engine.core.sequence import SequenceStatus
 from server.engine.core.step import PromptLogprobs
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.batch_needs import DecodeNeeds, needs_of_prompts, scores_prompt
+from server.engine.runner.step.buckets import chained_counts
 from server.engine.runner.step.executor import StepExecutor
 from server.engine.runner.step.recordings import RecordedSteps
 from server.engine.runner.step.sampled_tokens import SampledTokens
@@ -80,6 +83,7 @@ class ModelRunner:
         deterministic: whether all sequences are deterministic.
 
     Attributes:
+        exact_rows: of `SchedulerConfig`.
         executor: computes the packed steps; may be replaced before `record_steps`.
         num_blocks: blocks of the cache that sequences may use.
     """
@@ -95,6 +99,7 @@ class ModelRunner:
         self.model, self.kv_cache, self.deterministic = model, kv_cache, deterministic
         self.executor = StepExecutor(model, kv_cache)
         self.num_blocks = kv_cache.num_blocks
+        self.exact_rows = exact_rows(model.executors.problem(detect(kv_cache.device)))
         self._has_states = kv_cache.spec.slot_bytes > 0
         self._grammars = grammars
         self.device = kv_cache.device
@@ -253,7 +258,18 @@ class ModelRunner:
         """
         decode, prefill, block_size = output.decode, output.prefill, self.kv_cache.block_size
         shared = shared_blocks(decode, block_size, sharing_rule)
-        bucket = exact_bucket(decode, prefill, block_size, shared, has_states=self._has_states)
+        bucket = exact_bucket(
+            decode,
+            prefill,
+            block_size,
+            shared,
+            has_states=self._has_states,
+            exact_rows=self.exact_rows,
+        )
+        exact = bucket.queries == 1 and bucket.rows <= self.exact_rows and not bucket.deterministic
+        if exact and bucket.has_all_logits:
+            (rows,) = chained_counts(bucket.rows)
+            bucket = msgspec.structs.replace(bucket, rows=rows, num_logits=rows)
         if scored:
             bucket = scored_bucket(bucket, decode, prefill)
         packed = self._inputs.pop(bucket, None) or PackedStep(bucket, block_size, self.device)
@@ -289,6 +305,9 @@ class ModelRunner:
         if packed.reads_sampled or self.device.type == "cuda":
             sampled = self._sampled.ids
         computed = self.executor.step(packed.input, sampled)
+        num_logits = output.decode.num_logits + sum([s.num_logits for s in output.prefill])
+        if num_logits < packed.input.bucket.num_logits:
+            computed = computed.first(num_logits)
         return [computed], _prompt_logprobs(output, computed.scores)
 
     def _find_sharing_rule(self) -> SharingRule | None:

@@ -104,6 +104,7 @@ class RecordedSteps:
         self._sampled, self._sharing_rule = sampled, sharing_rule
         self._device = kv_cache.device
         self._has_states = kv_cache.spec.slot_bytes > 0
+        self._exact_rows = limits.exact_rows
         self._grid = BucketGrid(
             limits,
             kv_cache.block_size,
@@ -198,7 +199,14 @@ class RecordedSteps:
         """Return the first recording that a step fits in. If the best bucket has none, record it next."""
         block_size = self._kv_cache.block_size
         shared = self._shared_blocks(decode)
-        step = exact_bucket(decode, prefill, block_size, shared, has_states=self._has_states)
+        step = exact_bucket(
+            decode,
+            prefill,
+            block_size,
+            shared,
+            has_states=self._has_states,
+            exact_rows=self._exact_rows,
+        )
         best = self._best.get(step)
         if best is not None:
             return best

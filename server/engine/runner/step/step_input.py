@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
+    from numpy.typing import NDArray
 
     from model.device.transfer import HostArray
     from server.engine.core.sequence import Sequence as EngineSequence
@@ -32,6 +33,7 @@ def exact_bucket(
     shared_blocks: int = 0,
     *,
     has_states: bool = False,
+    exact_rows: int = 1,
 ) -> Bucket:
     """Return the bucket that a step fills completely.
 
@@ -41,25 +43,30 @@ def exact_bucket(
         block_size: tokens per block.
         shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
         has_states: see `Bucket`.
+        exact_rows: of `SchedulerConfig`. The tokens of drafts are rows of their own in a step of so many.
     """
     deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
-    queries = 1
+    queries, rows, chained = 1, len(decode), False
+    exact = not (deterministic or prefill) and decode.num_tokens <= exact_rows
     if decode.drafts is not None:
         counts = [1 + len(draft) for draft in decode.drafts]
         queries = max(counts)
         longest = max(longest, *map(sum, zip(decode.starts, counts, strict=True)))
+        if exact and decode.num_logits == decode.num_tokens:
+            queries, rows, chained = 1, decode.num_tokens, True
     elif decode.starts:
         longest = max(longest, max(decode.starts) + 1)
     return Bucket(
-        rows=len(decode),
+        rows=rows,
         queries=queries,
         prompt_tokens=sum(s.num_tokens for s in prefill),
         prompt_seqs=len(prefill),
         columns=-(-longest // block_size),
         num_logits=decode.num_logits + sum([s.num_logits for s in prefill]),
-        shared_blocks=0 if deterministic else shared_blocks,
+        shared_blocks=0 if deterministic or exact else shared_blocks,
         deterministic=deterministic,
+        chained=chained,
         has_states=has_states,
         extra_columns=_extra_columns(decode.batch, prefill),
     )
@@ -153,7 +160,9 @@ class PackedStep:
             self._pack_values(decode.batch, prefill)
         if self.input.bucket.has_states:
             self._pack_states(decode.batch, prefill)
-        if self.input.bucket.queries > 1:
+        if self.input.bucket.chained:
+            self._pack_chains(decode, sampled)
+        elif self.input.bucket.queries > 1:
             self._pack_queries(decode, sampled)
         elif self.input.bucket.rows:
             self._pack_decode(decode, sampled)
@@ -168,7 +177,7 @@ class PackedStep:
         """Write the decode rows of one token each."""
         host, count, rows = self.input.host, len(decode), self.input.bucket.rows
         block_size = self.input.block_size
-        self._pack_block_table(decode.batch)
+        self._pack_block_table(decode.batch.sequences, decode.batch)
         ids = sampled.ids_or_rows(decode)
         self.reads_sampled = count > 0 and int(ids.min()) < 0
         positions = host.positions[:count]
@@ -186,33 +195,58 @@ class PackedStep:
 
     def _pack_queries(self, decode: DecodeRows, sampled: SampledTokens) -> None:
         """Write decode rows with drafts: the tokens of a row follow those of the row before."""
-        host, most = self.input.host, self.input.bucket.decode_tokens
-        block_size = self.input.block_size
-        count, drafts = len(decode), decode.drafts or [()] * len(decode)
-        self._pack_block_table(decode.batch)
+        host, count, total = self.input.host, len(decode), decode.num_tokens
+        self._pack_block_table(decode.batch.sequences, decode.batch)
+        lengths, rows, positions = self._pack_drafts(decode, sampled)
+        self._pack_slots(positions, rows)
+        host.seq_lens[:count] = np.array(decode.starts, np.int64) + lengths
+        host.seq_lens[count:] = 0
+        host.cu_seqlens[1 : count + 1] = np.cumsum(lengths)
+        host.cu_seqlens[count + 1 :] = total
+
+    def _pack_chains(self, decode: DecodeRows, sampled: SampledTokens) -> None:
+        """Write decode rows with drafts, each token as a row of its own."""
+        host, total = self.input.host, decode.num_tokens
+        _, rows, positions = self._pack_drafts(decode, sampled)
+        sequences = decode.batch.sequences
+        self._pack_block_table([sequences[row] for row in rows], None)
+        self._pack_slots(positions, self._row_numbers[:total])
+        host.earlier[:total] = positions - np.array(decode.starts, np.int64)[rows]
+        host.earlier[total:] = 0
+        host.seq_lens[:total] = positions + 1
+        host.seq_lens[total:] = 0
+
+    def _pack_drafts(
+        self, decode: DecodeRows, sampled: SampledTokens
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Write the ids and the positions of decode rows with drafts.
+
+        Returns:
+            (tokens of each decode row, decode row of each token, position of each token).
+        """
+        host, most, total = self.input.host, self.input.bucket.decode_tokens, decode.num_tokens
+        drafts = decode.drafts or [()] * len(decode)
         lengths = np.array([1 + len(draft) for draft in drafts], np.int64)
-        ends = np.cumsum(lengths)
-        firsts = ends - lengths
-        total = decode.num_tokens
-        rows = np.repeat(np.arange(count), lengths)
-        starts = np.array(decode.starts, np.int64)
-        positions = np.arange(total) + (starts - firsts)[rows]
+        firsts = np.cumsum(lengths) - lengths
+        rows = np.repeat(np.arange(len(decode)), lengths)
+        positions = np.arange(total) + (np.array(decode.starts, np.int64) - firsts)[rows]
         own = sampled.ids_or_rows(decode)
-        self.reads_sampled = count > 0 and int(own.min()) < 0
+        self.reads_sampled = len(decode) > 0 and int(own.min()) < 0
         assert all(token >= 0 or not draft for token, draft in zip(own, drafts, strict=True))
         ids = np.fromiter(itertools.chain.from_iterable((0, *draft) for draft in drafts), np.int64)
         ids[firsts] = own
         host.token_ids[:total] = ids
-        host.positions[:total] = positions
-        blocks = host.block_table[rows, positions // block_size]
-        host.slot_mapping[:total] = blocks * block_size + positions % block_size
         host.token_ids[total:most] = 0
+        host.positions[:total] = positions
         host.positions[total:most] = 0
-        host.slot_mapping[total:most] = -1
-        host.seq_lens[:count] = starts + lengths
-        host.seq_lens[count:] = 0
-        host.cu_seqlens[1 : count + 1] = ends
-        host.cu_seqlens[count + 1 :] = total
+        return lengths, rows, positions
+
+    def _pack_slots(self, positions: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Write the cache slots of tokens, whose blocks are in these rows of the block table."""
+        slots, block_size = self.input.host.slot_mapping, self.input.block_size
+        blocks = self.input.host.block_table[rows, positions // block_size]
+        slots[: len(rows)] = blocks * block_size + positions % block_size
+        slots[len(rows) : self.input.bucket.decode_tokens] = -1
 
     def _pack_values(self, batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> None:
         """Write the columns with a value per sequence; those of a batch stay the same."""
@@ -233,14 +267,19 @@ class PackedStep:
         array[rows : rows + len(prefill)] = _slots(it.sequence for it in prefill)
         array[rows + len(prefill) :] = NO_SLOT
 
-    def _pack_block_table(self, batch: DecodeBatch) -> None:
+    def _pack_block_table(
+        self, sequences: Sequence[EngineSequence], batch: DecodeBatch | None
+    ) -> None:
         """Write the entries of the block table that the rows lack.
 
         This is correct because a list of blocks only grows, and a sequence gets a new list after its blocks are freed.
+
+        Args:
+            sequences: of the rows.
+            batch: of these sequences; None if there is none.
         """
-        sequences = batch.sequences
         num_blocks = [len(sequence.block_table) for sequence in sequences]
-        if batch is self._batch():  # each row has kept its list
+        if batch is not None and batch is self._batch():  # each row has kept its list
             if num_blocks == self._num_blocks:
                 return
             pairs = zip(num_blocks, self._num_blocks, strict=True)
@@ -253,7 +292,8 @@ class PackedStep:
                 for row, (table, (held, known)) in enumerate(zip(tables, self._held, strict=False))
                 if table is not held or len(table) != known
             ]
-        self._batch, self._num_blocks = weakref.ref(batch), num_blocks
+        self._batch = _no_batch if batch is None else weakref.ref(batch)
+        self._num_blocks = num_blocks
         block_table, columns = self.input.host.block_table, self.input.bucket.columns
         for row in changed:
             blocks = sequences[row].block_table

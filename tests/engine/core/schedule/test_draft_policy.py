@@ -213,8 +213,9 @@ def test_padded_rows_count_with_the_tokens_of_the_longest(rows):
         return 1.0
 
     service = Service(cost, pads=True)
-    seconds = service.scheduler.drafts.costs.seconds
-    service.scheduler.drafts.costs.seconds = lambda n: asked.append(n) or seconds(n)
+    costs = service.scheduler.drafts.kinds[0].costs
+    seconds = costs.seconds
+    costs.seconds = lambda n: asked.append(n) or seconds(n)
     for request_id in range(1, rows + 1):
         service.add(request_id)
     service.run()
@@ -336,3 +337,41 @@ def test_a_token_in_flight_stands_first_in_what_is_expected():
     commit(service.scheduler, output, [[Token(text_of(1)[at]) for at in row.sampled_positions]])
     service.run()
     assert output_of(sequence) == text_of(1)[5:17]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 7])
+def test_any_sequence_has_drafts_in_steps_of_few_rows(num_seqs):
+    service = Service(exact_rows=8)
+    for i in range(num_seqs):
+        service.add(i, deterministic=False)
+    service.run()
+
+    decodes = [output.decode for output in service.outputs if not output.prefill]
+    assert all(decode.num_tokens <= 8 for decode in decodes)
+    assert any(decode.drafts for decode in decodes)
+    assert len(service.outputs) < 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"exact_rows": 8}])
+def test_no_other_sequence_has_drafts_where_its_bits_depend_on_the_rows(fields):
+    service = Service(num_blocks=600, **fields)
+    others = [service.add(i, deterministic=False) for i in range(8)]
+    one = service.add(8) if fields else others[0]
+    while one.finish_reason is None:
+        service.step()
+        batch, drafts = service.outputs[-1].decode.batch, service.outputs[-1].decode.drafts or ()
+        drafted = [it for it, draft in zip(batch.sequences, drafts, strict=False) if draft]
+        assert set(drafted) <= ({one} if fields else set())
+
+
+def test_a_step_of_several_tokens_is_computed_as_a_power_of_two():
+    asked = []
+    service = Service(exact_rows=8)
+    costs = service.scheduler.drafts.kinds[1].costs
+    seconds = costs.seconds
+    costs.seconds = lambda n: asked.append(n) or seconds(n)
+    for i in range(3):
+        service.add(i, deterministic=False)
+    service.run()
+
+    assert set(asked) == {1, 2, 4, 8}

@@ -192,3 +192,11 @@ def test_a_step_with_more_logits_than_there_is_memory_for_fits_no_bucket():
 
     assert not list(grid(max_num_seqs=16).fitting(step))
     assert list(grid(max_num_seqs=16, max_queries=8).fitting(step))
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(1, [1]), (3, [1, 2, 4]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])],
+)
+def test_steps_of_few_rows_have_the_sizes_whose_bits_are_equal(most, expected):
+    assert row_counts(most, 8) == expected

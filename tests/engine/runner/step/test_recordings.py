@@ -204,7 +204,7 @@ def test_a_step_that_cannot_be_recorded_is_launched_and_logged_once(checkpoint, 
     reason = "failed: operation not permitted when stream is capturing"
     assert [r.getMessage() for r in caplog.records if "recorded" in r.getMessage()] == [
         "no more steps are recorded: Bucket(rows=1, queries=1, prompt_tokens=0, prompt_seqs=0, columns=32, "
-        "num_logits=1, shared_blocks=0, deterministic=False, has_states=False, extra_columns=(), "
+        "num_logits=1, shared_blocks=0, deterministic=False, chained=False, has_states=False, extra_columns=(), "
         f"want=<Want.TOKENS: 'tokens'>, top=0) {reason}",
     ]
 

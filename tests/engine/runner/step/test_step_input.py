@@ -303,3 +303,44 @@ def test_a_step_can_be_rebuilt_from_its_bytes():
     for name, tensor in vars(ours.device).items():
         assert torch.equal(tensor, getattr(theirs.device, name)), name
     assert ours.decode.max_seqlen_k == theirs.decode.max_seqlen_k == 3 * S
+
+
+@pytest.mark.parametrize("spare", [0, 1], ids=["exact", "larger"])
+def test_few_tokens_with_drafts_are_rows_that_follow_each_other(spare):
+    rows = (drafted(1, 8, 5, 6), drafted(3, 0), drafted(2, 3, 7, 8))
+    decode = DecodeRows.of(rows)
+    bucket = exact_bucket(decode, (), S, 3, exact_rows=8)
+    assert (bucket.rows, bucket.queries, bucket.num_logits) == (7, 1, 7)
+    assert bucket.chained
+    assert bucket.has_all_logits
+    assert bucket.shared_blocks == 0
+    bucket = msgspec.structs.replace(bucket, rows=7 + spare, num_logits=7 + spare)
+    packed = PackedStep(bucket, S, CPU)
+    for _ in range(2):  # the second time, rows keep their block tables
+        packed.pack(decode, (), SampledTokens(20, CPU))
+        host = packed.input.host
+        expected = []
+        for row in rows:
+            table = row.sequence.block_table
+            ids = (row.sequence.token_ids[row.start], *row.draft)
+            for i, token in enumerate(ids):
+                at = row.start + i
+                expected.append(
+                    (token, at, table[at // S] * S + at % S, i, at + 1, table[: at // S + 1])
+                )
+        found = [
+            (
+                int(host.token_ids[i]), int(host.positions[i]), int(host.slot_mapping[i]), int(host.earlier[i]),
+                int(host.seq_lens[i]), host.block_table[i, : int(host.positions[i]) // S + 1].tolist(),
+            )
+            for i in range(7)
+        ]  # fmt: skip
+        assert found == expected
+        assert host.slot_mapping[7:].tolist() == [-1] * spare
+        assert host.seq_lens[7:].tolist() == [0] * spare
+
+
+def test_more_tokens_with_drafts_are_rows_of_several():
+    bucket = exact_bucket(DecodeRows.of((drafted(1, 8, 5, 6),)), (), S, exact_rows=2)
+
+    assert (bucket.rows, bucket.queries, bucket.chained) == (1, 3, False)
