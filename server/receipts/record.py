@@ -8,6 +8,7 @@ number is 1 or 1.0. A seed has 64 bits, which many JSON libraries cannot represe
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
@@ -24,6 +25,7 @@ OUTSIDE: Final = ("stop_string", "timeout")
 _SEED: Final = "seed"
 _SEEDS: Final = 2**64
 _DIGITS: Final = 20
+_is_commit: Final = re.compile(r"[0-9a-f]{40}").fullmatch
 _MAX_TOKEN: Final = 2**31
 _NEUTRAL: Final = {
     field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
@@ -47,6 +49,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         model: name of the model.
+        revision: commit of the model's repository; null for a folder that is no snapshot of one.
         weights: digest of the checkpoint's files; null where it is not known.
         quantization: format of the weights in use.
         dtype: of the computation.
@@ -57,6 +60,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     model: str
+    revision: str | None = None
     weights: str | None
     quantization: str
     dtype: str
@@ -186,6 +190,10 @@ def read_receipt(plain: object) -> Receipt:
         receipt = msgspec.convert(plain, Receipt)
     except msgspec.ValidationError as error:
         raise ReceiptError(str(error)) from None
+    if not _is_commit(receipt.conditions.revision or "0" * 40):
+        raise ReceiptError(
+            f"conditions.revision must be a commit. Given: {receipt.conditions.revision!r:.60}"
+        )
     if not receipt.outputs:
         raise ReceiptError("outputs must not be empty")
     for i, prompt in enumerate(receipt.prompts):

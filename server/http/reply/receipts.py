@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from model.checkpoint_digest import Signature, checkpoint_digest, checkpoint_signature
 from model.errors import ModelError
+from model.hub.cache import commit_of
 from server.receipts.conditions import conditions_of, is_deterministic
 from server.receipts.record import (
     REASONS,
@@ -45,9 +46,13 @@ class WeightsDigest:
 
     Args:
         checkpoint: folder or file of the weights that the engine has loaded; empty if they are from none.
+
+    Attributes:
+        revision: the commit of which the checkpoint is a snapshot; None if it is none.
     """
 
     def __init__(self, checkpoint: str) -> None:
+        self.revision = commit_of(Path(checkpoint))
         self._checkpoint = checkpoint
         self._signature: Signature | None = None
         self._problem = "" if checkpoint else "the weights are random"
@@ -141,7 +146,7 @@ class PendingReceipt:
                     token_ids.append(completion.prompt.token_ids)
             self._receipt = sealed(
                 Receipt(
-                    conditions=conditions_of(self._info, self._digest),
+                    conditions=conditions_of(self._info, self._digest, self._weights.revision),
                     deterministic=self._deterministic,
                     prompts=token_ids,
                     outputs=[_output(it, prompts[id(it.prompt)]) for it in completions],
