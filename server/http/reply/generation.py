@@ -197,7 +197,7 @@ class Generation:
     async def _complete(self) -> None:
         """Find out what only the end of the reply reports."""
         if self._receipt is not None and not self._receipt.is_complete:
-            await self._receipt.complete()
+            await self._receipt.complete(self.completions)
             self.warnings += self._receipt.warnings
         if self._checked or self._constraint is None:
             return
