@@ -256,6 +256,13 @@ class Generation:
         )
 
     @property
+    def predicted_tokens(self) -> tuple[int, int]:
+        """Tokens of the prediction that are in the answers, and that were computed and are not; final if `settled`."""
+        used = [completion.stream.usage for completion in self.completions]
+        accepted = sum([it.num_accepted_predicted_tokens for it in used])
+        return accepted, sum([it.num_predicted_tokens for it in used]) - accepted
+
+    @property
     def receipt(self) -> Receipt | UnsetType:
         """The receipt of the returned completions; UNSET if none was asked for. Valid if `settled`."""
         return UNSET if self._receipt is None else self._receipt.build(self.returned)
