@@ -79,8 +79,8 @@ def with_rounded_scales(weight, dtype):
 
     Those kernels multiply a number of 0 to 15 by the scale, and add the shift. Where the shift is -7.5 times the scale,
     rounding both adds (8.8^2 + 7.5^2)^1/2 / 4.6 = 2.5 times the error of rounding a weight: 8.8 is the root mean square
-    of the numbers, and 4.6 that of weights in units of the scale. The sums are rounded too: the largest of 3,000 errors
-    of float16 sums is 1.4 to 2.4 times that with unrounded scales.
+    of the numbers, and 4.6 that of weights in units of the scale. The largest errors of sums in float16, which are
+    rounded too, are 1 to 2.4 times those with unrounded scales.
     """
     if weight.format.float:
         return weight  # of FP8, sums get the scale in float32
