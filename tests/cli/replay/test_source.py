@@ -9,6 +9,7 @@ from huggingface_hub import constants
 
 import model.hub.download
 from model.errors import ModelFolderError
+from model.hub.cache import commit_of
 from server.cli.replay.source import model_settings
 from tests.receipts.make import CONDITIONS, make_receipt
 
@@ -60,6 +61,20 @@ def test_no_other_repository_is_downloaded(name, revision, text):
     assert text in str(error.value)
     assert "--model" in str(error.value)
     assert "--allow-download" in str(error.value)
+
+
+def test_a_quantization_in_the_cache_is_its_file(cache):
+    snapshot = cache / "models--org--gguf" / "snapshots" / OTHER
+    snapshot.mkdir(parents=True)
+    for name in ("x-Q4_K_M.gguf", "x-Q8_0.gguf"):
+        (snapshot / name).write_bytes(b"GGUF")
+
+    found = model_settings("org/gguf:Q8_0", OTHER, may_download=False)
+
+    assert found == {"model": str(snapshot / "x-Q8_0.gguf"), "revision": None}
+    assert commit_of(snapshot / "x-Q8_0.gguf") == OTHER
+    assert commit_of(snapshot) == OTHER
+    assert commit_of(cache) is None
 
 
 def test_a_download_that_is_allowed_is_of_the_commit_of_the_receipt():
