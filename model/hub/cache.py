@@ -43,6 +43,14 @@ def cached_spelling(repository: str) -> str:
     return next((name for name in cached if name.casefold() == folded), repository)
 
 
+def commit_of(checkpoint: Path) -> str | None:
+    """Return the commit of a repository whose snapshot a folder, or the folder of a file, is; None if it is none."""
+    for folder in (checkpoint, checkpoint.parent):
+        if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
+            return folder.name
+    return None
+
+
 def snapshot_in(folder: Path, revision: str | None) -> Path | None:
     """Return the snapshot of a revision in a repository's cache folder.
 

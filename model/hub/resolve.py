@@ -8,11 +8,11 @@ from typing import Final
 
 from model.errors import PICKLE_ADVICE, ModelFolderError
 from model.gguf.select import gguf_in, select
-from model.hub.cache import cached_repositories
+from model.hub.cache import cached_repositories, folder_name, snapshot_in
 from model.hub.file_download import is_connection_error, is_disk_full, reason
 from model.hub.names import BUNDLED, BUNDLED_FOLDER, ModelName, read_name, well_known
 
-__all__ = ["BUNDLED", "is_bundled", "resolve"]
+__all__ = ["BUNDLED", "cached", "is_bundled", "resolve"]
 
 _NEEDED: Final = (
     "*.json", "README.md", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt",
@@ -66,6 +66,31 @@ def resolve(
         return name.folder
     assert name.repository is not None
     folder = _fetch(name, _CONFIG, None) if config_only else _fetch(name, _NEEDED, pickle)
+    if name.tag or (not (folder / "config.json").exists() and gguf_in(folder)):
+        return folder / _selected(name, gguf_in(folder))[0]
+    return folder
+
+
+def cached(name: ModelName) -> Path | None:
+    """Find the folder of a model on this machine, without asking a server.
+
+    Returns:
+        A folder or a GGUF file, whose other files may be missing; None for a repository whose revision the Hugging Face
+        cache lacks.
+
+    Raises:
+        ModelFolderError: the cache has no GGUF file, or several, for the name's tag.
+    """
+    if name.folder is not None:
+        return name.folder
+    assert name.repository is not None
+    # Imported here because a local folder does not need it.
+    from huggingface_hub import constants  # noqa: PLC0415 - slow
+
+    storage = Path(constants.HF_HUB_CACHE).expanduser() / folder_name(name.repository)
+    folder = snapshot_in(storage, name.revision)
+    if folder is None:
+        return None
     if name.tag or (not (folder / "config.json").exists() and gguf_in(folder)):
         return folder / _selected(name, gguf_in(folder))[0]
     return folder

@@ -44,6 +44,8 @@ _LIMITS: Final = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+SERIALIZED: Final = "serialized"
+"""Kind of a constraint that is a grammar in the library's own format, as `Translation.grammar` has it."""
 _TRIAL_TOKENS: Final = 16
 _TRIAL_SECONDS: Final = 0.2
 _MAX_REASON_CHARACTERS: Final = 300
@@ -297,6 +299,8 @@ def translate(
         return _joint_grammar(tools, text, inner)
     if kind == "structural_tag":
         return _tag_grammar(value, strict=strict, level=level)
+    if kind == SERIALIZED:
+        return Translation(str(value))  # it may be longer than what it was translated from
     check_size(value)
     return Translation(_TEXT_GRAMMARS[kind](value))
 

@@ -279,7 +279,8 @@ COMMANDS = {
         replay.replay,
         "Compute the replies of receipts again, all together, and say of each output that it is equal or at which "
         "token it differs. A reply has a receipt if its request has `receipt: true`. What computed it then and what "
-        "computes now are compared first. The model and its format are those of the receipt unless flags give others. "
+        "computes now are compared first. The model and its format are those of the receipt unless flags give "
+        "others; a model that is not on this machine is downloaded only with --allow-download. "
         "The exit status is 1 if an output differs or a receipt was altered.",
         "FILE ... [flags]",
     ),

@@ -135,7 +135,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Of a conversation with a `prediction`: tokens that were proposed, and are in the answer or not.
+    """Of a conversation with a `prediction`: its tokens that were computed, and are in the answer or not.
 
     Example:
         >>> likely = {"type": "content", "content": " return n"}

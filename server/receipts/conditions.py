@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from server.engine.core.plan_report import PlanReport
 
 
-def conditions_of(info: EngineInfo, weights: str | None) -> Conditions:
+def conditions_of(info: EngineInfo, weights: str | None, revision: str | None = None) -> Conditions:
     """Return the conditions of an engine.
 
     Args:
         info: that the engine reported.
         weights: digest of its checkpoint; None if it is not known.
+        revision: commit of which its checkpoint is a snapshot; None if it is none.
     """
     instructions = info.versions.get("instructions")
     arch = info.plan.arch_name
     return Conditions(
         model=info.model_id,
+        revision=revision,
         weights=weights,
         quantization=info.quantization,
         dtype=info.dtype,
@@ -64,12 +66,13 @@ def is_deterministic(info: EngineInfo, *, requested: bool) -> bool:
 def differences(then: Conditions, now: Conditions) -> list[str]:
     """Return a phrase for each condition that is another one now: what it is, and what it was.
 
-    The name of the model is none: a checkpoint may have another path here. An unknown digest differs from any.
+    The name of the model and its revision are none: a checkpoint may have another path here, and a revision may change
+    other files. An unknown digest differs from any.
     """
     found = []
     for name in Conditions.__struct_fields__:
         old, new = getattr(then, name), getattr(now, name)
-        if name == "model":
+        if name in ("model", "revision"):
             continue
         if name == "versions":
             names = sorted(old.keys() | new.keys())

@@ -1,6 +1,6 @@
 """The record of a receipt, its digests, and its check.
 
-A receipt has prompts and outputs as token ids, the sampling parameters of each output, and the conditions under which
+A receipt has prompts and outputs as token ids, their sampling parameters, and the conditions under which
 they were computed. Nothing in it depends on how its JSON is written: the order of fields, white space, and whether a
 number is 1 or 1.0. A seed has 64 bits, which many JSON libraries cannot represent as a number, and is a text.
 """
@@ -8,6 +8,7 @@ number is 1 or 1.0. A seed has 64 bits, which many JSON libraries cannot represe
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
@@ -21,9 +22,11 @@ from server.engine.core.request import FinishReason
 VERSION: Final = 1
 OUTSIDE: Final = ("stop_string", "timeout")
 """Values of `ReceiptOutput.finish_reason` for ends that the tokens alone do not decide."""
+_PREFIX: Final = "sha256:"
 _SEED: Final = "seed"
 _SEEDS: Final = 2**64
 _DIGITS: Final = 20
+_is_commit: Final = re.compile(r"[0-9a-f]{40}").fullmatch
 _MAX_TOKEN: Final = 2**31
 _NEUTRAL: Final = {
     field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
@@ -47,6 +50,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         model: name of the model.
+        revision: commit of the model's repository; null for a folder that is no snapshot of one.
         weights: digest of the checkpoint's files; null where it is not known.
         quantization: format of the weights in use.
         dtype: of the computation.
@@ -57,6 +61,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     model: str
+    revision: str | None = None
     weights: str | None
     quantization: str
     dtype: str
@@ -71,7 +76,7 @@ class ReceiptOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         prompt: index of its prompt.
-        sampling: its sampling parameters, by the names of `SamplingParams`; those without effect are absent.
+        sampling: its sampling parameters that not all outputs have, by name; absent if there are none.
         token_ids: generated tokens, with the one that ended it.
         digest: of the tokens.
         logprobs: digest of log-probabilities and most likely tokens, bit by bit; absent if they were not computed.
@@ -81,7 +86,7 @@ class ReceiptOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     prompt: int
-    sampling: dict[str, Any]
+    sampling: dict[str, Any] | UnsetType = UNSET
     token_ids: list[int]
     digest: str
     logprobs: str | UnsetType = UNSET
@@ -97,6 +102,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         conditions: what computed it.
         deterministic: whether the tokens have the same bits whatever else was computed at the same time.
         prompts: as token ids.
+        sampling: the sampling parameters of all outputs, by the names of `SamplingParams`; those without effect are
+            absent.
         outputs: one for each choice of the reply, in its order.
         digest: of all other fields. It finds mistakes and careless changes; it is no signature.
     """
@@ -105,13 +112,35 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     conditions: Conditions
     deterministic: bool
     prompts: list[list[int]]
+    sampling: dict[str, Any]
     outputs: list[ReceiptOutput]
     digest: str = ""
 
 
-def sealed(receipt: Receipt) -> Receipt:
-    """Return a receipt with its digest."""
-    return replace(receipt, digest=content_digest(receipt))
+def make_receipt(
+    conditions: Conditions,
+    prompts: list[list[int]],
+    outputs: Sequence[tuple[SamplingParams, ReceiptOutput]],
+    *,
+    deterministic: bool,
+) -> Receipt:
+    """Return a receipt with its digest.
+
+    Args:
+        conditions: what computed it.
+        prompts: as token ids.
+        outputs: each with its sampling parameters, and without `ReceiptOutput.sampling`.
+        deterministic: as `Receipt.deterministic`.
+    """
+    receipt = Receipt(
+        conditions=conditions,
+        deterministic=deterministic,
+        prompts=prompts,
+        sampling={},
+        outputs=[output for _, output in outputs],
+    )
+    receipt = _with_sampling(receipt, [sampling for sampling, _ in outputs])
+    return replace(receipt, digest=_digest_of(receipt))
 
 
 def content_digest(receipt: Receipt) -> str:
@@ -120,13 +149,38 @@ def content_digest(receipt: Receipt) -> str:
     Raises:
         ReceiptError: sampling parameters are not valid.
     """
-    outputs = [
-        replace(it, sampling=encode_sampling(decode_sampling(it.sampling)))
-        for it in receipt.outputs
-    ]
-    return _digest(
-        msgspec.json.encode(replace(receipt, outputs=outputs, digest=""), order="sorted")
-    )
+    # Written in one way, whichever parameters the receipt has at which place, and 1 or 1.0.
+    return _digest_of(_with_sampling(receipt, [sampling_of(receipt, it) for it in receipt.outputs]))
+
+
+def _digest_of(receipt: Receipt) -> str:
+    return _digest(msgspec.json.encode(replace(receipt, digest=""), order="sorted"))
+
+
+def sampling_of(receipt: Receipt, output: ReceiptOutput) -> SamplingParams:
+    """Return the sampling parameters of an output.
+
+    Raises:
+        ReceiptError: as `decode_sampling`.
+    """
+    own = {} if output.sampling is UNSET else output.sampling
+    return decode_sampling({**receipt.sampling, **own})
+
+
+def _with_sampling(receipt: Receipt, parameters: Iterable[SamplingParams]) -> Receipt:
+    """Return a receipt with the sampling parameters of each output: once, those that all have."""
+    plain = [encode_sampling(it) for it in parameters]
+    first, *others = plain
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(name in it and it[name] == value for it in others)
+    }
+    outputs = []
+    for output, every in zip(receipt.outputs, plain, strict=True):
+        own = {name: value for name, value in every.items() if name not in shared}
+        outputs.append(replace(output, sampling=own or UNSET))
+    return replace(receipt, sampling=shared, outputs=outputs)
 
 
 def token_digest(token_ids: Sequence[int]) -> str:
@@ -136,11 +190,28 @@ def token_digest(token_ids: Sequence[int]) -> str:
 
 def logprob_digest(logprobs: Iterable[Logprobs]) -> str:
     """Return the digest of log-probabilities: of the bits of each number."""
-    rows = [
-        (None if own is None else float(own), [(int(i), float(value)) for i, value in top])
-        for own, top in logprobs
-    ]
-    return _digest(msgspec.msgpack.encode(rows))
+    digest = LogprobDigest()
+    digest.update(logprobs)
+    return digest.text
+
+
+class LogprobDigest:
+    """Computes the digest of log-probabilities in steps; see `logprob_digest`."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def update(self, logprobs: Iterable[Logprobs]) -> None:
+        """Add those of further tokens; a token with 20 alternatives takes 5 us."""
+        for own, top in logprobs:
+            row = None if own is None else float(own), [(int(i), float(value)) for i, value in top]
+            self._hash.update(self._encode(row))
+
+    @property
+    def text(self) -> str:
+        """The digest of those that were added."""
+        return f"{_PREFIX}{self._hash.hexdigest()}"
 
 
 def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
@@ -186,6 +257,10 @@ def read_receipt(plain: object) -> Receipt:
         receipt = msgspec.convert(plain, Receipt)
     except msgspec.ValidationError as error:
         raise ReceiptError(str(error)) from None
+    if not _is_commit(receipt.conditions.revision or "0" * 40):
+        raise ReceiptError(
+            f"conditions.revision must be a commit. Given: {receipt.conditions.revision!r:.60}"
+        )
     if not receipt.outputs:
         raise ReceiptError("outputs must not be empty")
     for i, prompt in enumerate(receipt.prompts):
@@ -198,10 +273,10 @@ def read_receipt(plain: object) -> Receipt:
                 f"outputs[{i}].prompt must be >= 0 and < {len(receipt.prompts)}. Given: {output.prompt}"
             )
         _check_tokens(output.token_ids, f"outputs[{i}].token_ids")
-        if decode_sampling(output.sampling).max_new_tokens < max(1, len(output.token_ids)):
+        limit = sampling_of(receipt, output).max_new_tokens
+        if limit < max(1, len(output.token_ids)):
             raise ReceiptError(
-                f"outputs[{i}] has {len(output.token_ids)} tokens; its sampling.max_new_tokens is "
-                f"{output.sampling['max_new_tokens']}"
+                f"outputs[{i}] has {len(output.token_ids)} tokens; its sampling.max_new_tokens is {limit}"
             )
     return receipt
 
@@ -225,4 +300,4 @@ def _check_tokens(token_ids: list[int], name: str) -> None:
 
 
 def _digest(content: bytes) -> str:
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+    return f"{_PREFIX}{hashlib.sha256(content).hexdigest()}"

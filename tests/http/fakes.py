@@ -51,6 +51,8 @@ USAGE = SequenceUsage(
     block_seconds=1.5,
     num_draft_tokens=5,
     num_accepted_tokens=4,
+    num_predicted_tokens=3,
+    num_accepted_predicted_tokens=2,
 )
 EOS_ID = 256
 IM_END_ID = 257

@@ -5,14 +5,8 @@ import json
 import msgspec
 
 from model.sampling.parameters import SamplingParams
-from server.receipts.record import (
-    Conditions,
-    Receipt,
-    ReceiptOutput,
-    encode_sampling,
-    sealed,
-    token_digest,
-)
+from server.receipts import record
+from server.receipts.record import Conditions, ReceiptOutput, token_digest
 
 CONDITIONS = Conditions(
     model="bundled", weights="sha256:1", quantization="int8", dtype="float32", kv_cache_dtype="float16",
@@ -23,7 +17,6 @@ CONDITIONS = Conditions(
 def make_output(token_ids=(4, 5), finish_reason="length", **options):
     return ReceiptOutput(
         prompt=0,
-        sampling={},
         token_ids=list(token_ids),
         digest=token_digest(token_ids),
         finish_reason=finish_reason,
@@ -32,15 +25,13 @@ def make_output(token_ids=(4, 5), finish_reason="length", **options):
 
 
 def make_receipt(outputs=None, prompts=((1, 2, 3),), **sampling):
-    parameters = encode_sampling(SamplingParams(**{"max_new_tokens": 2} | sampling))
+    parameters = SamplingParams(**{"max_new_tokens": 2} | sampling)
     outputs = [make_output()] if outputs is None else outputs
-    return sealed(
-        Receipt(
-            conditions=CONDITIONS,
-            deterministic=True,
-            prompts=[list(prompt) for prompt in prompts],
-            outputs=[msgspec.structs.replace(it, sampling=parameters) for it in outputs],
-        )
+    return record.make_receipt(
+        CONDITIONS,
+        [list(prompt) for prompt in prompts],
+        [(parameters, output) for output in outputs],
+        deterministic=True,
     )
 
 

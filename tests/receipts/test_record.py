@@ -1,22 +1,23 @@
 import json
 
+import msgspec
 import pytest
 
 from model.sampling.parameters import SamplingParams
 from server.receipts.record import (
     Conditions,
-    Receipt,
     ReceiptError,
     ReceiptOutput,
     alterations,
     decode_sampling,
     encode_sampling,
     logprob_digest,
+    make_receipt,
     read_receipt,
-    sealed,
+    sampling_of,
     token_digest,
 )
-from tests.receipts.make import plain_receipt
+from tests.receipts.make import CONDITIONS, plain_receipt
 
 SAMPLING = SamplingParams(
     temperature=0.1 + 0.2,
@@ -70,8 +71,8 @@ def change(place, value):
     "apply",
     [
         change(["outputs", 0, "token_ids", 1], 9),
-        change(["outputs", 0, "sampling", "seed"], "12"),
-        change(["outputs", 0, "sampling", "temperature"], 0.30000000000000001),
+        change(["sampling", "seed"], "12"),
+        change(["sampling", "temperature"], 0.30000000000000001),
         change(["outputs", 0, "finish_reason"], "stop_string"),
         change(["outputs", 0, "logprobs"], "sha256:0"),
         change(["outputs", 0, "digest"], "sha256:0"),
@@ -101,14 +102,14 @@ def test_every_change_of_the_content_is_found(apply):
         (change(["outputs", 0, "token_ids", 1], 2**31), "outputs[0].token_ids[1] must be a token"),
         (change(["outputs", 0, "prompt"], 1), "outputs[0].prompt must be >= 0 and < 1. Given: 1"),
         (change(["outputs", 0, "finish_reason"], "abort"), "abort"),
-        (change(["outputs", 0, "sampling", "max_new_tokens"], 1), "has 2 tokens"),
-        (change(["outputs", 0, "sampling", "max_new_tokens"], 0), "max_new_tokens is 0"),
-        (change(["outputs", 0, "sampling", "seed"], 5), "must be a text of digits. Given: 5"),
-        (change(["outputs", 0, "sampling", "seed"], "1" * 5000), "must be a text of digits"),
-        (change(["outputs", 0, "sampling", "seed"], str(2**64)), "must be < 2^64"),
-        (change(["outputs", 0, "sampling", "top_p"], 0), "top_p"),
-        (change(["outputs", 0, "sampling", "beams"], 2), "unknown parameter 'beams'"),
-        (change(["outputs", 0, "sampling"], {}), "max_new_tokens"),
+        (change(["sampling", "max_new_tokens"], 1), "has 2 tokens"),
+        (change(["sampling", "max_new_tokens"], 0), "max_new_tokens is 0"),
+        (change(["sampling", "seed"], 5), "must be a text of digits. Given: 5"),
+        (change(["sampling", "seed"], "1" * 5000), "must be a text of digits"),
+        (change(["sampling", "seed"], str(2**64)), "must be < 2^64"),
+        (change(["sampling", "top_p"], 0), "top_p"),
+        (change(["sampling", "beams"], 2), "unknown parameter 'beams'"),
+        (change(["sampling"], {}), "max_new_tokens"),
     ],
 )
 def test_what_is_no_receipt_is_refused_with_the_field(apply, words):
@@ -137,20 +138,41 @@ def test_the_digest_of_log_probabilities_is_of_their_bits():
 
 def test_a_receipt_has_all_parameters_that_a_request_has():
     """A parameter that is added is part of receipts, since all of `SamplingParams` is."""
-    output = ReceiptOutput(
-        prompt=0,
-        sampling=encode_sampling(SAMPLING),
-        token_ids=[1],
-        digest=token_digest([1]),
-        finish_reason="eos",
-    )
+    output = ReceiptOutput(prompt=0, token_ids=[1], digest=token_digest([1]), finish_reason="eos")
     conditions = Conditions(
         model="m", weights=None, quantization="none", dtype="float32", kv_cache_dtype="float32", kernels="k",
         device="d", versions={},
     )  # fmt: skip
-    receipt = sealed(
-        Receipt(conditions=conditions, deterministic=True, prompts=[[1]], outputs=[output])
+    receipt = make_receipt(conditions, [[1]], [(SAMPLING, output)], deterministic=True)
+
+    assert sampling_of(receipt, receipt.outputs[0]) == SAMPLING
+    assert alterations(receipt) == []
+
+
+def test_parameters_of_all_outputs_are_there_once():
+    grammar = "x" * 1000
+    parameters = [
+        SamplingParams(max_new_tokens=2, seed=seed, top_k=top_k, grammar=grammar)
+        for seed, top_k in ((0, 5), (1, 5), (2, 0))
+    ]
+    outputs = [
+        ReceiptOutput(prompt=0, token_ids=[i], digest=token_digest([i]), finish_reason="eos")
+        for i in range(3)
+    ]
+    receipt = make_receipt(
+        CONDITIONS, [[1]], list(zip(parameters, outputs, strict=True)), deterministic=True
     )
 
-    assert decode_sampling(receipt.outputs[0].sampling) == SAMPLING
-    assert alterations(receipt) == []
+    assert receipt.sampling == {"max_new_tokens": 2, "grammar": grammar}
+    assert [it.sampling for it in receipt.outputs] == [
+        {"top_k": 5}, {"seed": "1", "top_k": 5}, {"seed": "2"},
+    ]  # fmt: skip
+    assert [sampling_of(receipt, it) for it in receipt.outputs] == parameters
+    # The same parameters at other places have the same digest.
+    plain = json.loads(msgspec.json.encode(receipt))
+    for output in plain["outputs"]:
+        output["sampling"]["grammar"] = grammar
+    del plain["sampling"]["grammar"]
+    assert alterations(read_receipt(plain)) == []
+    del plain["outputs"][2]["sampling"]["grammar"]
+    assert alterations(read_receipt(plain)) != []

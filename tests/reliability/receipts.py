@@ -206,7 +206,11 @@ def receipts_of(body: bytes) -> list[Any]:
 
 def summary(receipts: list[Any]) -> dict[str, Any]:
     """Return what the receipts are of."""
-    outputs = [output for receipt in receipts for output in receipt["outputs"]]
+    outputs = [
+        output | {"sampling": receipt["sampling"] | output.get("sampling", {})}
+        for receipt in receipts
+        for output in receipt["outputs"]
+    ]
     return {
         "receipts": len(receipts),
         "outputs": len(outputs),

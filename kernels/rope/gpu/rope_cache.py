@@ -35,6 +35,10 @@ _FEW_FP8_HEADS = 512
 """As `_FEW_HEADS`, if they are mixed and rounded to FP8. On an H100, 64 tokens of 32 heads take 2.7 us in programs of
 four tokens and 3.6 in programs of one."""
 _MANY_TOKENS = 1024
+_NARROW_HALF = 8
+"""Up to this HALF a program has one head: Triton 3.6 fails to compile several heads whose half is 2, 4 or 8 columns.
+Its removal of layout conversions (`TritonGPURemoveLayoutConversions`) puts a stored value where it does not dominate
+its use. Halves of 16 columns or more compile, from sm_80 to sm_120, in all three dtypes."""
 _FETCH_LINES = 512
 """Cache lines that a prefetching program fetches."""
 _FETCH_BYTES = 24 << 20
@@ -173,6 +177,7 @@ def rotation_launch(
     """Choose the tile sizes: small ones for few heads, so that no program takes long.
 
     There are only four launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at once.
+    Programs of narrow heads have one head (`_NARROW_HALF`).
 
     Args:
         num_tokens: T.
@@ -182,12 +187,13 @@ def rotation_launch(
         batch_invariant: whether the launch may not depend on the number of tokens, since it decides about the order in
             which a norm adds its squares.
     """
+    several = 1 if half <= _NARROW_HALF else 4
     if batch_invariant:
-        return RotationLaunch(max(1, 256 // half), 4, 1)
+        return RotationLaunch(max(1, 256 // half), several, 1)
     if num_tokens * num_heads <= (_FEW_FP8_HEADS if fp8 else _FEW_HEADS):
         return RotationLaunch(1, 1, 1)
     warps = 1 if num_tokens < _MANY_TOKENS else 4
-    heads = 1 if warps == 1 and (fp8 or num_tokens * num_heads <= _SOME_HEADS) else 4
+    heads = 1 if warps == 1 and (fp8 or num_tokens * num_heads <= _SOME_HEADS) else several
     return RotationLaunch(max(1, warps * 256 // half), heads, warps)
 
 

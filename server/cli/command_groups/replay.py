@@ -33,6 +33,11 @@ def replay_flags(parser: Parser) -> None:
         metavar="URL",
         help="of a running service that computes in place of an engine in this process, with its own settings",
     )
+    parser.add_argument(
+        "--allow-download",
+        action="store_true",
+        help="let the engine's model be downloaded if a receipt names one that is not on this machine",
+    )
     settings_flags(parser, has_model=False)
 
 
@@ -47,6 +52,7 @@ def replay(call: Invocation) -> None:
     if call.options.url is not None:
         key = next(iter(settings.api_key), None)
         given = settings.model_fields_set - {"api_key"}
-        command.replay_there(call.options, target_of(call.options.url, key), map(flag, given))
+        unused = [*map(flag, given), *["--allow-download"] * call.options.allow_download]
+        command.replay_there(call.options, target_of(call.options.url, key), unused)
         return
     command.replay_here(call.options, settings, lambda it: local_engine(it, command.COMMAND))

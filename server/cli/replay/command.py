@@ -7,14 +7,20 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from model.checkpoint.config import ModelConfig
 from model.checkpoint_digest import checkpoint_digest
 from model.device.quantizations import QUANTIZATIONS
-from model.errors import ModelError
+from model.errors import ModelError, ModelFolderError
+from model.hub.cache import commit_of
+from model.hub.names import BUNDLED
 from model.progress import Progress
 from server.cli.client.http_client import RequestError
 from server.cli.output import fail, printable, write_result
+from server.cli.parsing.setting_flags import MODEL
+from server.cli.replay.grammars import without_refused
 from server.cli.replay.reading import read_files
 from server.cli.replay.remote import replay
+from server.cli.replay.source import model_settings
 from server.cli.replay.work import tasks_of
 from server.engine.core.start_checks import StartupError
 from server.receipts.conditions import conditions_of, differences
@@ -54,10 +60,33 @@ def replay_here(
     for task in report.tasks:
         changes = _changes(task.receipt.conditions, settings.model_fields_set)
         groups.setdefault(tuple(changes.items()), []).append(task)
-    for changes, tasks in groups.items():
-        group = settings.model_copy(update=dict(changes))
+    # All models are found before the first output is computed.
+    for group, tasks in [
+        (_group(settings, dict(changes), options, report), tasks)
+        for changes, tasks in groups.items()
+    ]:
         _compute(group, prepare(group), tasks, report)
     report.finish()
+
+
+def _group(
+    settings: Settings, changes: dict[str, str | None], options: argparse.Namespace, report: _Report
+) -> Settings:
+    """Return the settings of the engine of receipts with some conditions; exits with status 1 without their model."""
+    if "model" in changes:
+        model = str(changes.pop("model"))
+        revision = settings.revision or changes.pop("revision", None)
+        try:
+            found = model_settings(model, revision, may_download=options.allow_download)
+        except ModelFolderError as error:
+            fail(printable(str(error)), COMMAND)
+        if found["model"] != BUNDLED:
+            at = f" at revision {named}" if (named := found.get("revision")) else ""
+            report.note(
+                f"the receipts name the model {model}; it is read from {found['model']}{at}"
+            )
+        changes |= found
+    return settings.model_copy(update=changes)
 
 
 def replay_there(options: argparse.Namespace, target: Target, unused: Iterable[str]) -> None:
@@ -162,7 +191,12 @@ def _compute(
     try:
         plan = engine.info.plan.deterministic
         why = plan.why if plan.requests == "none" else ""
-        _note_conditions(tasks, conditions_of(engine.info, weights), why, report.note)
+        now = conditions_of(engine.info, weights, commit_of(Path(config.model_path)))
+        _note_conditions(tasks, now, why, report.note)
+        model = ModelConfig.from_folder(Path(config.model_path), settings.model_backend)
+        tasks = without_refused(
+            tasks, config.model_path, engine.info.vocab_size, model.eos_token_ids
+        )
         done = 0
         with Progress("computing again", report.note, len(tasks), "outputs") as progress:
 
@@ -176,13 +210,15 @@ def _compute(
         engine.close()
 
 
-def _changes(conditions: Conditions, given: set[str]) -> dict[str, str]:
+def _changes(conditions: Conditions, given: set[str]) -> dict[str, str | None]:
     """Return the settings of an engine that computes as a receipt says, without those that the operator gave.
 
     Formats that a checkpoint has itself need no setting. The C library for CPUs determines the dtype and the cache.
     """
     full = conditions.quantization == _FULL
-    wanted = {"model": conditions.model}
+    wanted: dict[str, str | None] = {"model": conditions.model}
+    if conditions.revision is not None and MODEL not in given:
+        wanted["revision"] = conditions.revision
     if full or conditions.quantization in QUANTIZATIONS:
         wanted["quantization"] = conditions.quantization
     if full and conditions.dtype in _DTYPES:

@@ -17,7 +17,7 @@ from model.sampling.parameters import NUMBERS
 from server.cli.client.http_client import Client, RequestError, Target
 from server.engine.core.request import FinishReason
 from server.receipts.comparison import Computed, LogprobDigests
-from server.receipts.record import OUTSIDE, ReceiptError, decode_sampling, read_receipt
+from server.receipts.record import OUTSIDE, ReceiptError, read_receipt, sampling_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ async def _compute(client: Client, task: Task, *, deterministic: bool) -> Comput
         (output,) = receipt.outputs
     except ValueError as error:
         return Computed(error=f"the service returns no receipt of one output: {error}")
-    asked = decode_sampling(output.sampling)
+    asked = sampling_of(receipt, output)
     if receipt.prompts != [task.prompt] or asked != sampling:
         names = [
             it for it in asked.__struct_fields__ if getattr(asked, it) != getattr(sampling, it)

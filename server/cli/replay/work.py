@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server.receipts.comparison import Computed, compare
-from server.receipts.record import decode_sampling
+from server.receipts.record import sampling_of
 
 if TYPE_CHECKING:
     from model.sampling.parameters import SamplingParams
@@ -37,7 +37,7 @@ class Task:
     @property
     def sampling(self) -> SamplingParams:
         """Its sampling parameters."""
-        return decode_sampling(self.output.sampling)
+        return sampling_of(self.receipt, self.output)
 
     @property
     def difference(self) -> str | None:

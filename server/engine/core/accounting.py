@@ -57,14 +57,17 @@ class SequenceAccount:
         num_cached_tokens: those of them that were first taken from the prefix cache.
         num_cached_prompt_tokens: the prompt tokens among these.
         num_draft_tokens, num_accepted_tokens: see `SequenceUsage`.
+        num_predicted_tokens, num_accepted_predicted_tokens: likewise.
+        draft_is_predicted: whether its draft in flight is from its prediction.
         num_dropped_tokens: tokens of drafts that it has not, or that no step after them needed.
         scheduled_at, first_token_at: `Accounting.now` at these events; None before.
     """
 
     __slots__ = (
-        "_entered", "block_seconds", "device_seconds", "first_token_at", "num_accepted_tokens",
-        "num_cached_prompt_tokens", "num_cached_tokens", "num_draft_tokens", "num_dropped_tokens", "num_first_tokens",
-        "num_prompt_tokens", "num_steps", "num_tokens", "scheduled_at",
+        "_entered", "block_seconds", "device_seconds", "draft_is_predicted", "first_token_at",
+        "num_accepted_predicted_tokens", "num_accepted_tokens", "num_cached_prompt_tokens", "num_cached_tokens",
+        "num_draft_tokens", "num_dropped_tokens", "num_first_tokens", "num_predicted_tokens", "num_prompt_tokens",
+        "num_steps", "num_tokens", "scheduled_at",
     )  # fmt: skip
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -78,6 +81,8 @@ class SequenceAccount:
         self.num_first_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.num_predicted_tokens = self.num_accepted_predicted_tokens = 0
+        self.draft_is_predicted = False
         self.num_dropped_tokens = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
@@ -205,6 +210,9 @@ class Accounting:
         account.num_draft_tokens += num_tokens
         account.num_accepted_tokens += num_accepted
         account.num_dropped_tokens += num_dropped
+        if account.draft_is_predicted:
+            account.num_predicted_tokens += num_tokens
+            account.num_accepted_predicted_tokens += num_accepted
         counts = self.num_accepted_tokens
         counts += [0] * (num_accepted - len(counts))
         for place in range(num_accepted):
@@ -301,4 +309,6 @@ class Accounting:
             account.block_seconds,
             account.num_draft_tokens,
             account.num_accepted_tokens,
+            account.num_predicted_tokens,
+            account.num_accepted_predicted_tokens,
         )

@@ -85,6 +85,7 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
         block_seconds: blocks of the KV cache that it held, times seconds.
         num_draft_tokens: tokens that were proposed and computed.
         num_accepted_tokens: those of them that the model sampled too.
+        num_predicted_tokens, num_accepted_predicted_tokens: those of both that are from the request's prediction.
     """
 
     prefill_seconds: float = 0.0
@@ -97,6 +98,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_seconds: float = 0.0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_accepted_predicted_tokens: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -197,7 +197,7 @@ class Generation:
     async def _complete(self) -> None:
         """Find out what only the end of the reply reports."""
         if self._receipt is not None and not self._receipt.is_complete:
-            await self._receipt.complete()
+            await self._receipt.complete(self.completions)
             self.warnings += self._receipt.warnings
         if self._checked or self._constraint is None:
             return
@@ -254,6 +254,13 @@ class Generation:
             device_seconds=round(device, 9),
             kv_block_seconds=round(blocks, 6),
         )
+
+    @property
+    def predicted_tokens(self) -> tuple[int, int]:
+        """Tokens of the prediction that are in the answers, and that were computed and are not; final if `settled`."""
+        used = [completion.stream.usage for completion in self.completions]
+        accepted = sum([it.num_accepted_predicted_tokens for it in used])
+        return accepted, sum([it.num_predicted_tokens for it in used]) - accepted
 
     @property
     def receipt(self) -> Receipt | UnsetType:

@@ -10,7 +10,7 @@ import pytest
 from model.text.chat_template import ChatTemplate
 from server.engine.core.request import FinishReason
 from server.http.reply import receipts
-from server.receipts.record import alterations, decode_sampling, read_receipt
+from server.receipts.record import alterations, logprob_digest, read_receipt, sampling_of
 from tests.http.dialects.openai.test_tools import PLAIN
 from tests.http.fakes import INFO, event, put, say
 from tests.plans import PLAN
@@ -98,7 +98,7 @@ async def test_every_route_has_the_receipt_in_one_event_which_is_the_last_with_d
     assert receipt.prompts == [request.prompt_token_ids]
     (output,) = receipt.outputs
     assert (output.token_ids, output.finish_reason) == (TOKENS, "length")
-    assert decode_sampling(output.sampling) == request.sampling
+    assert sampling_of(receipt, output) == request.sampling
     assert receipt.conditions.weights.startswith("sha256:")
     assert "x-tessera-warnings" not in response.headers
     if stream:
@@ -133,7 +133,7 @@ async def test_choices_have_one_receipt_with_an_output_each(service, engine, str
     receipt = only_receipt(response)
     assert [it.prompt for it in receipt.outputs] == [0, 0, 1, 1]
     assert len(receipt.prompts) == 2
-    assert [decode_sampling(it.sampling) for it in receipt.outputs] == [
+    assert [sampling_of(receipt, it) for it in receipt.outputs] == [
         request.sampling for request in engine.requests
     ]
     assert receipts_in(values(response)[-1])
@@ -150,8 +150,9 @@ async def test_the_receipt_of_the_best_choices_has_these_alone(service, engine):
         "/v1/completions", json=asked({"prompt": "x", "best_of": 2, "n": 1, "seed": 4})
     )
 
-    (output,) = only_receipt(response).outputs
-    assert decode_sampling(output.sampling).seed == 4
+    receipt = only_receipt(response)
+    (output,) = receipt.outputs
+    assert sampling_of(receipt, output).seed == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -329,3 +330,21 @@ async def test_a_stream_that_fails_has_no_receipt(service, engine):
 
     assert receipts_in(values(response)) == []
     assert "error" in values(response)[-1]
+
+
+async def test_the_digest_of_a_large_reply_leaves_turns_to_other_requests():
+    rows = [(-0.5, [(i, -0.5)]) for i in range(1000)]
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.ensure_future(count())
+    digest = await receipts._digest(iter(rows))
+    other.cancel()
+
+    assert digest == logprob_digest(rows)
+    assert turns >= len(rows) // receipts._AT_ONCE

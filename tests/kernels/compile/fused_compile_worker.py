@@ -131,9 +131,9 @@ class FusedJob:
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" and "persistent" see `MATRICES`, of
-            the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant"; of "groups" see
-            `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
+            "rope", "norm", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
+            "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
+            of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
             "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window", "softcap", "alibi",
             "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
@@ -339,8 +339,10 @@ class FusedCompiler(Compiler):
         best_tokens(best, ids, tokens, torch.empty(job.tokens), pdl=pdl)
 
     def _rope(self, job: FusedJob, pdl: bool) -> None:
+        dtype = torch.float32 if "float32" in job.around else torch.bfloat16
+
         def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.bfloat16)
+            return torch.empty(shape, dtype=dtype)
 
         tokens, head_dim = job.tokens, job.head_dim
         kv, scale = empty(2, 3, 16, 8, head_dim), None
@@ -356,6 +358,7 @@ class FusedCompiler(Compiler):
             eps=1e-6,
             kv_scale=scale,
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
+            batch_invariant="invariant" in job.around,
             pdl=pdl,
         )
 

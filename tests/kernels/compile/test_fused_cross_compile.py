@@ -57,6 +57,13 @@ STEPS_OF_ROWS = {
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
 SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
 """Sizes of rows that a list of candidates holds, just holds and just does not hold."""
+NARROW_HEADS = (16, 8, 24, 48)
+NARROW_ROPES = [
+    (around, tokens)
+    for around in ((), ("norm",), ("norm", "fp8"))
+    for tokens in (4096, 600, 100, 1)
+] + [(("norm", *it, "invariant"), 256) for it in ((), ("fp8",), ("float32",))]
+"""Features of rotations of narrow heads, and a number of tokens for each tile of `rotation_launch`."""
 ODD = (((1001, 576, False), ("bias", "best")), ((1536, 576, True), ("bias", "norm")))
 
 
@@ -170,6 +177,11 @@ def jobs_for(sm: int) -> list[FusedJob]:
             for head_dim in (64, 80, 128, 256)
         ),
         FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
+        *(
+            FusedJob(sm, "rope", around=around, tokens=tokens, head_dim=head_dim)
+            for head_dim in NARROW_HEADS
+            for around, tokens in NARROW_ROPES
+        ),
         *(FusedJob(sm, "step", around=around) for around in STEPS if sm == HOPPER),
     ]
 
@@ -193,7 +205,8 @@ def representative_jobs() -> list[FusedJob]:
                 job.tokens > 1,
                 any(it in WEIGHT_FORMATS for it in job.around),
             )
-            found.setdefault((job.sm, job.operation, job.function, form, step), job)
+            narrow = job.operation == "rope" and job.head_dim in NARROW_HEADS
+            found.setdefault((job.sm, job.operation, job.function, form, step, narrow), job)
     return list(found.values())
 
 
@@ -242,7 +255,9 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     independent = job.operation in ("embed", "step") or job == FusedJob(job.sm, "sum_ranks")
     if waits != (job.sm >= HOPPER and not independent):
         found.append(f"waits {waits} times")
-    if job.operation == "rope" and job.tokens > FEW_TOKENS and "fp8" not in job.around:
+    # 16 bytes are no more than half a head, and a thread has one token.
+    wide = job.head_dim % 16 == 0 and {"fp8", "float32"}.isdisjoint(job.around)
+    if job.operation == "rope" and job.tokens > FEW_TOKENS and wide:
         # The only narrow loads are of a token's position and slot.
         narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
         expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}

@@ -392,6 +392,9 @@ def test_programs_with_several_tokens_and_heads_give_the_same_result(
         (512, 33, 64, (4, 4, 1)),
         (4096, 32, 64, (16, 4, 4)),
         (4096, 8, 128, (8, 4, 4)),
+        (512, 33, 16, (16, 4, 1)),
+        (4096, 6, 8, (128, 1, 4)),
+        (512, 33, 8, (32, 1, 1)),
     ],
 )
 def test_programs_have_more_tokens_and_heads_in_larger_steps(tokens, heads, half, wanted):
@@ -406,7 +409,7 @@ def test_programs_that_write_an_fp8_cache_have_fewer_heads(tokens, wanted):
 
 
 def test_the_launch_of_a_batch_invariant_step_does_not_depend_on_its_tokens():
-    for heads, half in ((1, 16), (32, 64), (96, 128)):
+    for heads, half in ((1, 8), (1, 16), (32, 64), (96, 128)):
         found = {
             rotation_launch(tokens, heads, half, batch_invariant=True)
             for tokens in (1, 2, 64, 500, 5000)

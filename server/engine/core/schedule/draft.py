@@ -43,10 +43,12 @@ class Draft(NamedTuple):
         tokens: the first of them first; empty for none.
         match_class: a class of the length of the match, from 0 to `NUM_MATCH_CLASSES` - 1: drafts of a higher one are
             right more often.
+        is_predicted: whether they are from the request's prediction, and not from any other text.
     """
 
     tokens: tuple[int, ...]
     match_class: int
+    is_predicted: bool = False
 
 
 NO_DRAFT: Final = Draft((), 0)
@@ -172,7 +174,9 @@ class _SequenceIndexes:
             self.source = None
             return self._beginning(sequence, limit)
         self.source, self.place = found, place
-        return Draft(found.continuation(place, limit), bisect.bisect_right(_CLASS_STARTS, best))
+        match_class = bisect.bisect_right(_CLASS_STARTS, best)
+        is_predicted = found in self.indexes[1:]
+        return Draft(found.continuation(place, limit), match_class, is_predicted)
 
     def _beginning(self, sequence: Sequence, limit: int) -> Draft:
         """Return what follows in the prediction while the output is too short for a match."""
@@ -181,4 +185,4 @@ class _SequenceIndexes:
         tokens = tuple(sequence.prediction[count : count + limit])
         if count >= ORDER or not tokens or output != sequence.prediction[:count]:
             return NO_DRAFT
-        return Draft(tokens, 1)
+        return Draft(tokens, 1, is_predicted=True)

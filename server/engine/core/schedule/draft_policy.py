@@ -43,7 +43,8 @@ class _Record:
 
     Attributes:
         accepted, proposed: tokens, of late more than before.
-        match_class, num_tokens, num_accepted: of the last draft, and the account's accepted tokens before it.
+        match_class, is_predicted, num_tokens: of the last draft.
+        num_accepted: the account's accepted tokens before it.
         probe_at: output tokens at which a draft is due whether it pays or not.
         wait: tokens between the last such draft and that one.
         look_at: known output tokens from which on its text is looked at again.
@@ -51,7 +52,8 @@ class _Record:
     """
 
     __slots__ = (
-        "accepted", "look_at", "match_class", "num_accepted", "num_tokens", "probe_at", "proposed", "skipped", "wait",
+        "accepted", "is_predicted", "look_at", "match_class", "num_accepted", "num_tokens", "probe_at", "proposed",
+        "skipped", "wait",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -59,6 +61,7 @@ class _Record:
         self.match_class = self.num_tokens = self.num_accepted = 0
         self.probe_at = self.wait = _PROBE
         self.look_at = self.skipped = 0
+        self.is_predicted = False
 
     def skip(self, num_output_tokens: int) -> None:
         """Note that the sequence gets no draft: its text is looked at more and more rarely."""
@@ -194,6 +197,7 @@ class DraftPolicy:
             if tokens and record is not None:
                 record.num_tokens = len(tokens)
                 record.num_accepted = sequence.account.num_accepted_tokens
+                sequence.account.draft_is_predicted = record.is_predicted
 
     def note_step(self, decode: DecodeRows, seconds: float) -> None:
         """Enter the time of a step without prompts."""
@@ -223,7 +227,7 @@ class DraftPolicy:
             if not num_ahead and record.probe_at <= sequence.num_output_tokens:
                 record.probe(sequence.num_output_tokens)
             return None
-        record.match_class = draft.match_class
+        record.match_class, record.is_predicted = draft.match_class, draft.is_predicted
         prior = self._acceptance[draft.match_class]
         rate = (record.accepted + _PRIOR * prior) / (record.proposed + _PRIOR)
         return draft.tokens[num_ahead : num_ahead + limit], rate

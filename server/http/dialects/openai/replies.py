@@ -409,8 +409,7 @@ def usage_of(generation: Generation, *, unreported: int = 0) -> Usage:
     used = generation.usage() if generation.settled else UNSET
     details: CompletionTokensDetails | UnsetType = UNSET
     if generation.has_prediction and used is not UNSET:
-        rejected = used.draft_tokens - used.accepted_tokens
-        details = CompletionTokensDetails(used.accepted_tokens, rejected)
+        details = CompletionTokensDetails(*generation.predicted_tokens)
     return Usage(
         prompt_tokens=generation.prompt_tokens,
         completion_tokens=generated,

@@ -230,7 +230,21 @@ def test_a_prediction_is_followed_from_its_beginning_and_from_where_the_output_m
 
 def test_the_longest_match_decides_between_prediction_and_own_text():
     sequence = predicted([4, 1, 2, 3, 50], prompt=[9, 1, 2, 3, 60, 4, 1, 2, 3])
+    draft = Drafter().propose(sequence, 1)
+    assert (draft.tokens, draft.is_predicted) == ((50,), True)
 
-    assert Drafter().propose(sequence, 1).tokens == (50,)
     sequence = predicted([4, 1, 2, 3, 50], prompt=[9, 1, 2, 3, 60, 9, 1, 2, 3])
-    assert Drafter().propose(sequence, 1).tokens == (60,)
+    draft = Drafter().propose(sequence, 1)
+    assert (draft.tokens, draft.is_predicted) == ((60,), False)
+
+
+def test_the_beginning_of_a_prediction_is_predicted_and_an_earlier_answer_is_not():
+    drafter = Drafter()
+    assert drafter.propose(predicted([7, 8, 9]), 3).is_predicted
+
+    earlier = predicted([], output=[5, 6, 7, 8, 9])
+    drafter.propose(earlier, 1)
+    drafter.forget(earlier)
+    draft = drafter.propose(predicted([20, 21], prompt=[3], output=[5, 6, 7]), 2)
+
+    assert (draft.tokens, draft.is_predicted) == ((8, 9), False)

@@ -16,7 +16,13 @@ CERTAIN = 4
 
 
 class KnownText:
-    """Proposes what follows in texts known by request id; of some tokens a wrong one."""
+    """Proposes what follows in texts known by request id; of some tokens a wrong one.
+
+    Attributes:
+        predicts: whether a draft after so many known tokens of a sequence is from its prediction.
+    """
+
+    predicts = staticmethod(lambda _: False)
 
     def __init__(self, texts, rng=None, wrong=0.0):
         self.texts, self.rng, self.wrong = texts, rng, wrong
@@ -32,7 +38,7 @@ class KnownText:
         for i in range(len(tokens)):
             if self.wrong and self.rng.random() < self.wrong:
                 tokens[i] += 1
-        return Draft(tuple(tokens), CERTAIN) if tokens else NO_DRAFT
+        return Draft(tuple(tokens), CERTAIN, self.predicts(known)) if tokens else NO_DRAFT
 
     def forget(self, sequence):
         self.ended.append(sequence.request_id)
@@ -375,3 +381,28 @@ def test_a_step_of_several_tokens_is_computed_as_a_power_of_two():
     service.run()
 
     assert set(asked) == {1, 2, 4, 8}
+
+
+def test_drafts_of_a_prediction_are_counted_by_themselves():
+    for predicts, share in ((lambda _: True, 1), (lambda _: False, 0)):
+        service = Service(wrong=0.3)
+        service.drafter.predicts = predicts
+        sequence = service.add(1)
+        service.run()
+
+        used = sequence.usage
+        assert 0 < used.num_accepted_tokens < used.num_draft_tokens
+        assert used.num_predicted_tokens == share * used.num_draft_tokens
+        assert used.num_accepted_predicted_tokens == share * used.num_accepted_tokens
+
+
+def test_of_drafts_from_two_texts_only_those_of_the_prediction_count():
+    service = Service()
+    service.drafter.predicts = lambda known: known < 100
+    sequence = service.add(1)
+    service.run()
+
+    used = sequence.usage
+    assert 80 < used.num_predicted_tokens < 110
+    assert used.num_predicted_tokens == used.num_accepted_predicted_tokens
+    assert used.num_draft_tokens > used.num_predicted_tokens + 50

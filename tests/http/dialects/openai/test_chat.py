@@ -277,7 +277,7 @@ async def test_a_predicted_answer_is_passed_on_and_counted(chat, engine, tokeniz
     assert request.prediction == tokenizer.encode("hello")
     assert "warnings" not in reply
     assert reply["usage"]["completion_tokens_details"] == {
-        "accepted_prediction_tokens": 4,
+        "accepted_prediction_tokens": 2,
         "rejected_prediction_tokens": 1,
     }
 
