@@ -82,8 +82,8 @@ class AdapterConfig:
             self._fields = convert({it: fields.get(it) for it in _READ}, _Fields)
         except ModelError as error:
             raise AdapterError(str(error)) from None
-        patterns = self._fields.rank_pattern, self._fields.alpha_pattern
-        self._ranks, self._alphas = ({_compiled(it): v for it, v in p.items()} for p in patterns)
+        self._ranks = {_compiled(it): rank for it, rank in self._fields.rank_pattern.items()}
+        self._alphas = {_compiled(it): alpha for it, alpha in self._fields.alpha_pattern.items()}
         if len(self._ranks) + len(self._alphas) > _MOST_PATTERNS:
             raise AdapterError(
                 f"rank_pattern and alpha_pattern have more than {_MOST_PATTERNS} entries"
