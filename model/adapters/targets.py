@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from model.errors import AdapterError
 from model.families.table import FAMILIES
+from model.network.matrix_shapes import STACKED, matrix_shapes
 
 if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig
-    from model.network.spec import Network
-
-STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""The modules whose rows a matrix of a layer stacks; without a gate it has those of the last one."""
 
 
 class Target(NamedTuple):
@@ -31,25 +28,6 @@ class Target(NamedTuple):
     parts: tuple[int, int]
     inputs: int
     outputs: int
-
-
-class MatrixShape(NamedTuple):
-    """A matrix of a layer: the outputs of each part that it stacks, and its inputs."""
-
-    parts: tuple[int, ...]
-    inputs: int
-
-
-def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
-    """Return the matrices of each layer by name."""
-    hidden = network.hidden
-    return [
-        {
-            name: MatrixShape(*shape)
-            for name, shape in {**it.mixer.matrices(hidden), **it.mlp.matrices(hidden)}.items()
-        }
-        for it in network.layers
-    ]
 
 
 def find_targets(config: ModelConfig) -> dict[str, Target]:

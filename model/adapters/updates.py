@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.adapters.targets import MatrixShape, matrix_shapes
 from model.checkpoint.parameter_parts import ParameterPart, named_parts
 from model.decoder import DecoderLM
 from model.errors import AdapterError
+from model.network.adapter_slots import Update, Updates
+from model.network.matrix_shapes import MatrixShape, matrix_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,22 +20,6 @@ if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig
 
 _META: Final = torch.device("meta")
-
-
-class Update(NamedTuple):
-    """What is added to a matrix of a layer: part p of its outputs gets x A[p]^T B, with the columns of part p.
-
-    Attributes:
-        a: [P, R, C], for each of the P parts that the matrix stacks; zeros for a part without an adapter.
-        b: [R, N], of all outputs, multiplied by the scale.
-    """
-
-    a: Tensor
-    b: Tensor
-
-
-Updates: TypeAlias = dict[tuple[int, str], Update]
-"""By layer and name of the matrix."""
 
 
 class UpdateReader:

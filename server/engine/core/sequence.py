@@ -79,17 +79,18 @@ class Sequence:
         num_preemptions: times it was preempted.
         num_linked_blocks: leading blocks whose content is in the prefix cache.
         prefix_link: link of those blocks' content in the prefix cache; the cache salt if there are none.
+        adapter_slot: slot of its adapter while it is queued or runs; -1 for none.
         account: what it has used so far.
         usage: what it used; None until it is finished.
     """
 
     __slots__ = (
-        "account", "arrival", "block_table", "cache_salt", "capacity", "check_at", "client", "client_priority",
-        "deadline", "deterministic", "end_token_ids", "error", "expected_output", "finish_reason",
-        "first_scheduled_step", "is_expired", "matcher", "max_draft_tokens", "max_num_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_linked_blocks", "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight",
-        "num_void_results", "prediction", "prefix_link", "priority", "rank", "request_id", "sampling", "slots",
-        "status", "token_ids", "usage",
+        "account", "adapter_slot", "arrival", "block_table", "cache_salt", "capacity", "check_at", "client",
+        "client_priority", "deadline", "deterministic", "end_token_ids", "error", "expected_output",
+        "finish_reason", "first_scheduled_step", "is_expired", "matcher", "max_draft_tokens", "max_num_tokens",
+        "num_cached_tokens", "num_computed_tokens", "num_linked_blocks", "num_preemptions", "num_prompt_tokens",
+        "num_tokens_in_flight", "num_void_results", "prediction", "prefix_link", "priority", "rank",
+        "request_id", "sampling", "slots", "status", "token_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -130,6 +131,7 @@ class Sequence:
         self.num_linked_blocks = 0
         self.prefix_link: int | CacheSalt = self.cache_salt
         self.account = SequenceAccount(self.num_prompt_tokens)
+        self.adapter_slot = -1
         self.usage: SequenceUsage | None = None
         self.end_token_ids = frozenset(sampling.end_token_ids)
 

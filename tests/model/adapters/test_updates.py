@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from model.adapters.adapter import AdapterReader
-from model.adapters.targets import matrix_shapes
 from model.adapters.updates import UpdateReader
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.errors import AdapterError
+from model.network.matrix_shapes import matrix_shapes
 from tests.model.adapters.peft_adapters import adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES
 
