@@ -122,6 +122,6 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, rows: LoraRows) -> Tens
         own = x[first:stop].to(a.dtype, copy=True)
         narrowed = functional.linear(own, a[slot].flatten(0, 1)).view(-1, *a.shape[1:3])
         for part, (start, end) in enumerate(weights.bounds):
-            wide = narrowed[:, part].contiguous() @ b[slot, :, start:end].contiguous()
+            wide = torch.mm(narrowed[:, part], b[slot, :, start:end])
             y[first:stop, start:end] += wide.to(y.dtype)
     return y

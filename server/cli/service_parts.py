@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic_core import PydanticCustomError
 
 from model.checkpoint.generation_config import read_sampling_defaults
+from model.errors import AdapterError
 from model.hub.resolve import BUNDLED, is_bundled, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
@@ -21,6 +22,7 @@ from server.cli.nvidia import count_gpus, may_have_gpu
 from server.cli.settings import Settings, check_keys, refusal
 from server.engine.core.start_checks import StartupError
 from server.engine.link.spawn import gpu_variables
+from server.http.adapters.loaded import AdapterBase, read_modules
 from server.http.body.request_options import MAX_PRIORITY, MAX_TIMEOUT_MS
 from server.http.config import HTTPConfig, HTTPSettings
 from server.http.edge.key_limits import NO_LIMITS, KeyLimits
@@ -37,6 +39,7 @@ _KEY_FILE_CHARACTERS = 1 << 20
 _KEY_LIMITS: Final = {
     "lowest_priority": (-MAX_PRIORITY, MAX_PRIORITY),
     "longest_timeout_ms": (1, MAX_TIMEOUT_MS),
+    "manages_adapters": (0, 1),
 }
 """By name of a limit in the file of keys, its lowest and highest value."""
 _TRACING_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
@@ -59,11 +62,15 @@ def http_config(
         allowed_hosts: hosts that requests may name; none for any.
 
     Raises:
-        ModelError: the chat template or the checkpoint's sampling defaults cannot be read.
+        ModelError: the chat template or the checkpoint's sampling defaults cannot be read, or an adapter does not fit.
     """
     for note in model.notes:
         log.warning("%s: %s", folder, note)
     from_file = settings.generation_config == "auto"
+    slots = settings.num_adapter_slots
+    base = AdapterBase(str(folder), settings.model_backend, settings.max_lora_rank)
+    if settings.lora_modules and not slots:
+        raise AdapterError("--lora-modules has no effect with --max-loras 0")
     resolved = {
         "chat_template": settings.chat_template and read_template(settings.chat_template),
         "api_key": tuple(keys),
@@ -72,6 +79,9 @@ def http_config(
     return HTTPConfig(
         key_limits={key: limits for key, limits in keys.items() if limits != NO_LIMITS},
         model_id=settings.model,
+        adapters=read_modules(base, settings.lora_modules),
+        lora_base=base if slots else None,
+        max_loras=slots,
         checkpoint="" if settings.load_format == "dummy" else str(folder),
         eos_token_ids=model.eos_token_ids,
         end_tokens=stated_ends(model.eos_by_file),

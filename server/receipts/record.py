@@ -48,6 +48,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         model: name of the model.
         weights: digest of the checkpoint's files; null where it is not known.
+        adapter: digest of the adapter's files; absent for the model alone.
         quantization: format of the weights in use.
         dtype: of the computation.
         kv_cache_dtype: of the KV cache.
@@ -64,6 +65,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernels: str
     device: str
     versions: dict[str, str]
+    adapter: str | UnsetType = UNSET
 
 
 class ReceiptOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
