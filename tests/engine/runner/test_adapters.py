@@ -173,6 +173,16 @@ def test_files_that_have_changed_end_their_requests_only(served, tmp_path):
     assert_all_free(engine)
 
 
+def test_the_plan_says_what_computes_a_step_with_an_adapter(served):
+    plan = served.engine().engine.info.plan
+
+    assert plan.adapters.step == "decode of 1 sequence with an adapter"
+    assert plan.adapters.executor == "layers"
+    refused = {it.kernel: it.reasons for it in plan.adapters.refused}
+    assert refused["single_launch"][0] == "no adapter of sequences"
+    assert served.engine(max_loras=0).engine.info.plan.adapters is None
+
+
 def test_an_engine_without_slots_refuses_adapters(served):
     engine = served.engine(max_loras=0)
     (events,) = engine.generate([served.request(1, [1, 2, 3], "a")])
