@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,11 +17,13 @@ from model.json_input import convert, read_json_object, shorten
 CONFIG: Final = "adapter_config.json"
 MAX_RANK: Final = 256
 _MAX_BYTES: Final = 1 << 20
+_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 _PATTERN: Final = re.compile(
     r"\^?(?:[\w-]|\.\*|\\?\.|\\d\+?|\((?:\?:)?[\w.]+(?:\|[\w.]+)*\)|\[[\w-]+\]\+?)*\$?", re.ASCII
 )
 """Regular expressions whose time is bounded, with `_MOST_REPEATED`."""
-_MOST_REPEATED: Final = 3
+_MOST_REPEATED: Final = 2
+_MOST_EXPRESSIONS: Final = 16
 _MOST_CHARACTERS: Final = 200
 _MOST_PATTERNS: Final = 4096
 _CHANGES_BASE: Final = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -82,12 +84,8 @@ class AdapterConfig:
             self._fields = convert({it: fields.get(it) for it in _READ}, _Fields)
         except ModelError as error:
             raise AdapterError(str(error)) from None
-        self._ranks = {_compiled(it): rank for it, rank in self._fields.rank_pattern.items()}
-        self._alphas = {_compiled(it): alpha for it, alpha in self._fields.alpha_pattern.items()}
-        if len(self._ranks) + len(self._alphas) > _MOST_PATTERNS:
-            raise AdapterError(
-                f"rank_pattern and alpha_pattern have more than {_MOST_PATTERNS} entries"
-            )
+        self._ranks = _Patterns(self._fields.rank_pattern, "rank_pattern")
+        self._alphas = _Patterns(self._fields.alpha_pattern, "alpha_pattern")
         self._layers = fields.get("layers_to_transform")
 
     @classmethod
@@ -122,14 +120,14 @@ class AdapterConfig:
 
     def rank(self, module: str) -> int:
         """Return the rank of a module, by its name in PEFT's model."""
-        return _matching(self._ranks, module, self._fields.r)
+        return self._ranks.find(module, self._fields.r)
 
     def scale(self, module: str) -> float:
         """Return the factor on the product of a module's matrices.
 
         Source: Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA, 2023, for rslora.
         """
-        alpha, rank = _matching(self._alphas, module, self._fields.lora_alpha), self.rank(module)
+        alpha, rank = self._alphas.find(module, self._fields.lora_alpha), self.rank(module)
         return alpha / (math.sqrt(rank) if self._fields.use_rslora else rank)
 
 
@@ -158,6 +156,41 @@ def _check_kind(fields: Mapping[str, Any]) -> None:
         raise AdapterError(f"{shorten(key)} = {shorten(value)} is not supported: {reason}")
 
 
+class _Patterns(Generic[T]):
+    """Values by names of modules, or by regular expressions of the ends of names, of which the first that fits counts.
+
+    Args:
+        values: of `rank_pattern` or `alpha_pattern`.
+        key: that name, for errors.
+
+    Raises:
+        AdapterError: there are too many, or an expression could take long.
+    """
+
+    def __init__(self, values: Mapping[str, T], key: str) -> None:
+        if len(values) > _MOST_PATTERNS:
+            raise AdapterError(f"{key} has {len(values)} entries, more than {_MOST_PATTERNS}")
+        self._names: dict[str, tuple[int, T]] = {}
+        self._expressions: list[tuple[re.Pattern[str], tuple[int, T]]] = []
+        for place, (text, value) in enumerate(values.items()):
+            if _NAME.fullmatch(text):
+                self._names[text] = place, value
+            else:
+                self._expressions.append((_compiled(text), (place, value)))
+        if len(self._expressions) > _MOST_EXPRESSIONS:
+            raise AdapterError(
+                f"{key} has {len(self._expressions)} regular expressions, more than {_MOST_EXPRESSIONS}"
+            )
+
+    def find(self, module: str, default: T) -> T:
+        """Return the value of a module."""
+        parts = module.split(".")
+        ends = (".".join(parts[at:]) for at in range(len(parts)))
+        found = [self._names[it] for it in ends if it in self._names]
+        found += [value for it, value in self._expressions if it.fullmatch(module)]
+        return min(found, key=lambda it: it[0])[1] if found else default
+
+
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a key of `rank_pattern` or `alpha_pattern` as PEFT reads it: a regular expression of a name's end."""
     repeated = pattern.count("*") + pattern.count("+")
@@ -168,7 +201,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         )
     start, body = ("", pattern[1:]) if pattern.startswith("^") else (r"(?:.*\.)?", pattern)
     return re.compile(f"{start}(?:{body.removesuffix('$')})")
-
-
-def _matching(patterns: Mapping[re.Pattern[str], T], module: str, default: T) -> T:
-    return next((it for pattern, it in patterns.items() if pattern.fullmatch(module)), default)

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pydantic_core import PydanticCustomError
@@ -29,7 +30,6 @@ from server.http.edge.key_limits import NO_LIMITS, KeyLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
 
     from model.checkpoint.config import ModelConfig
 
@@ -69,8 +69,7 @@ def http_config(
     from_file = settings.generation_config == "auto"
     slots = settings.num_adapter_slots
     base = AdapterBase(str(folder), settings.model_backend, settings.max_lora_rank)
-    if settings.lora_modules and not slots:
-        raise AdapterError("--lora-modules has no effect with --max-loras 0")
+    _check_adapters(settings)
     resolved = {
         "chat_template": settings.chat_template and read_template(settings.chat_template),
         "api_key": tuple(keys),
@@ -91,6 +90,24 @@ def http_config(
         continues_text=settings.chat_template is None and is_bundled(folder),
         **settings.values_of(HTTPSettings) | resolved,
     )
+
+
+def _check_adapters(settings: Settings) -> None:
+    """Check what the settings say of adapters.
+
+    Raises:
+        AdapterError: they contradict each other, or there is no such folder.
+    """
+    given = {"--lora-modules": settings.lora_modules, "--lora-folder": settings.lora_folder}
+    for name, value in given.items():
+        if value and not settings.num_adapter_slots:
+            raise AdapterError(f"{name} has no effect with --max-loras 0")
+    names = settings.served_model_name or (settings.model,)
+    for module in settings.lora_modules:
+        if (name := module.partition("=")[0]) in names:
+            raise AdapterError(f"--lora-modules {name}: it is a name of the model")
+    if settings.lora_folder is not None and not Path(settings.lora_folder).is_dir():
+        raise AdapterError(f"--lora-folder {settings.lora_folder} is not a folder")
 
 
 def tokenizer_path(settings: Settings, model_path: Path) -> Path:

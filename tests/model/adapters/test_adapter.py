@@ -71,6 +71,25 @@ def test_ranks_and_scales_follow_the_patterns(reader, adapter):
     assert found["1.mlp.down_proj"] == (8, 5 / 8)
 
 
+def test_the_first_of_several_patterns_counts():
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    patterns = {
+        r"layers\.[01]\.mlp\.(up|down)_proj": 4,
+        "up_proj": 6,
+        "0.mlp.up_proj": 8,
+        ".*v_proj": 10,
+    }
+    config = AdapterConfig(fields | {"alpha_pattern": patterns})
+
+    names = (
+        "model.layers.0.mlp.up_proj",
+        "model.layers.2.mlp.up_proj",
+        "x.v_proj",
+        "x.up_projection",
+    )
+    assert [config.scale(it) for it in names] == [2.0, 3.0, 5.0, 1.0]
+
+
 def test_rslora_divides_by_the_root_of_the_rank():
     fields = {"peft_type": "LORA", "r": 16, "lora_alpha": 8, "use_rslora": True}
     assert AdapterConfig(fields).scale("q_proj") == 2.0
@@ -100,7 +119,9 @@ def test_a_digest_is_that_of_both_files(reader, adapter):
         ({"r": 32}, "has rank 32, more than --max-lora-rank 16"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number"),
         ({"alpha_pattern": {"(a+)+b": 1}}, r"the pattern '\(a\+\)\+b' is not supported"),
-        ({"alpha_pattern": {".*.*.*.*q": 1}}, "is not supported: give names of modules"),
+        ({"alpha_pattern": {".*.*.*q": 1}}, "is not supported: give names of modules"),
+        ({"rank_pattern": {f"x{i}.*": 1 for i in range(17)}}, "has 17 regular expressions, more than 16"),
+        ({"alpha_pattern": {f"x{i}": 1 for i in range(4097)}}, "alpha_pattern has 4097 entries, more than 4096"),
         ({"use_new_idea": 3}, "'use_new_idea' = 3 is not supported: this key is not known"),
     ],
 )  # fmt: skip
