@@ -223,7 +223,10 @@ async def test_names_in_the_folder_are_read_when_a_request_chooses_one(
     assert (await client.post("/v1/completions", json=completion("team/one"))).status_code == 200
     shutil.copytree(folders / "chat", tmp_path / "team" / "one", dirs_exist_ok=True)
     assert (await client.post("/v1/completions", json=completion("team/one"))).status_code == 200
-    assert (await client.post("/v1/completions", json=completion("team"))).status_code == 404
+    shutil.copytree(folders / "chat", tmp_path / "other")
+    unknown = await client.post("/v1/completions", json=completion("team"))
+    assert unknown.status_code == 404
+    assert "this server has `fake/model` and `sql` and `team/one` and `other`" in unknown.text
     assert (await client.post("/v1/completions", json=completion("../sql"))).status_code == 404
 
     first, second = (it.adapter.digest for it in engine.requests)

@@ -7,6 +7,9 @@ request needs it, and identifies it by its digest; so nothing is to be told to a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,6 +34,8 @@ _MOST: Final = 65_536
 """Names in the table."""
 _LISTED: Final = 16
 """Names in an error."""
+_SCANNED: Final = 256
+"""Entries of the folder that are looked at for these."""
 
 
 class AdapterTable:
@@ -67,14 +72,19 @@ class AdapterTable:
             UnknownModelError: there is none of this name.
         """
         if not self.knows(name):
-            raise UnknownModelError(
-                f"the adapter {quote('', name)} does not exist; this server has {self._listed()}"
-            )
+            raise self._unknown(name, "does not exist")
         current_request().adapter_name = name
 
-    def names(self, most: int = _LISTED) -> list[str]:
-        """Return names in the table, at most `most`."""
-        return list(self._adapters)[:most]
+    def listed(self) -> list[str]:
+        """Return up to `_LISTED` names that a request may choose, and how many more are in the table, for an error."""
+        names = dict.fromkeys(self._adapters)
+        more = len(names) - _LISTED
+        if more < 0 and self._folder is not None:
+            with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+                found = (it.name for it in itertools.islice(entries, _SCANNED))
+                names |= dict.fromkeys(sorted(filter(self._in_folder, found)))
+        listed = [f"`{it}`" for it in list(names)[:_LISTED]]
+        return [*listed, f"{more} more"] if more > 0 else listed
 
     async def find(self, name: str) -> AdapterRef:
         """Return an adapter for the engine; it is read first if it is new in the folder, or has changed there.
@@ -91,9 +101,7 @@ class AdapterTable:
                 found = self._adapters[name] = await self._read(name, str(folder))
                 self._signatures[name] = signature
         if found is None:
-            raise UnknownModelError(
-                f"the adapter {quote('', name)} does not exist; this server has {self._listed()}"
-            )
+            raise self._unknown(name, "does not exist")
         return found.ref
 
     async def load(self, name: str, path: str, *, replace: bool) -> None:
@@ -129,9 +137,7 @@ class AdapterTable:
             UnknownModelError: there is none of this name.
         """
         if name not in self._adapters:
-            raise UnknownModelError(
-                f"the adapter {quote('', name)} is not loaded; this server has {self._listed()}"
-            )
+            raise self._unknown(name, "is not loaded")
         self._client.announce(AdapterChange(name))
 
     def _apply(self, change: AdapterChange) -> None:
@@ -178,12 +184,9 @@ class AdapterTable:
         folder = self._folder / name
         return folder if (folder / CONFIG).is_file() else None
 
-    def _listed(self) -> str:
-        names = [f"`{it}`" for it in self.names()]
-        more = len(self._adapters) - len(names)
-        if more > 0:
-            names.append(f"{more} more")
-        return " and ".join(names) or "no adapters"
+    def _unknown(self, name: str, what: str) -> UnknownModelError:
+        listed = " and ".join(self.listed()) or "no adapters"
+        return UnknownModelError(f"the adapter {quote('', name)} {what}; this server has {listed}")
 
 
 def _signature(folder: Path) -> tuple[int, ...]:

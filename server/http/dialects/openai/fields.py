@@ -162,11 +162,9 @@ def check_model(name: str | None, context: AppContext, prefixes: tuple[str, ...]
         return
     if name in _ANY_MODEL or name.startswith((*_ANY_MODEL_PREFIXES, *prefixes)):
         return
-    listed = [*served, *adapters.names()]
-    more = len(adapters.loaded) + len(served) - len(listed)
     raise UnknownModelError(
         f"the `model` {quote('', name)} does not exist; this server has "
-        + " and ".join([*(f"`{it}`" for it in listed), *([f"{more} more"] if more > 0 else [])])
+        + " and ".join([*(f"`{it}`" for it in served), *adapters.listed()])
     )
 
 
