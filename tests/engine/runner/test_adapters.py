@@ -230,3 +230,27 @@ def test_drafts_of_requests_with_adapters_change_no_token(tmp_path):
     assert [tokens(it) for it in answers] == expected
     assert engine.engine.stats().num_accepted_tokens > 0
     assert_all_free(engine)
+
+
+@needs_library
+@pytest.mark.slow
+def test_20000_requests_over_three_slots_get_the_tokens_that_each_gets_alone(tmp_path):
+    case = dataclasses.replace(
+        CASES["llama"], changes={"hidden_size": 128, "intermediate_size": 192}
+    )
+    served, rng = Served(tmp_path, case), random.Random(5)
+    options = {"dtype": "auto", "quantization": "int8", "max_loras": 3, "max_cpu_loras": 4}
+    prompts = [random_prompt(rng, 4, 40) for _ in range(20)]
+    cases = [(prompt, name) for prompt in prompts for name in (None, *NAMES)]
+    alone = served.engine(**options, enable_prefix_caching=False)
+    expected = [tokens(alone.generate([served.request(0, *it, 6)])[0]) for it in cases]
+    engine = served.engine(**options)
+
+    chosen = [rng.randrange(len(cases)) for _ in range(20_000)]
+    requests = [served.request(i, *cases[at], 6) for i, at in enumerate(chosen)]
+    answers = engine.generate(requests, streams=32)
+
+    wrong = sum(tokens(it) != expected[at] for it, at in zip(answers, chosen, strict=True))
+    assert wrong == 0
+    assert engine.engine.stats().num_adapter_evictions > 100
+    assert_all_free(engine)
