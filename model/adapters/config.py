@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from model.errors import AdapterError, ModelError
-from model.json_input import convert, read_json_object, shorten
+from model.json_input import check, convert, read_json_object, shorten
 
 CONFIG: Final = "adapter_config.json"
 MAX_RANK: Final = 256
@@ -63,8 +63,8 @@ class _Fields(msgspec.Struct):
 
     r: Rank = 8
     lora_alpha: Alpha = 8
-    rank_pattern: dict[str, Rank] = {}
-    alpha_pattern: dict[str, Alpha] = {}
+    rank_pattern: dict[str, Any] = {}
+    alpha_pattern: dict[str, Any] = {}
     use_rslora: bool = False
 
 
@@ -84,8 +84,10 @@ class AdapterConfig:
             self._fields = convert({it: fields.get(it) for it in _READ}, _Fields)
         except ModelError as error:
             raise AdapterError(str(error)) from None
-        self._ranks = _Patterns(self._fields.rank_pattern, "rank_pattern")
-        self._alphas = _Patterns(self._fields.alpha_pattern, "alpha_pattern")
+        self._ranks: _Patterns[int] = _Patterns(self._fields.rank_pattern, Rank, "rank_pattern")
+        self._alphas: _Patterns[float] = _Patterns(
+            self._fields.alpha_pattern, Alpha, "alpha_pattern"
+        )
         self._layers = fields.get("layers_to_transform")
 
     @classmethod
@@ -161,18 +163,23 @@ class _Patterns(Generic[T]):
 
     Args:
         values: of `rank_pattern` or `alpha_pattern`.
+        kind: of a value.
         key: that name, for errors.
 
     Raises:
-        AdapterError: there are too many, or an expression could take long.
+        AdapterError: there are too many, an expression could take long, or a value is not of the kind.
     """
 
-    def __init__(self, values: Mapping[str, T], key: str) -> None:
+    def __init__(self, values: Mapping[str, Any], kind: Any, key: str) -> None:  # noqa: ANN401 - a type with limits
         if len(values) > _MOST_PATTERNS:
             raise AdapterError(f"{key} has {len(values)} entries, more than {_MOST_PATTERNS}")
         self._names: dict[str, tuple[int, T]] = {}
         self._expressions: list[tuple[re.Pattern[str], tuple[int, T]]] = []
-        for place, (text, value) in enumerate(values.items()):
+        for place, (text, given) in enumerate(values.items()):
+            try:
+                value: T = check(given, kind, f"{key}[{shorten(text)}]")
+            except ModelError as error:
+                raise AdapterError(str(error)) from None
             if _NAME.fullmatch(text):
                 self._names[text] = place, value
             else:

@@ -1,9 +1,12 @@
 """Adapters are checked against the model before anything uses them, and what is not computed is refused by name."""
 
 import json
+import math
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from model.adapters.adapter import AdapterReader, find_adapter_folder
@@ -122,6 +125,10 @@ def test_a_digest_is_that_of_both_files(reader, adapter):
         ({"alpha_pattern": {".*.*.*q": 1}}, "is not supported: give names of modules"),
         ({"rank_pattern": {f"x{i}.*": 1 for i in range(17)}}, "has 17 regular expressions, more than 16"),
         ({"alpha_pattern": {f"x{i}": 1 for i in range(4097)}}, "alpha_pattern has 4097 entries, more than 4096"),
+        ({"alpha_pattern": {"x": "8"}}, r"alpha_pattern\['x'\] must be a number, found '8'"),
+        ({"alpha_pattern": {"x": float("nan")}}, r"alpha_pattern\['x'\] must be .*found nan"),
+        ({"rank_pattern": {"x": 0}}, r"rank_pattern\['x'\] must be .*>= 1, found 0"),
+        ({"rank_pattern": [1]}, "rank_pattern must be an object"),
         ({"use_new_idea": 3}, "'use_new_idea' = 3 is not supported: this key is not known"),
     ],
 )  # fmt: skip
@@ -223,3 +230,29 @@ def test_names_of_tensors_may_have_other_prefixes(reader, adapter):
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
         find_adapter_folder(str(tmp_path))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_file_gives_an_error_or_an_adapter_that_fits(reader, adapter, saved, data):
+    """Damage of some bytes, of which most are in the header or in adapter_config.json."""
+    name = data.draw(st.sampled_from((CONFIG, WEIGHTS)))
+    content = bytearray((saved / "adapter" / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(content) - 1, 6000)))
+        new = data.draw(st.binary(max_size=3) | st.sampled_from([b"[", b"{", b"9999999999", b"-1"]))
+        content[at : at + data.draw(st.integers(0, 3))] = new
+    (adapter / name).write_bytes(content)
+
+    try:
+        found = reader.read(adapter)
+    except AdapterError:
+        return
+    finally:
+        (adapter / name).write_bytes((saved / "adapter" / name).read_bytes())
+    for module in found.modules.values():
+        target = module.target
+        assert found.file.read(module.a).shape == (module.rank, target.inputs)
+        assert found.file.read(module.b).shape == (target.outputs, module.rank)
+        assert module.rank <= 16
+        assert math.isfinite(module.scale)
