@@ -17,13 +17,13 @@ PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 AVX2_TESTS = tests/kernels/cpu $(addprefix tests/kernels/,test_hadamard.py test_quantized_reference.py \
 	test_reference.py test_row_products.py test_weights.py norms/test_pytorch.py) \
 	$(addprefix tests/kernels/attention/test_,fp8_rows.py functional.py invariant_interpreted.py paged_host.py rows.py) \
-	$(addprefix tests/kernels/linear/test_,cpu.py formats.py invariant_interpreted.py) \
+	$(addprefix tests/kernels/linear/test_,cpu.py formats.py invariant_interpreted.py lora.py) \
 	$(addprefix tests/model/,network test_decoder.py test_parity.py) \
-	$(addprefix tests/model/executors/test_,cpu_library.py fp8_cache.py fp8_weights.py) \
+	$(addprefix tests/model/executors/test_,adapters.py cpu_library.py fp8_cache.py fp8_weights.py) \
 	$(addprefix tests/model/checkpoint/test_,compressed_tensors.py cpu_dtype.py fp8.py int_quantized.py \
 	weights.py) \
 	$(addprefix tests/model/sampling/test_,sampler.py stability.py) \
-	$(addprefix tests/engine/runner/test_,deterministic.py engine_families.py engine_model.py fixed_states.py)
+	$(addprefix tests/engine/runner/test_,adapters.py deterministic.py engine_families.py engine_model.py fixed_states.py)
 
 # Compiled modules are kept, or each process that a test starts would compile ours again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -194,11 +194,18 @@ ROUTES: Final = (
         "POST:/api/embed POST:/v1/embeddings",
     ),
     Routes(
-        "adapters, models that are loaded on request: not here",
+        "adapters",
+        "POST:/v1/load_lora_adapter POST:/v1/unload_lora_adapter",
+        "POST:/v1/load_lora_adapter POST:/v1/unload_lora_adapter",
         "",
-        "POST:/v1/load_lora_adapter",
+        "GET:/lora-adapters",
+    ),
+    Routes(
+        "models that are loaded on request: not here",
         "",
-        "GET:/lora-adapters POST:/models/load",
+        "",
+        "",
+        "POST:/models/load",
         "POST:/api/pull",
     ),
 )
@@ -241,6 +248,11 @@ METRICS: Final = (
         "prompt tokens found there",
         "tessera_prefix_cache_hit_tokens",
         "vllm:prefix_cache_hits vllm:gpu_prefix_cache_hits vllm:prompt_tokens_cached vllm:prompt_tokens_by_source",
+    ),
+    Metric(
+        "adapters in use and waited for, and their loads",
+        "tessera_adapter_loads tessera_adapter_reads tessera_adapter_evictions",
+        "vllm:lora_requests_info",
     ),
     Metric("preemptions", "tessera_preemptions", "vllm:num_preemptions"),
     Metric("prompt tokens", "tessera_prompt_tokens", "vllm:prompt_tokens"),

@@ -15,6 +15,7 @@ from model.executors.attention_plans import AttentionPlanner, attention_planner
 from model.executors.bound import BoundExecutors
 from model.executors.cpu_library import CACHE_DTYPE, CPULibrary
 from model.executors.layers import Layers
+from model.network.adapter_slots import AdapterSlots
 from model.network.parameters import DecoderParameters
 
 if TYPE_CHECKING:
@@ -101,6 +102,18 @@ class DecoderLM(DecoderParameters):
         """
         executors = self.executors
         (executors.cpu_library or executors.layers).reserve_positions(num_positions)
+
+    def reserve_adapters(self, count: int, rank: int) -> None:
+        """Allocate slots for adapters, to which the steps of sequences refer; after `optimize`.
+
+        Args:
+            count: number of slots.
+            rank: the largest of an adapter.
+        """
+        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        self.adapters = AdapterSlots(self.network, count, rank, dtype, self.device)
+        if self.executors.cpu_library is not None:
+            self.executors.cpu_library.bind_adapters(self.adapters)
 
     def step(
         self,

@@ -4,6 +4,7 @@
     ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or outside its limits
     ├── UnsupportedModelError   a valid checkpoint needs a feature that is not supported
     ├── WeightsError            the tensors do not fit the configuration
+    ├── AdapterError            an adapter does not fit the model, or cannot be used
     ├── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
     ├── ChatTemplateError       the chat template cannot be used, or rejects these messages
     │   └── ChatTemplateLimitError  it takes too much time or memory
@@ -48,6 +49,10 @@ class UnsupportedModelError(ModelError):
 
 class WeightsError(ModelError):
     """Tensors are missing, unexpected, wrongly shaped, or their files are damaged."""
+
+
+class AdapterError(ModelError):
+    """An adapter is damaged, does not fit the model, or needs a feature that is not supported."""
 
 
 class TokenizerError(ModelError):

@@ -57,6 +57,7 @@ class ModulesLM(DecoderLM):
         self.other_formats = ()
         self.is_in_library = False
         self.unmeasured_kernels = False
+        self.adapters = None
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self._packed_bytes = 0
         self.executors = BoundExecutors(self, None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,14 @@ from kernels.cpu.library import load
 from kernels.cpu.matrix import CMatrix, PackedMatrix
 from kernels.weight_format import LIBRARY_GROUP
 
+if TYPE_CHECKING:
+    from kernels.linear.lora import LoraWeights
+
 _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256
 _MOST_GROUP: Final = 16
 _MOST_LAYERS: Final = 400
+_MOST_PARTS: Final = 3
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -71,6 +75,7 @@ class StepTensors(NamedTuple):
         layers: caches of the layers, [2, N, S, K, D] float16 or float32, contiguous. Within a block the library has an
             order of its own (native/attention.h).
         rope: cos and sin of all positions, [positions, 1, D] float32 each.
+        slots: of the rows' adapters, [T] int32; None if no row has one.
     """
 
     arrays: Any
@@ -81,6 +86,7 @@ class StepTensors(NamedTuple):
     sampled: Tensor | None
     layers: Sequence[Tensor]
     rope: tuple[Tensor, Tensor]
+    slots: Tensor | None = None
 
 
 class _Layer(ctypes.Structure):
@@ -136,6 +142,40 @@ class _Sequences(ctypes.Structure):
     )
 
 
+class _Lora(ctypes.Structure):
+    _fields_ = (
+        ("a", _POINTER),
+        ("b", _POINTER),
+        ("parts", _INT),
+        ("inputs", _INT),
+        ("outputs", _INT),
+        ("ends", _INT * _MOST_PARTS),
+    )
+
+    @classmethod
+    def of(cls, weights: LoraWeights) -> _Lora:
+        """Return the structure of the slots of one matrix."""
+        _, parts, _, inputs = weights.a.shape
+        ends = [end for _, end in weights.bounds]
+        padded = (_INT * _MOST_PARTS)(*ends, *ends[-1:] * (_MOST_PARTS - parts))
+        return cls(
+            _address(weights.a), _address(weights.b), parts, inputs, weights.b.shape[2], padded
+        )
+
+
+class _LoraLayer(ctypes.Structure):
+    _fields_ = tuple((name, _Lora) for name in LayerMatrices._fields[:4])
+
+
+class _Adapters(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_LoraLayer)),
+        ("slots", _POINTER),
+        ("ranks", _POINTER),
+        ("rank", _INT),
+    )
+
+
 class _Step(ctypes.Structure):
     _fields_ = (
         ("rows", _INT),
@@ -153,6 +193,7 @@ class _Step(ctypes.Structure):
         ("normed", _POINTER),
         ("logits", _POINTER),
         ("best", _POINTER),
+        ("adapters", ctypes.POINTER(_Adapters)),
     )
 
 
@@ -224,6 +265,7 @@ class CPUDecoder:
             ctypes.pointer(embedding.c),
         )
         self._caches: tuple[Sequence[Tensor], Any] | None = None
+        self._adapters: tuple[Sequence[Mapping[str, LoraWeights]], Tensor, Any] | None = None
         self.hidden, self.vocab_size = shape.hidden, head.c.outputs
         self.num_bytes = sum(matrix.num_bytes for layer in layers for matrix in layer[:4]) + sum(
             matrix.num_bytes for matrix in {id(m): m for m in (head, embedding)}.values()
@@ -232,6 +274,21 @@ class CPUDecoder:
         if not self._engine.value:
             raise MemoryError(f"the CPU library cannot start {threads} threads")
         weakref.finalize(self, library.tessera_end, self._engine)
+
+    def bind_adapters(self, layers: Sequence[Mapping[str, LoraWeights]], ranks: Tensor) -> None:
+        """Use the slots of adapters in steps whose rows name them.
+
+        Args:
+            layers: of each layer those of its matrices by name, float32; read in each step.
+            ranks: [slots] int64; likewise.
+        """
+        structures = (_LoraLayer * len(layers))(
+            *(
+                _LoraLayer(*(_Lora.of(it[name]) for name in LayerMatrices._fields[:4]))
+                for it in layers
+            )
+        )
+        self._adapters = layers, ranks, structures
 
     def logits(
         self, step: StepTensors, rows: Tensor | None, num_logits: int
@@ -306,6 +363,13 @@ class CPUDecoder:
             self._bound(step.layers),
             **outputs,
         )
+        if step.slots is not None:
+            assert self._adapters is not None
+            layers, ranks, structures = self._adapters
+            rank = layers[0]["qkv"].b.shape[1]
+            slots = step.slots.contiguous()
+            adapters = _Adapters(structures, _address(slots), _address(ranks), rank)
+            call.adapters = ctypes.pointer(adapters)
         self._check(
             self._library.tessera_step(self._engine, ctypes.byref(self._model), ctypes.byref(call))
         )

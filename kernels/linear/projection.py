@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ __all__ = [
     "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
     "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_projection", "linear_problem",
 ]  # fmt: skip
+
+
+Add: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+"""Adds to its second argument, in place, and returns it."""
 
 
 class Purpose(enum.Enum):
@@ -100,9 +104,19 @@ class ResidualWriter(Protocol):
     def prefetches(self, rows: int, /) -> bool:
         """Whether the product for `rows` rows loads its weights before it waits for its input."""
 
+    def adapted(self, add: Add) -> ResidualWriter:
+        """Return the same linear layer with adapters.
+
+        Args:
+            add: adds to the product of the weights, [T, N], what the adapters make of its input, [T, C].
+        """
+
 
 class Projection(ResidualWriter, Protocol):
     """A linear layer bound to its weights; see `bind_projection`."""
+
+    def adapted(self, add: Add) -> Projection:
+        """See `ResidualWriter.adapted`."""
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         """Project the residual stream, normalized if there is a norm.
@@ -278,6 +292,13 @@ class FixedProjection:
         self._multiply = multiply
         self._operations = operations
 
+    def adapted(self, add: Add) -> FixedProjection:
+        """See `Projection.adapted`."""
+        multiply = self._multiply
+        return FixedProjection(
+            lambda x: add(x, multiply(x)), self._operations, copies_weights=self.copies_weights
+        )
+
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `Projection.from_residual`."""
         norm, activation = self._operations[:2]
@@ -326,6 +347,15 @@ class _RowProjection:
         self._pdl = may_depend(arch, weights.weight.numbers.device)
         self._products: dict[str, Callable[..., Tensor]] = {}
         self._chosen: dict[int, tuple[LinearChoice, Callable[..., Tensor]]] = {}
+
+    def adapted(self, add: Add) -> Projection:
+        problem, operations = self._problem, Operations(self._norm, self._activation)
+        plain = dataclasses.replace(
+            problem, outputs=problem.matrices * problem.outputs, gated=False, residual=False
+        )
+        product = _RowProjection(self._weights, plain, PRODUCT_ONLY, self._arch, self._order)
+        operations = operations._replace(post_norm=self._post_norm)
+        return _AdaptedRowProjection(product, operations, add, pdl=self._pdl)
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         hidden, norm, absorbed = residual.hidden, self._norm, None
@@ -400,6 +430,56 @@ class _RowProjection:
                 self._products[name] = _gathering(product, self._order)
             found = self._chosen[rows] = choice, self._products[name]
         return found
+
+
+class _AdaptedRowProjection:
+    """On a GPU: a projection with adapters, all operations around whose product are launches of their own."""
+
+    copies_weights = False
+
+    def __init__(
+        self, product: _RowProjection, operations: Operations, add: Add, *, pdl: bool
+    ) -> None:
+        self._product, self._operations, self._add, self._pdl = product, operations, add, pdl
+
+    def adapted(self, add: Add) -> Projection:
+        first = self._add
+
+        def both(x: Tensor, y: Tensor) -> Tensor:
+            return add(x, first(x, y))
+
+        return _AdaptedRowProjection(self._product, self._operations, both, pdl=self._pdl)
+
+    def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
+        norm, activation = self._operations[:2]
+        y = self(add_and_normalize(norm, *residual, pdl=self._pdl))
+        if activation is not None:
+            y = activate_on_gpu(activation, y, pdl=self._pdl)
+        return y, Residual(residual.hidden)
+
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        assert residual.partials is None, "`from_residual` comes first, and adds them"
+        post_norm = self._operations.post_norm
+        if post_norm is not None:
+            part = normalized_part(post_norm, self(x), pdl=self._pdl)
+            return Residual(residual.hidden, part)
+        return Residual(residual.hidden.add_(self(x)))
+
+    def partials(self, x: Tensor) -> Tensor:
+        return self(x)[None]
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._add(x, self._product(x, out))
+
+    def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
+
+    def prefetches(self, _rows: int, /) -> bool:
+        return False
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        return self._product.row_counts
 
 
 def _normalize(norm: Norm | LayerNorm, residual: Residual) -> Tensor:

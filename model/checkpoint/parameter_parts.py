@@ -20,6 +20,7 @@ from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer, stacked_rows
 from model.network.matrix import Matrix
+from model.network.matrix_shapes import STACKED
 from model.network.parallel import shard
 from model.network.spec import Attention
 
@@ -28,11 +29,7 @@ if TYPE_CHECKING:
     from model.network.spec import Attention
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
-_STACKED: Final = {
-    "qkv": ("q", "k", "v"),
-    "gate_up": ("gate", "up"),
-    "activation": ("alpha_p", "alpha_n"),
-}
+_STACKED: Final = {**STACKED, "activation": ("alpha_p", "alpha_n")}
 """The modules whose rows a parameter stacks; without a gate it has those of the last one."""
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 _ROTATED: Final = ("q", "k", *_HEAD_NORMS)

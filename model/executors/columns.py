@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -102,6 +103,10 @@ class Column(NamedTuple):
     value: Callable[[Any], int] | None = None
 
 
+ADAPTER: Final = "adapter"
+"""The column of steps in which a sequence has an adapter."""
+
+
 def per_sequence(bucket: Bucket) -> tuple[int, ...]:
     """Return the shape of a column with one value per sequence."""
     return (bucket.rows + bucket.prompt_seqs,)
@@ -132,6 +137,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
         lambda b: (b.rows + b.prompt_seqs if b.has_states else 0, 2),
         fill=-1,
     ),
+    Column(ADAPTER, np.int32, per_sequence, fill=-1, value=attrgetter("adapter_slot")),
 )
 """Read when a bucket is made and when its input is allocated, not in a step."""
 
@@ -157,6 +163,8 @@ class StepArrays(Generic[A]):
         state_slots: [R + Q, 2] if layers have a state of fixed size, else [0, 2]; decode rows first. The slots that the
             state of each sequence is read from and written to, which may be the same one; -1 reads zeros, or writes
             nothing.
+        adapter: [R + Q], decode rows first: the slot of each sequence's adapter, -1 for none; only where a sequence has
+            one.
     """
 
     def __init__(self, arrays: Iterable[tuple[str, A]]) -> None:

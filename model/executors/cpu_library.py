@@ -17,10 +17,10 @@ from kernels.weights import Weight
 from model.device.memory import drop_pages
 from model.device.quantizations import quantization_name
 from model.errors import WeightsError
-from model.executors.columns import Want
+from model.executors.columns import ADAPTER, Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.scores import prompt_scores
-from model.executors.step import StepOutput
+from model.executors.step import StepOutput, token_slots
 from model.network import spec
 from model.network.parameters import EMBEDDING, HEAD, TABLES
 from model.network.rope import RotaryEmbedding
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from model.executors.columns import Bucket
     from model.executors.executor import Bindings, ModelProblem
     from model.executors.step import StepInput
+    from model.network.adapter_slots import AdapterSlots
     from model.network.layers import DecoderLayer
     from model.network.parameters import DecoderParameters
 
@@ -161,6 +162,10 @@ class CPULibrary:
         self._rope.reserve(num_positions, torch.float32, torch.device("cpu"))
         self._positions_reserved = True
 
+    def bind_adapters(self, slots: AdapterSlots) -> None:
+        """Use the slots of adapters, in float32."""
+        self._decoder.bind_adapters(slots.layers, slots.ranks)
+
     def step(
         self, state: KVCache, step: StepInput, sampled: Tensor | None, out: StepOutput | None
     ) -> StepOutput:
@@ -193,13 +198,15 @@ class CPULibrary:
             sampled,
             cache.layers,
             self._rope.tables,
+            token_slots(step) if ADAPTER in bucket.extra_columns else None,
         )
 
 
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     if not problem.is_in_library:
         return ("weights are not in int8 or int4",)
-    columns = tuple(f"no {name} of sequences" for name in bucket.extra_columns)
+    others = (name for name in bucket.extra_columns if name != ADAPTER)
+    columns = tuple(f"no {name} of sequences" for name in others)
     in_fp8 = problem.kv_dtype is not None
     return columns + unsupported(problem.network, fp8_cache=in_fp8, num_ranks=problem.num_ranks)
 

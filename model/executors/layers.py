@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 from torch.nn import functional
 
 from kernels.gpu.dependent_launch import may_depend
+from kernels.linear.lora import LoraLinear, StepLora
 from kernels.linear.projection import (
     LinearWeights,
     Projection,
@@ -28,13 +29,13 @@ from kernels.selection import VectorProblem, reasons, select_vector
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
 from model.executors.attention_plans import AttentionPlanner
 from model.executors.binder import Binder, make_norm
-from model.executors.columns import Want
+from model.executors.columns import ADAPTER, Want
 from model.executors.embedding import finish_embeddings, token_embeddings
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.head import Head, SoftcappedHead
 from model.executors.parallel import GatheredHead
 from model.executors.scores import prompt_scores
-from model.executors.step import StepOutput
+from model.executors.step import StepOutput, lora_rows
 from model.network import spec
 from model.network.attention_problems import attention_problems
 from model.network.matrix import Matrix
@@ -43,6 +44,7 @@ from model.network.spec import Attention, Dense
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.linear.lora import LoraWeights
     from kernels.selection import VectorSpec
     from model.device.kv_cache import KVCache
     from model.executors.attention_plans import AttentionMetadata
@@ -104,6 +106,20 @@ class BoundLayer(NamedTuple):
     mlp: BoundMLP
     projections: dict[str, ResidualWriter]
     parallel: bool
+
+    def adapted(self, matrices: Mapping[str, LoraWeights], step: StepLora) -> BoundLayer:
+        """Return the layer with the adapters of the step's rows; `matrices` has the slots by the names of matrices."""
+        products: dict[str, Any] = {
+            name: product.adapted(LoraLinear(matrices[name], step))
+            for name, product in self.projections.items()
+        }
+
+        def replaced(part: Any) -> Any:  # noqa: ANN401 - a named tuple of bound products and others
+            return part._replace(**{it: products[it] for it in part._fields if it in products})
+
+        return self._replace(
+            mixer=replaced(self.mixer), mlp=replaced(self.mlp), projections=products
+        )
 
 
 def layer_forward(
@@ -333,6 +349,8 @@ class Layers:
         self._model, self._run = model, run
         self.bound = bind_network(model, purpose)
         self._deterministic: BoundNetwork | None = None
+        self._adapted: dict[bool, BoundNetwork] = {}
+        self._lora = StepLora()
         self._positions_reserved = False
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -347,7 +365,10 @@ class Layers:
     ) -> StepOutput:
         """Compute a step; see `DecoderLM.step`."""
         bucket, arrays, model = step.bucket, step.device, self._model
-        bound = self.kernels(deterministic=bucket.deterministic)
+        has_adapters = ADAPTER in bucket.extra_columns
+        bound = self.kernels(deterministic=bucket.deterministic, adapters=has_adapters)
+        if has_adapters:
+            self._lora.rows = lora_rows(step)
         hidden = self.hidden_states(
             PagedStep(step, state, arrays.positions, bound, bucket.deterministic),
             arrays.token_ids,
@@ -418,13 +439,23 @@ class Layers:
         hidden = finish_embeddings(model.network, hidden, positions, model.embed_positions)
         return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
 
-    def kernels(self, *, deterministic: bool) -> BoundNetwork:
+    def kernels(self, *, deterministic: bool, adapters: bool = False) -> BoundNetwork:
         """Return the bound parameters."""
-        if not deterministic:
-            return self.bound
-        if self._deterministic is None:
-            self._deterministic = bind_network(self._model, Purpose.DETERMINISTIC_SERVING)
-        return self._deterministic
+        bound = self.bound
+        if deterministic:
+            if self._deterministic is None:
+                purpose = Purpose.DETERMINISTIC_SERVING
+                self._deterministic = bind_network(self._model, purpose)
+            bound = self._deterministic
+        if not adapters:
+            return bound
+        if deterministic not in self._adapted:
+            slots = self._model.adapters
+            assert slots is not None, "sequences with adapters have slots"
+            pairs = zip(bound.layers, slots.layers, strict=True)
+            layers = [layer.adapted(matrices, self._lora) for layer, matrices in pairs]
+            self._adapted[deterministic] = bound._replace(layers=layers)
+        return self._adapted[deterministic]
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -442,9 +473,18 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *spec.unread(network, {**READS, **tables}),
         *_layer_norms(network),
         *_late_norms(problem),
-        *(f"no {name} of sequences" for name in bucket.extra_columns),
+        *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
+        *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(f"no deterministic {name}" for name in others if bucket.deterministic),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1),
+    )
+
+
+def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
+    """List why the layers cannot have adapters."""
+    return reasons(
+        (problem.num_ranks > 1, "no adapters with tensor parallelism"),
+        *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
-    from kernels.linear.projection import Norm, Projection
+    from kernels.linear.projection import Add, Norm, Projection
     from model.executors.head import Head
 
 
@@ -46,6 +46,11 @@ class ReducedProjection:
         self._communicator = communicator
         # Kernels on a GPU add partial sums with the next norm.
         self._leaves_partials = not isinstance(product, FixedProjection)
+
+    def adapted(self, add: Add) -> ReducedProjection:
+        """See `ResidualWriter.adapted`; each rank adds a part of the sum."""
+        product = self._product.adapted(add)
+        return ReducedProjection(product, self._bias, self._post_norm, self._communicator)
 
     @property
     def row_counts(self) -> tuple[int, ...]:

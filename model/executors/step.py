@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from kernels import PagedBatch
+from kernels.linear.lora import LoraRows
 from model.device.transfer import StagedArrays
 from model.executors.columns import StepArrays, columns_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from model.device.transfer import HostArray
@@ -123,3 +125,41 @@ class StepOutput(NamedTuple):
             None if self.tokens is None else self.tokens[:num_rows],
             None if self.logprobs is None else self.logprobs[:num_rows],
         )
+
+
+def token_slots(step: StepInput) -> Tensor:
+    """Return the slot of each token's adapter, [T] int32 on the device, -1 for none."""
+    bucket, arrays = step.bucket, step.device
+    rows, count = arrays.adapter, bucket.rows
+    parts = []
+    if bucket.queries == 1:
+        parts.append(rows[:count])
+    elif count:
+        parts.append(_expanded(rows[:count], arrays.cu_seqlens, bucket.decode_tokens))
+    if bucket.prompt_seqs:
+        parts.append(_expanded(rows[count:], arrays.prompt_cu_seqlens, bucket.prompt_tokens))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _expanded(rows: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the value of each token's sequence; -1 for tokens after the last one."""
+    tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=rows.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    padded = torch.cat((rows, rows.new_full((1,), -1)))
+    return padded[sequence]
+
+
+def lora_rows(step: StepInput) -> LoraRows:
+    """Return the adapters of a step's rows, for layers on its device."""
+    slots = token_slots(step)
+    if slots.device.type != "cpu":
+        return LoraRows(slots, slots.argsort(stable=True))
+    bucket, host = step.bucket, step.host
+    bounds: list[tuple[int, int]] = []
+    for starts, base in ((host.cu_seqlens, 0), (host.prompt_cu_seqlens, bucket.decode_tokens)):
+        ends = [base + int(it) for it in starts]
+        bounds += pairwise(ends)
+    found = zip(bounds, host.adapter.tolist(), strict=True)
+    return LoraRows(
+        slots, sequences=[(*it, slot) for it, slot in found if slot >= 0 and it[0] < it[1]]
+    )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from kernels.collective.communicator import Communicator
+    from model.network.adapter_slots import AdapterSlots
     from model.network.spec import Network
 
 EMBEDDING: Final = "embed_tokens"
@@ -59,6 +60,7 @@ class DecoderParameters(nn.Module):
         head_format: of the head, if `weight_format` has it; else None.
         ropes: the tables of each of `Network.rotaries`.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
+        adapters: slots of adapters; None until they are reserved.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class DecoderParameters(nn.Module):
         self.lm_head_bias = empty(self._head_rows) if network.head_bias else None
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self.unmeasured_kernels = False
+        self.adapters: AdapterSlots | None = None
 
     def initialize(self, std: float, generator: torch.Generator | None = None) -> None:
         """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.

@@ -235,7 +235,7 @@ def _peer_source(title: str, reading: Reading, above: Collection[str] = ()) -> _
 
 def engine_config(settings: Settings, model_path: Path) -> EngineConfig:
     """Return the engine's part of the settings."""
-    values = settings.values_of(EngineSettings)
+    values = settings.values_of(EngineSettings) | {"max_loras": settings.num_adapter_slots}
     return EngineConfig(model_path=str(model_path), model_id=settings.model, **values)
 
 

@@ -210,6 +210,13 @@ COMMANDS = {
         "Delete models, or a revision of them, from the cache of the Hugging Face Hub, which other programs use too.",
         "MODEL ... [flags]",
     ),
+    "merge": Command(
+        "add a LoRA adapter to the weights of its model",
+        models.merge_flags,
+        models.merge,
+        "Write the checkpoint of a model with an adapter added to its weights, which any program can serve.",
+        "MODEL ADAPTER FOLDER",
+    ),
     "ps": Command(
         "show the model, state and load of a running server",
         client.ps_flags,

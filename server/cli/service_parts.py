@@ -7,11 +7,13 @@ import logging
 import os
 import re
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pydantic_core import PydanticCustomError
 
 from model.checkpoint.generation_config import read_sampling_defaults
+from model.errors import AdapterError
 from model.hub.resolve import BUNDLED, is_bundled, resolve
 from model.sampling.parameters import SamplingDefaults
 from model.text.template_files import read_template
@@ -21,13 +23,13 @@ from server.cli.nvidia import count_gpus, may_have_gpu
 from server.cli.settings import Settings, check_keys, refusal
 from server.engine.core.start_checks import StartupError
 from server.engine.link.spawn import gpu_variables
+from server.http.adapters.loaded import AdapterBase, read_modules
 from server.http.body.request_options import MAX_PRIORITY, MAX_TIMEOUT_MS
 from server.http.config import HTTPConfig, HTTPSettings
 from server.http.edge.key_limits import NO_LIMITS, KeyLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
 
     from model.checkpoint.config import ModelConfig
 
@@ -37,6 +39,7 @@ _KEY_FILE_CHARACTERS = 1 << 20
 _KEY_LIMITS: Final = {
     "lowest_priority": (-MAX_PRIORITY, MAX_PRIORITY),
     "longest_timeout_ms": (1, MAX_TIMEOUT_MS),
+    "manages_adapters": (0, 1),
 }
 """By name of a limit in the file of keys, its lowest and highest value."""
 _TRACING_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
@@ -59,11 +62,14 @@ def http_config(
         allowed_hosts: hosts that requests may name; none for any.
 
     Raises:
-        ModelError: the chat template or the checkpoint's sampling defaults cannot be read.
+        ModelError: the chat template or the checkpoint's sampling defaults cannot be read, or an adapter does not fit.
     """
     for note in model.notes:
         log.warning("%s: %s", folder, note)
     from_file = settings.generation_config == "auto"
+    slots = settings.num_adapter_slots
+    base = AdapterBase(str(folder), settings.model_backend, settings.max_lora_rank)
+    _check_adapters(settings)
     resolved = {
         "chat_template": settings.chat_template and read_template(settings.chat_template),
         "api_key": tuple(keys),
@@ -72,6 +78,9 @@ def http_config(
     return HTTPConfig(
         key_limits={key: limits for key, limits in keys.items() if limits != NO_LIMITS},
         model_id=settings.model,
+        adapters=read_modules(base, settings.lora_modules),
+        lora_base=base if slots else None,
+        max_loras=slots,
         checkpoint="" if settings.load_format == "dummy" else str(folder),
         eos_token_ids=model.eos_token_ids,
         end_tokens=stated_ends(model.eos_by_file),
@@ -81,6 +90,24 @@ def http_config(
         continues_text=settings.chat_template is None and is_bundled(folder),
         **settings.values_of(HTTPSettings) | resolved,
     )
+
+
+def _check_adapters(settings: Settings) -> None:
+    """Check what the settings say of adapters.
+
+    Raises:
+        AdapterError: they contradict each other, or there is no such folder.
+    """
+    given = {"--lora-modules": settings.lora_modules, "--lora-folder": settings.lora_folder}
+    for name, value in given.items():
+        if value and not settings.num_adapter_slots:
+            raise AdapterError(f"{name} has no effect with --max-loras 0")
+    names = settings.served_model_name or (settings.model,)
+    for module in settings.lora_modules:
+        if (name := module.partition("=")[0]) in names:
+            raise AdapterError(f"--lora-modules {name}: it is a name of the model")
+    if settings.lora_folder is not None and not Path(settings.lora_folder).is_dir():
+        raise AdapterError(f"--lora-folder {settings.lora_folder} is not a folder")
 
 
 def tokenizer_path(settings: Settings, model_path: Path) -> Path:

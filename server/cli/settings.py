@@ -29,6 +29,8 @@ ENV_PREFIX = "TESSERA_"
 CONFIG = "config"
 """The name of the flag and variable of the configuration file, which is no setting."""
 MAX_ENGINES = 64
+_LORAS = 8
+"""Slots for adapters where some are given."""
 # For a Service named `tessera` or `tessera-...`, Kubernetes sets these in every pod of the namespace.
 _KUBERNETES = re.compile(
     r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
@@ -65,8 +67,9 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
             or on a CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits
             of memory and steps, such as --max-num-seqs, are those of each engine.
         api_key_file: file of further keys, one on each line, possibly with limits after it: lowest_priority=N, the
-            lowest priority with which its requests come before those of other keys (0 without it), and
-            longest_timeout_ms=N, after which its requests end; empty lines and lines that begin with # are ignored.
+            lowest priority with which its requests come before those of other keys (0 without it),
+            longest_timeout_ms=N, after which its requests end, and manages_adapters=1, with which it may load and
+            unload adapters; empty lines and lines that begin with # are ignored.
         engine_hang_seconds: seconds after which a silent engine, or one whose step does not end, is restarted; steps
             that are usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front
             end that handles nothing.
@@ -102,6 +105,13 @@ class Settings(BaseModel, HTTPSettings, EngineSettings):
     def values_of(self, record: type[EngineSettings | HTTPSettings]) -> dict[str, Any]:
         """Return the values of the settings of one record, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(record)}
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots for adapters on the device; 0 for none."""
+        if self.max_loras is not None:
+            return self.max_loras
+        return _LORAS if self.lora_modules or self.lora_folder else 0
 
     @field_validator("data_parallel", mode="before")
     @classmethod

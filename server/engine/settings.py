@@ -63,6 +63,11 @@ class EngineSettings:
         max_draft_tokens: tokens that are proposed at once to follow those of a sequence, where an earlier text goes on
             so, and computed in one step; replies stay the same bytes. The number used follows from what they save;
             0 proposes none. For deterministic requests only, which on a CPU with int8 or int4 weights all are.
+        max_loras: adapters of one step, each in a slot on the device; requests for others wait for a slot; 0 takes
+            none; default: 8 with --lora-modules or --lora-folder, otherwise 0.
+        max_lora_rank: largest rank of an adapter, for which the slots have memory.
+        max_cpu_loras: adapters that are kept in the memory of the host, those in slots included; default: four times
+            --max-loras.
         tensor_parallel: number of GPUs that share the model, each with a part of every layer; a divisor of the model's
             key-value heads.
         unmeasured_kernels: allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103 and
@@ -97,6 +102,9 @@ class EngineSettings:
     enable_prefix_caching: Annotated[bool, Setting("memory")] = True
     deterministic: bool = False
     max_draft_tokens: Annotated[int, Setting(ge=0, le=MAX_DRAFT_TOKENS)] = 7
+    max_loras: Annotated[int | None, Setting("model", ge=0, le=256)] = None
+    max_lora_rank: Annotated[int, Setting("model", ge=1, le=256)] = 16
+    max_cpu_loras: Annotated[int | None, Setting("memory", ge=1, le=65536)] = None
     tensor_parallel: Annotated[int, Setting(ge=1, le=64)] = 1
     unmeasured_kernels: bool = False
     cpu_threads: Annotated[int | None, Setting(ge=1, le=1024)] = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from server.http import abort, service_routes, token_routes
+from server.http.adapters import routes as adapter_routes
 from server.http.context import AppContext
 from server.http.dialects.anthropic.routes import ANTHROPIC
 from server.http.dialects.openai.routes import OPENAI
@@ -78,6 +79,7 @@ def create_app(
     service_routes.install(app, context, DIALECTS[-1].error_reply)
     docs_page.install(app)
     abort.install(app, context, DIALECTS[-1].error_reply)
+    adapter_routes.install(app, context, OPENAI.error_reply)
     install_error_handlers(app, _render_error, context.refusals.hold)
     install_openapi(
         app,
@@ -85,6 +87,7 @@ def create_app(
         [
             *service_routes.REPLIES,
             *abort.RECORDS,
+            *adapter_routes.RECORDS,
             *(reply for dialect in DIALECTS for reply in dialect.replies),
         ],
     )

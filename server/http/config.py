@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from model.sampling.parameters import SamplingDefaults
 from model.text.tokens.end_token import EndToken
+from server.http.adapters.loaded import AdapterBase, LoadedAdapter
 from server.http.edge.key_limits import KeyLimits
 from server.setting import Form, Setting
 
@@ -26,6 +27,13 @@ _ADDRESS = Form(
 )
 
 
+_ADAPTER = Form(
+    r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?=.+",
+    "is not an adapter: it must be a name of letters, digits, '_', '.' and '-', then = and a path, such as "
+    "sql=/adapters/sql",
+)
+
+
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class HTTPSettings:
     """The part of the service's settings that the HTTP layer reads. Help texts and documents show the descriptions.
@@ -36,6 +44,9 @@ class HTTPSettings:
             hermes.
         served_model_name: name of the model in the OpenAI API; several by repeating the flag or separated by commas, of
             which replies have the first; default: --model.
+        lora_modules: adapter of the model, name=path with its folder or a repository of the Hub; several by repeating
+            the flag or separated by commas; requests choose it by its name in place of the model's.
+        lora_folder: folder whose folders are adapters, named after them and read when a request chooses one.
         max_concurrent_requests: limit of requests in progress; more are refused with 429; default: twice --max-num-seqs
             on a CPU, 16 times on a GPU.
         max_queue_seconds: a request that would wait longer in the queue, by the measured rates, is refused with 429.
@@ -79,6 +90,8 @@ class HTTPSettings:
         Setting("model"),
     ] = "auto"
     served_model_name: Annotated[tuple[str, ...], Setting("model")] = ()
+    lora_modules: Annotated[tuple[str, ...], Setting("model", form=_ADAPTER)] = ()
+    lora_folder: Annotated[str | None, Setting("model")] = None
     # A request with `best_of` counts as that many.
     max_concurrent_requests: Annotated[int | None, Setting(ge=1)] = None
     max_queue_seconds: Annotated[float, Setting(gt=0)] = 60.0
@@ -115,6 +128,9 @@ class HTTPConfig(HTTPSettings):
 
     Attributes:
         key_limits: limits of the API keys that have any.
+        adapters: those of `lora_modules`.
+        lora_base: what adapters are checked against; None if the service takes none.
+        max_loras: see `EngineSettings`, resolved.
         checkpoint: folder or file of the served weights, for their digest; empty if they are random.
         model_id: the name the operator gave the model; the only text from outside that becomes a metric label.
         eos_token_ids: the model's own end tokens.
@@ -142,6 +158,9 @@ class HTTPConfig(HTTPSettings):
     key_limits: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     model_id: str
     checkpoint: str = ""
+    adapters: tuple[LoadedAdapter, ...] = ()
+    lora_base: AdapterBase | None = None
+    max_loras: int = 0
     eos_token_ids: tuple[int, ...] = ()
     end_tokens: tuple[EndToken, ...] = ()
     vocab_size: int = 0

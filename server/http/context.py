@@ -14,6 +14,7 @@ from model.text.tools.formats import find_format
 from server.engine.link.front_end.client import EngineHandle, EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import PromptTooLongError, StoppingError, UnavailableError, ValidationError
+from server.http.adapters.table import AdapterTable
 from server.http.body.validation import describe
 from server.http.load.admission import Admission
 from server.http.load.load_shedding import LoadShedding
@@ -71,6 +72,7 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.adapters = AdapterTable(config, client)
         self.shedding = LoadShedding(client, config, metrics.clients)
         self.lifecycle = lifecycle
         self.chat_template = chat_template

@@ -156,7 +156,7 @@ class Exchange(Response):
             answer = self._parse(await read_json(scope, receive, context.config, buffer), info)
             request.operation = answer.operation
             with admission.admit(answer.num_sequences, info), ClientWatch(receive) as watch:
-                generation = await in_time(answer.generate(), request.deadline)
+                generation = await in_time(self._generate(answer), request.deadline)
                 expiry = expire_later(generation, request.deadline)
                 buffer.release()
                 watch.on_gone = generation.abort
@@ -196,6 +196,13 @@ class Exchange(Response):
             longest=max(completion.num_tokens for completion in generation.completions),
             max_new_tokens=generation.max_new_tokens,
         )
+
+    async def _generate(self, answer: Answer) -> Generation:
+        """Submit a request, once its adapter was found."""
+        request = current_request()
+        if request.adapter_name is not None:
+            request.adapter = await self._context.adapters.find(request.adapter_name)
+        return await answer.generate()
 
     async def _finish(
         self, generation: Generation, record: RequestRecord, watch: ClientWatch

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from server.engine.core.request import AdapterRef
+
 MAX_ID_CHARACTERS = 128
 
 CLIENT_CLOSED = 499
@@ -79,14 +81,15 @@ class CurrentRequest:
         cache_namespace: names the prefix caches of its API key; None if the request shares those of all requests.
         operation: of a request that generates, in OpenTelemetry's terms; None until its body was accepted.
         model: the name that the request gives the model; None for none.
+        adapter_name: the adapter that the request chooses; None for none.
+        adapter: that adapter, once it was found.
         deadline: when the request must have ended, `time.monotonic` seconds; None for never, and until its body was
             accepted.
     """
 
     __slots__ = (
-        "arrived", "body_bytes", "cache_namespace", "client", "deadline", "disconnected", "figures", "id", "limits",
-        "model",
-        "operation", "status",
+        "adapter", "adapter_name", "arrived", "body_bytes", "cache_namespace", "client", "deadline", "disconnected",
+        "figures", "id", "limits", "model", "operation", "status",
     )  # fmt: skip
 
     def __init__(self, request_id: str, client: str = "") -> None:
@@ -102,6 +105,8 @@ class CurrentRequest:
         self.operation: str | None = None
         self.model: str | None = None
         self.deadline: float | None = None
+        self.adapter_name: str | None = None
+        self.adapter: AdapterRef | None = None
 
 
 _current: contextvars.ContextVar[CurrentRequest] = contextvars.ContextVar(_KEY)

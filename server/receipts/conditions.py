@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from server.receipts.record import Conditions
 from server.version import version
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
     from server.engine.core.plan_report import PlanReport
 
 
-def conditions_of(info: EngineInfo, weights: str | None, revision: str | None = None) -> Conditions:
+def conditions_of(
+    info: EngineInfo, weights: str | None, revision: str | None = None, adapter: str | None = None
+) -> Conditions:
     """Return the conditions of an engine.
 
     Args:
         info: that the engine reported.
         weights: digest of its checkpoint; None if it is not known.
         revision: commit of which its checkpoint is a snapshot; None if it is none.
+        adapter: digest of the adapter, in hexadecimal; None for the model alone.
     """
     instructions = info.versions.get("instructions")
     arch = info.plan.arch_name
@@ -29,6 +33,7 @@ def conditions_of(info: EngineInfo, weights: str | None, revision: str | None = 
         model=info.model_id,
         revision=revision,
         weights=weights,
+        adapter=UNSET if adapter is None else f"sha256:{adapter}",
         quantization=info.quantization,
         dtype=info.dtype,
         kv_cache_dtype=info.kv_cache_dtype,
@@ -74,6 +79,10 @@ def differences(then: Conditions, now: Conditions) -> list[str]:
         old, new = getattr(then, name), getattr(now, name)
         if name in ("model", "revision"):
             continue
+        if name == "adapter":
+            if old != new:
+                found.append(f"adapter {_adapter(new)} instead of {_adapter(old)}")
+            continue
         if name == "versions":
             names = sorted(old.keys() | new.keys())
             found += [
@@ -85,6 +94,10 @@ def differences(then: Conditions, now: Conditions) -> list[str]:
             words = name.replace("_", " ")
             found.append(f"{words} {_short(new)} instead of {_short(old)}")
     return found
+
+
+def _adapter(value: str | UnsetType) -> str:
+    return "none" if value is UNSET else _short(value)
 
 
 def _short(value: str | None) -> str:

@@ -52,6 +52,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         model: name of the model.
         revision: commit of the model's repository; null for a folder that is no snapshot of one.
         weights: digest of the checkpoint's files; null where it is not known.
+        adapter: digest of the adapter's files; absent for the model alone.
         quantization: format of the weights in use.
         dtype: of the computation.
         kv_cache_dtype: of the KV cache.
@@ -69,6 +70,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernels: str
     device: str
     versions: dict[str, str]
+    adapter: str | UnsetType = UNSET
 
 
 class ReceiptOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

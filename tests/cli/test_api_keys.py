@@ -39,11 +39,14 @@ def test_keys_come_from_a_file_in_addition(tmp_path):
 
 def test_a_key_of_a_file_may_have_limits(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("first lowest_priority=-10  longest_timeout_ms=60000\nsecond\n")
+    file.write_text(
+        "first lowest_priority=-10  longest_timeout_ms=60000\nsecond\nthird manages_adapters=1\n"
+    )
 
     assert api_keys(read_settings(["--api-key-file", str(file), "--api-key", "first"])) == {
         "first": KeyLimits(lowest_priority=-10, longest_timeout_ms=60000),
         "second": NO_LIMITS,
+        "third": KeyLimits(manages_adapters=1),
     }
 
 
@@ -53,6 +56,7 @@ def test_a_key_of_a_file_may_have_limits(tmp_path):
         ("hidden lowest=1", "'lowest' must be one of lowest_priority, longest_timeout_ms"),
         ("hidden lowest_priority=x", "lowest_priority must be a whole number from -2147483647 to 2147483647. Given: x"),
         ("hidden longest_timeout_ms=0", "longest_timeout_ms must be a whole number from 1 to 86400000. Given: 0"),
+        ("hidden manages_adapters=2", "manages_adapters must be a whole number from 0 to 1. Given: 2"),
         ("hidden longest_timeout_ms=1 longest_timeout_ms=2", "longest_timeout_ms is given twice"),
         ("hidden longest_timeout_ms=1\nhidden", "key 1 is given before with other limits"),
     ],

@@ -431,7 +431,7 @@ def test_the_file_has_a_variable_too(monkeypatch, config):
             "service.yaml, line 2: port is 'http'; it must be a whole number from 0 to 65535",
         ),
         ("tp: x", "line 1: tp (--tensor-parallel) is 'x'"),
-        ("lora-modules: x", "line 1: lora-modules (vLLM): Tessera has no LoRA adapters"),
+        ("lora-dtype: x", "line 1: lora-dtype (vLLM): Tessera has no setting of adapters beside"),
         ("cors-allow-origin: x", "line 1: cors-allow-origin is ['x']: 'x' is not an origin"),
     ],
 )

@@ -1,11 +1,12 @@
 """The HTTP layer's part of the settings."""
 
 import json
+import re
 
 import pytest
 
 from model.checkpoint.config import ModelConfig
-from model.errors import ModelFolderError
+from model.errors import ModelError, ModelFolderError
 from model.hub.resolve import resolve
 from model.sampling.parameters import SamplingDefaults
 from server.cli.service_parts import http_config
@@ -42,3 +43,33 @@ def test_the_bundled_model_continues_text_unless_it_gets_another_chat_template(f
     assert config(bundled).continues_text
     assert not config(bundled, chat_template="{{ messages[0].content }}").continues_text
     assert not config(folder).continues_text
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        (
+            {"lora_modules": ["a=/x"], "max_loras": 0},
+            "--lora-modules has no effect with --max-loras 0",
+        ),
+        ({"lora_folder": ".", "max_loras": 0}, "--lora-folder has no effect with --max-loras 0"),
+        ({"lora_folder": "/no/such/folder"}, "--lora-folder /no/such/folder is not a folder"),
+        ({"lora_modules": ["a=/no/such/folder"]}, "--lora-modules a: "),
+        (
+            {"lora_modules": ["m=/x"], "served_model_name": ["m"]},
+            "--lora-modules m: it is a name of the model",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_of_adapters_that_cannot_be_used_are_refused(folder, settings, error):
+    with pytest.raises(ModelError, match=re.escape(error)):
+        config(folder, **settings)
+
+
+def test_slots_are_there_where_adapters_may_be(folder):
+    assert config(folder).max_loras == 0
+    assert config(folder).lora_base is None
+    assert config(folder, max_loras=3).max_loras == 3
+    with_folder = config(folder, lora_folder=str(folder))
+    assert (with_folder.max_loras, with_folder.lora_base.max_rank) == (8, 16)

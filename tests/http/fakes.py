@@ -16,7 +16,7 @@ from server.engine.core.request import FinishReason, GenerateRequest, SequenceUs
 from server.engine.link.front_end.client import EngineUnavailableError
 from server.engine.link.front_end.request_stream import RequestStream
 from server.engine.link.front_end.restart_queue import RestartQueue
-from server.engine.link.protocol import AbortTarget, EngineReport, EngineState
+from server.engine.link.protocol import AbortTarget, AdapterChange, EngineReport, EngineState
 from tests.plans import PLAN
 
 INFO = EngineInfo(
@@ -88,6 +88,7 @@ class FakeEngine:
         self.restarts = 0
         self.others: list[EngineReport] = []  # of a service with several engine processes
         self.restart_queue = RestartQueue()
+        self.on_adapter = lambda _change: None
         self.script: Script = script or say([72, 105], FinishReason.LENGTH)
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
@@ -141,6 +142,9 @@ class FakeEngine:
     async def _play(self, request: GenerateRequest, stream: RequestStream) -> None:
         await self.script(self, request, stream)
         self.running.discard(request.request_id)
+
+    def announce(self, change: AdapterChange) -> None:
+        self.on_adapter(change)
 
     def abort(self, request_id: int) -> None:
         self.aborted.append(request_id)

@@ -137,7 +137,7 @@ BAD_PARAMETERS = [
         "`grammar.value`: `type` at `/items` must be of null, boolean, integer, number, string, array, object. "
         "Given: text",
     ),
-    ({"adapter_id": "a/b"}, "`adapter_id` is not supported"),
+    ({"adapter_id": 1}, "`adapter_id` must be a string"),
     ({"topp": 0.5}, "unknown field `parameters.topp`; did you mean `parameters.top_p`?"),
     ({"a\nb": 1}, "unknown field `parameters.a\\nb`"),
 ]

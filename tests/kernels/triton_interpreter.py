@@ -40,6 +40,7 @@ _MODULES = (
     "kernels.linear.gpu.arrange",
     "kernels.linear.gpu.dequantize",
     "kernels.linear.gpu.invariant",
+    "kernels.linear.gpu.lora",
     "kernels.collective.one_shot",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )

@@ -51,7 +51,7 @@ def test_cells_say_supported_warning_or_the_message_of_the_refusal(tables):
 
     assert tgi["`top_k`"] == "yes"
     assert tgi["`watermark`"] == "warning"
-    assert tgi["`adapter_id`"].startswith("refused: `adapter_id` is not supported")
+    assert tgi["`adapter_id`"].startswith("refused: the adapter `a/b` does not exist")
     assert openai["`top_k`"] == "vLLM | yes | yes | yes"
     assert openai["`user`"] == "OpenAI, vLLM | warning | warning | warning"
     assert openai["`audio`"].startswith("OpenAI |  | refused: `audio` is not supported")

@@ -39,12 +39,14 @@ ROUTES = {
     "/tokenize": {"POST"},
     "/v1/chat/completions": {"POST"},
     "/v1/completions": {"POST"},
+    "/v1/load_lora_adapter": {"POST"},
     "/v1/messages": {"POST"},
     "/v1/messages/count_tokens": {"POST"},
     "/v1/models": {"GET"},
     "/v1/models/{name:path}": {"GET"},
     "/v1/responses": {"POST"},
     "/v1/responses/{name:path}": {"DELETE", "GET", "POST"},
+    "/v1/unload_lora_adapter": {"POST"},
     "/version": {"GET"},
 }
 

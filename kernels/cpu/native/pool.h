@@ -17,7 +17,7 @@
 
 #include "vectors.h"
 
-#define MOST_LOOPS 4096
+#define MOST_LOOPS 8192
 #define POLLS 4000
 
 typedef struct {

@@ -249,8 +249,9 @@ INLINE Place place_of(const Matrix *m, int64_t pair) {
 }
 
 /* Computes the outputs of pairs [first, end) for rows [row, row_end). `others`: pairs after `end` that other threads
-   probably compute. following: what is multiplied after this matrix, or NULL. y has `stride` numbers in a row. */
-static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t others, const Matrix *following, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result) {
+   probably compute. following: what is multiplied after this matrix, or NULL. y has `stride` numbers in a row. added: what
+   is added to gates, [row][stride], and then to the other outputs before they are multiplied; NULL for nothing. */
+static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t others, const Matrix *following, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result, const float *added) {
     Tiles *tiles = tiles_of(m);
     int64_t pairs = m->padded / PAIR, count = row_end - row;
     int64_t most = count <= MOST_ROWS || m->scale_groups == 0 ? MOST_ROWS : MANY_ROWS, passes = (count + most - 1) / most;
@@ -270,8 +271,13 @@ static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end,
             for (int r = 0; r < rows; r++) {
                 float *at = y + (r0 + r) * stride + pair * (result == GATE ? LANES : PAIR);
                 if (result == GATE) {
-                    float16 gate = out[r][0];
-                    store(at, gate / (1.0f + vexp(-gate)) * out[r][1]);
+                    float16 gate = out[r][0], up = out[r][1];
+                    if (added != NULL) {
+                        const float *more = added + (r0 + r) * 2 * stride + pair * LANES;
+                        gate += load(more);
+                        up += load(more + stride);
+                    }
+                    store(at, gate / (1.0f + vexp(-gate)) * up);
                 } else if (result == ADD) {
                     store(at, load(at) + out[r][0]);
                     store(at + LANES, load(at + LANES) + out[r][1]);

@@ -30,6 +30,24 @@ typedef struct {
     const int32_t *tables;    /* [count][columns] */
 } Sequences;
 
+/* The matrices of all slots of adapters for one matrix of a layer; see `kernels.linear.lora`. */
+typedef struct {
+    const float *a; /* [slots][parts][rank][inputs] */
+    const float *b; /* [slots][rank][outputs] */
+    int64_t parts, inputs, outputs;
+    int64_t ends[3]; /* the outputs up to the end of each part */
+} Lora;
+
+typedef struct { Lora qkv, output, gate_up, down; } LoraLayer;
+
+/* The adapters of a step. */
+typedef struct {
+    const LoraLayer *layers;
+    const int32_t *slots;  /* [rows], -1 for none */
+    const int64_t *ranks;  /* [slots], at most `rank` */
+    int64_t rank;
+} Adapters;
+
 typedef struct {
     int64_t rows;
     const int64_t *token_ids; /* -1 - i stands for sampled[i] */
@@ -44,6 +62,7 @@ typedef struct {
     float *normed;              /* [rows][hidden], the final norm of all rows; NULL to compute logits instead */
     float *logits;              /* [num_logits][outputs of the head] */
     int64_t *best;              /* [num_logits], the argmax of each row; -1 where it is not finite. NULL for none */
+    const Adapters *adapters;   /* NULL if no row has one */
 } Step;
 
 /* Memory for the values between the products, for `rows` rows. */
@@ -51,6 +70,8 @@ typedef struct {
     float *hidden, *qkv, *attended, *gated;
     Activations activations;
     int64_t rows;
+    float *normed, *low, *added; /* of steps with adapters: inputs, x A^T, and what is added to gate and up */
+    int64_t adapted_rows, rank;  /* that `normed`, `low` and `added` have memory for */
 } Workspace;
 
 typedef struct {
@@ -60,8 +81,11 @@ typedef struct {
 } Computation;
 
 /* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
-#define TESSERA_VERSION 4
+#define TESSERA_VERSION 5
 #define LOOPS_OF_LAYER 10
+#define LOOPS_OF_ADAPTERS 8
+#define MOST_PARTS 3
+#define OUTPUTS_AT_ONCE 256
 #define MOST_PANEL 96
 
 const char *tessera_instructions(void) { return INSTRUCTIONS; }
@@ -193,25 +217,63 @@ static int64_t attention_items(const Computation *c) {
 }
 
 /* A product as a loop over chunks of outputs and panels of rows. following: see `multiply`. */
-static void product(Pool *pool, int64_t loop, const Matrix *m, const Matrix *following, Activations a, int64_t rows, float *y, int64_t stride, enum Result result) {
+static void product(Pool *pool, int64_t loop, const Matrix *m, const Matrix *following, Activations a, int64_t rows, float *y, int64_t stride, enum Result result, const float *added) {
     int64_t pairs = m->padded / PAIR, panels = (rows + MOST_PANEL - 1) / MOST_PANEL;
     int64_t panel = panels > 0 ? ((rows + panels - 1) / panels + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS : 1;
     int64_t chunk = chunk_of(pairs, pool->threads), chunks = (pairs + chunk - 1) / chunk;
     panels = (rows + panel - 1) / panel;
     LOOP(pool, loop, chunks * panels, 1, item, item_end, {
         int64_t first = item % chunks * chunk, row = item / chunks * panel;
-        multiply(m, a, first, first + chunk < pairs ? first + chunk : pairs, chunk * (pool->threads - 1), following, row, row + panel < rows ? row + panel : rows, y, stride, result);
+        multiply(m, a, first, first + chunk < pairs ? first + chunk : pairs, chunk * (pool->threads - 1), following, row, row + panel < rows ? row + panel : rows, y, stride, result, added);
     });
 }
 
-/* Norm and quantization of rows, for a product with `m`. rows_of: indices of the rows of x, or NULL. */
-static void norm_rows(Pool *pool, int64_t loop, const Computation *c, const float *x, const int64_t *rows_of, int64_t rows, const float *weight, const Matrix *m) {
+/* Norm and quantization of rows, for a product with `m`. rows_of: indices of the rows of x, or NULL. kept: gets the
+   rows before they are quantized; NULL for nothing. */
+static void norm_rows(Pool *pool, int64_t loop, const Computation *c, const float *x, const int64_t *rows_of, int64_t rows, const float *weight, const Matrix *m, float *kept) {
     int64_t hidden = c->model->hidden;
     LOOP(pool, loop, rows, chunk_of(rows, pool->threads), first, end, {
         for (int64_t row = first; row < end; row++) {
             float normed[hidden] __attribute__((aligned(64)));
             rms_norm(x + (rows_of == NULL ? row : rows_of[row]) * hidden, weight, hidden, (float)c->model->eps, normed);
             quantize_row(m, normed, c->space.activations, row, 0, hidden);
+            if (kept != NULL) memcpy(kept + row * hidden, normed, (size_t)hidden * sizeof(float));
+        }
+    });
+}
+
+/* What adapters make of rows x, added to y or, for gate and up, written to it; two loops. Each sum is of one row and its
+   adapter, in an order that depends on nothing else. */
+static void add_adapters(Pool *pool, int64_t loop, const Computation *c, const Lora *l, const float *x, float *y, int overwrites) {
+    const Adapters *all = c->step->adapters;
+    int64_t rows = c->step->rows, rank = all->rank, width = l->parts * rank;
+    LOOP(pool, loop, rows * width, chunk_of(rows * width, pool->threads), first, end, {
+        for (int64_t item = first; item < end; item++) {
+            int64_t row = item / width, part = item % width / rank, r = item % rank, slot = all->slots[row];
+            if (slot < 0 || r >= all->ranks[slot]) continue;
+            const float *a = l->a + ((slot * l->parts + part) * rank + r) * l->inputs, *from = x + row * l->inputs;
+            float16 total = splat(0);
+            for (int64_t i = 0; i < l->inputs; i += LANES) total += load(from + i) * load(a + i);
+            c->space.low[row * MOST_PARTS * rank + part * rank + r] = sum(total);
+        }
+    });
+    int64_t tiles = (l->outputs + OUTPUTS_AT_ONCE - 1) / OUTPUTS_AT_ONCE;
+    LOOP(pool, loop + 1, rows * tiles, chunk_of(rows * tiles, pool->threads), first, end, {
+        for (int64_t item = first; item < end; item++) {
+            int64_t row = item / tiles, start = item % tiles * OUTPUTS_AT_ONCE, slot = all->slots[row], part = 0;
+            int64_t stop = start + OUTPUTS_AT_ONCE < l->outputs ? start + OUTPUTS_AT_ONCE : l->outputs;
+            float *to = y + row * l->outputs;
+            if (slot < 0) {
+                if (overwrites) memset(to + start, 0, (size_t)(stop - start) * sizeof(float));
+                continue;
+            }
+            for (int64_t n = start; n < stop; n += LANES) {
+                while (n >= l->ends[part]) part++;
+                const float *low = c->space.low + row * MOST_PARTS * rank + part * rank, *b = l->b + slot * rank * l->outputs + n;
+                float16 total = splat(0);
+                for (int64_t r = 0; r < all->ranks[slot]; r++) total += low[r] * load(b + r * l->outputs);
+                store(to + n, overwrites ? total : load(to + n) + total);
+            }
         }
     });
 }
@@ -231,20 +293,29 @@ static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_
     const Model *m = c->model;
     const Layer *l = &m->layer[index];
     const Workspace *w = &c->space;
-    int64_t rows = c->step->rows, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    norm_rows(pool, loop, c, w->hidden, NULL, rows, l->input_norm, &l->qkv);
-    product(pool, loop + 1, &l->qkv, &l->output, w->activations, rows, w->qkv, width, STORE);
+    const LoraLayer *adapted = c->step->adapters == NULL ? NULL : &c->step->adapters->layers[index];
+    float *kept = adapted == NULL ? NULL : w->normed, *added = adapted == NULL ? NULL : w->added;
+    int64_t rows = c->step->rows, width = (m->heads + 2 * m->kv_heads) * m->head_dim, more = loop + LOOPS_OF_LAYER;
+    norm_rows(pool, loop, c, w->hidden, NULL, rows, l->input_norm, &l->qkv, kept);
+    product(pool, loop + 1, &l->qkv, &l->output, w->activations, rows, w->qkv, width, STORE, NULL);
+    if (adapted != NULL) add_adapters(pool, more, c, &adapted->qkv, w->normed, w->qkv, 0);
     LOOP(pool, loop + 2, rows * m->kv_heads, chunk_of(rows * m->kv_heads, pool->threads), first, end, {
         for (int64_t item = first; item < end; item++) prepare_heads(c, index, item / m->kv_heads, item % m->kv_heads);
     });
     LOOP(pool, loop + 3, attention_items(c), 1, first, end, { attend_item(c, index, first); });
     quantize_rows(pool, loop + 4, c, w->attended, rows, &l->output);
-    product(pool, loop + 5, &l->output, &l->gate_up, w->activations, rows, w->hidden, m->hidden, ADD);
-    norm_rows(pool, loop + 6, c, w->hidden, NULL, rows, l->mlp_norm, &l->gate_up);
-    product(pool, loop + 7, &l->gate_up, &l->down, w->activations, rows, w->gated, m->inner, GATE);
+    product(pool, loop + 5, &l->output, &l->gate_up, w->activations, rows, w->hidden, m->hidden, ADD, NULL);
+    if (adapted != NULL) add_adapters(pool, more + 2, c, &adapted->output, w->attended, w->hidden, 0);
+    norm_rows(pool, loop + 6, c, w->hidden, NULL, rows, l->mlp_norm, &l->gate_up, kept);
+    if (adapted != NULL) add_adapters(pool, more + 4, c, &adapted->gate_up, w->normed, w->added, 1);
+    product(pool, loop + 7, &l->gate_up, &l->down, w->activations, rows, w->gated, m->inner, GATE, added);
     quantize_rows(pool, loop + 8, c, w->gated, rows, &l->down);
-    product(pool, loop + 9, &l->down, index + 1 < m->layers ? &l[1].qkv : m->head, w->activations, rows, w->hidden, m->hidden, ADD);
+    product(pool, loop + 9, &l->down, index + 1 < m->layers ? &l[1].qkv : m->head, w->activations, rows, w->hidden, m->hidden, ADD, NULL);
+    if (adapted != NULL) add_adapters(pool, more + 6, c, &adapted->down, w->gated, w->hidden, 0);
 }
+
+/* Loops of a layer in a step. */
+static int64_t loops_of_layer(const Step *s) { return LOOPS_OF_LAYER + (s->adapters == NULL ? 0 : LOOPS_OF_ADAPTERS); }
 
 /* The smallest index of the largest number; -1 if that is not finite or a number is NaN. */
 static int64_t argmax(const float *x, int64_t size) {
@@ -284,15 +355,15 @@ static void compute_step(Pool *pool, const void *argument, int thread) {
             embed(m->embedding, id < 0 ? s->sampled[-1 - id] : id, w->hidden + row * m->hidden);
         }
     });
-    for (int64_t i = 0; i < m->layers; i++) compute_layer(pool, 1 + i * LOOPS_OF_LAYER, c, i);
-    int64_t loop = 1 + m->layers * LOOPS_OF_LAYER;
+    int64_t of_layer = loops_of_layer(s), loop = 1 + m->layers * of_layer;
+    for (int64_t i = 0; i < m->layers; i++) compute_layer(pool, 1 + i * of_layer, c, i);
     if (s->normed != NULL) {
         LOOP(pool, loop, s->rows, chunk_of(s->rows, pool->threads), first, end, {
             for (int64_t row = first; row < end; row++) rms_norm(w->hidden + row * m->hidden, m->norm, m->hidden, (float)m->eps, s->normed + row * m->hidden);
         });
     } else if (s->num_logits > 0) {
-        norm_rows(pool, loop, c, w->hidden, s->logits_rows, s->num_logits, m->norm, m->head);
-        product(pool, loop + 1, m->head, NULL, w->activations, s->num_logits, s->logits, m->head->outputs, STORE);
+        norm_rows(pool, loop, c, w->hidden, s->logits_rows, s->num_logits, m->norm, m->head, NULL);
+        product(pool, loop + 1, m->head, NULL, w->activations, s->num_logits, s->logits, m->head->outputs, STORE, NULL);
         if (s->best == NULL) return;
         LOOP(pool, loop + 2, s->num_logits, 1, row, end, { s->best[row] = argmax(s->logits + row * m->head->outputs, m->head->outputs); (void)end; });
     }
@@ -304,12 +375,13 @@ static void compute_logits(Pool *pool, const void *argument, int thread) {
     const Computation *c = argument;
     const Matrix *head = c->model->head;
     quantize_rows(pool, 0, c, c->step->normed, c->step->num_logits, head);
-    product(pool, 1, head, NULL, c->space.activations, c->step->num_logits, c->step->logits, head->outputs, STORE);
+    product(pool, 1, head, NULL, c->space.activations, c->step->num_logits, c->step->logits, head->outputs, STORE, NULL);
 }
 
 typedef struct {
     Pool *pool;
     void *memory;
+    void *adapted; /* memory of steps with adapters */
     Workspace space;
 } Engine;
 
@@ -344,6 +416,24 @@ static int reserve(Engine *e, const Model *m, int64_t rows) {
     return 1;
 }
 
+/* Makes room for the adapters of a step; returns 0 if there is no memory. */
+static int reserve_adapters(Engine *e, const Model *m, const Step *s) {
+    Workspace *w = &e->space;
+    if (s->adapters == NULL || (s->rows <= w->adapted_rows && s->adapters->rank <= w->rank)) return 1;
+    int64_t row_floats = m->hidden + MOST_PARTS * s->adapters->rank + 2 * m->inner;
+    free(e->adapted);
+    w->adapted_rows = 0;
+    e->adapted = aligned_alloc(64, (size_t)((s->rows * row_floats * 4 + 64 * 4) / 64 * 64));
+    if (e->adapted == NULL) return 0;
+    char *next = e->adapted;
+    w->normed = carve(&next, s->rows * m->hidden * 4);
+    w->low = carve(&next, s->rows * MOST_PARTS * s->adapters->rank * 4);
+    w->added = carve(&next, s->rows * 2 * m->inner * 4);
+    w->adapted_rows = s->rows;
+    w->rank = s->adapters->rank;
+    return 1;
+}
+
 /* An engine: threads and memory for the steps of one model. NULL if it cannot be made. */
 Engine *tessera_start(int64_t threads) {
     Engine *e = calloc(1, sizeof *e);
@@ -357,17 +447,18 @@ Engine *tessera_start(int64_t threads) {
 void tessera_end(Engine *e) {
     pool_end(e->pool);
     free(e->memory);
+    free(e->adapted);
     free(e);
 }
 
 /* Computes a step; returns 0, or 1 if memory does not suffice. */
 int64_t tessera_step(Engine *e, const Model *m, const Step *s) {
-    if (!reserve(e, m, s->rows)) return 1;
+    if (!reserve(e, m, s->rows) || !reserve_adapters(e, m, s)) return 1;
     Computation c = {m, s, e->space};
     /* No sequence writes the unused rows, which are computed like the others. */
     int64_t attended = m->heads * m->head_dim, used = s->decode.first_row[s->decode.count];
     memset(e->space.attended + used * attended, 0, (size_t)((s->decode.count * s->decode.queries - used) * attended) * sizeof(float));
-    pool_run(e->pool, compute_step, &c, 4 + m->layers * LOOPS_OF_LAYER);
+    pool_run(e->pool, compute_step, &c, 4 + m->layers * loops_of_layer(s));
     return 0;
 }
 

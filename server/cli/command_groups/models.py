@@ -1,4 +1,4 @@
-"""The commands for the models on this machine: `pull`, `list` and `rm`."""
+"""The commands for the models on this machine: `pull`, `list`, `rm` and `merge`."""
 # ruff: noqa: PLC0415
 
 from __future__ import annotations
@@ -27,6 +27,26 @@ def pull(call: Invocation) -> None:
     from server.cli.local_models import commands
 
     commands.pull(call.options)
+
+
+def merge_flags(parser: Parser) -> None:
+    """Add the flags of `tessera merge`."""
+    parser.add_argument("model", metavar="MODEL", help="folder or model of the Hugging Face Hub")
+    parser.add_argument(
+        "adapter",
+        metavar="ADAPTER",
+        help="its LoRA adapter of PEFT, likewise a folder or of the Hub",
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="to write, which must not exist or be empty"
+    )
+
+
+def merge(call: Invocation) -> None:
+    """Run `tessera merge`."""
+    from server.cli.local_models import merge
+
+    merge.merge(call.options)
 
 
 def list_flags(parser: Parser) -> None:

@@ -7,6 +7,7 @@ default. A text that cannot be converted raises ValueError with a message that c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -15,6 +16,7 @@ from server.cli.peers.values import is_number, scaled_number, truth
 Form: TypeAlias = Callable[[str | None], str | None]
 
 _ALL_LAYERS: Final = 99
+_is_repository = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII).fullmatch
 
 
 def same(text: str | None) -> str | None:
@@ -65,6 +67,15 @@ def json_list(text: str | None) -> str | None:
     if not all(isinstance(value, str) for value in values):
         raise ValueError("it must be a list of texts")
     return ",".join(values)
+
+
+def named_adapters(text: str | None) -> str | None:
+    """Make name=path of adapters; one without a name gets that of its repository or folder."""
+    named = []
+    for adapter in filter(None, re.split(r"[,\s]+", text or "")):
+        name = adapter if _is_repository(adapter) else adapter.rstrip("/").rpartition("/")[2]
+        named.append(adapter if "=" in adapter else f"{name}={adapter}")
+    return ",".join(named) or None
 
 
 def gib_of_bytes(text: str | None) -> str:

@@ -81,7 +81,7 @@ LLAMA_CPP: Final = Peer(
              "LLAMA_ARG_N_PREDICT"),
         # The rest is not in Tessera.
         absent(
-            subjects.LORA,
+            subjects.GGUF_ADAPTERS,
             "--lora --lora-init-without-apply --lora-scaled",
         ),
         absent(

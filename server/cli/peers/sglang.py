@@ -24,6 +24,10 @@ SGLANG: Final = Peer(
         understood("model_backend", "--model-impl"),
         understood("kv_cache_dtype", "--kv-cache-dtype"),
         understood("max_model_len", "--context-length"),
+        understood("lora_modules", "--lora-paths", form=forms.named_adapters),
+        understood("max_loras", "--max-loras-per-batch"),
+        understood("max_lora_rank", "--max-lora-rank"),
+        understood("max_cpu_loras", "--max-loaded-loras"),
         understood("max_num_seqs", "--max-running-requests"),
         understood("max_draft_tokens", "--speculative-num-draft-tokens"),
         near(common.DRAFTS, "--speculative-algorithm"),
@@ -73,6 +77,7 @@ SGLANG: Final = Peer(
         near("--otlp-endpoint switches traces on", "--enable-trace", takes="nothing"),
         near(common.ACCESS_LOG, "--log-requests", takes="nothing"),
         near("--log-level is that of all messages", "--log-level-http"),
+        near("adapters are on with --lora-modules, --lora-folder or --max-loras", "--enable-lora", takes="nothing"),
         near("--engine-hang-seconds limits a step", "--watchdog-timeout --soft-watchdog-timeout"),
         near("--max-queue-seconds limits the time in the queue", "", "SGLANG_REQ_WAITING_TIMEOUT"),
         near("--cors-allow-origin, --api-key and --allowed-hosts decide who may use the service", "--admin-api-key"),
@@ -82,10 +87,9 @@ SGLANG: Final = Peer(
         # The rest is not in Tessera.
         absent(
             subjects.LORA,
-            "--enable-lora --enable-lora-overlap-loading --experts-shared-outer-loras --lora-backend "
-            "--lora-drain-wait-threshold --lora-eviction-policy --lora-paths --lora-strict-loading "
-            "--lora-target-modules --lora-use-virtual-experts --max-loaded-loras --max-lora-chunk-size "
-            "--max-lora-rank --max-loras-per-batch --uno-lora-path",
+            "--enable-lora-overlap-loading --experts-shared-outer-loras --lora-backend "
+            "--lora-drain-wait-threshold --lora-eviction-policy --lora-strict-loading "
+            "--lora-target-modules --lora-use-virtual-experts --max-lora-chunk-size --uno-lora-path",
         ),
         absent(
             subjects.SPECULATION,

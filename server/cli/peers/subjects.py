@@ -20,7 +20,12 @@ class Subject(NamedTuple):
     matters: bool = False
 
 
-LORA: Final = Subject("LoRA adapters", "merge the adapter into the checkpoint", matters=True)
+LORA: Final = Subject(
+    "setting of adapters beside --lora-modules, --lora-folder, --max-loras, --max-lora-rank and --max-cpu-loras"
+)
+GGUF_ADAPTERS: Final = Subject(
+    "adapters in GGUF files", "--lora-modules takes adapters of PEFT", matters=True
+)
 SPECULATION: Final = Subject("draft model, nor settings of drafts beside --max-draft-tokens")
 MEDIA: Final = Subject("images, audio or video", matters=True)
 POOLING: Final = Subject("embeddings, reranking or classification", matters=True)

@@ -14,6 +14,7 @@ _INPUT: Final = (
 TGI: Final = Peer(
     "Text Generation Inference",
     (
+        understood("lora_modules", "--lora-adapters", "LORA_ADAPTERS", form=forms.named_adapters),
         understood("model", "--model-id", "MODEL_ID"),
         understood("revision", "--revision", "REVISION", needs="MODEL_ID"),
         understood("host", "--hostname"),
@@ -58,11 +59,6 @@ TGI: Final = Peer(
         near("HF_TOKEN is the variable with the token of the Hub", "", "HF_API_TOKEN"),
         near("--log-level is debug, info, warning or error", "", "LOG_LEVEL"),
         # The rest is not in Tessera.
-        absent(
-            subjects.LORA,
-            "--lora-adapters",
-            "LORA_ADAPTERS",
-        ),
         absent(
             subjects.TUNNEL,
             "--ngrok --ngrok-authtoken --ngrok-edge",

@@ -27,6 +27,10 @@ VLLM: Final = Peer(
         understood("max_model_len", "--max-model-len"),
         understood("max_num_seqs", "--max-num-seqs"),
         understood("max_draft_tokens", "--num-speculative-tokens --spec-tokens"),
+        understood("lora_modules", "--lora-modules"),
+        understood("max_loras", "--max-loras"),
+        understood("max_lora_rank", "--max-lora-rank"),
+        understood("max_cpu_loras", "--max-cpu-loras"),
         understood("max_num_batched_tokens", "--max-num-batched-tokens"),
         understood("block_size", "--block-size"),
         understood("kv_cache_dtype", "--kv-cache-dtype"),
@@ -84,6 +88,9 @@ VLLM: Final = Peer(
         near(common.OTLP, "--otlp-traces-endpoint"),
         near(common.ACCESS_LOG, "--enable-log-requests", takes="nothing"),
         near("--log-level is that of all messages", "--uvicorn-log-level"),
+        near("adapters are on with --lora-modules, --lora-folder or --max-loras", "--enable-lora", takes="nothing"),
+        near("a key with manages_adapters=1 in --api-key-file may load adapters", "",
+             "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         near("--max-concurrent-requests limits the requests in progress, running and queued",
              "--max-num-queued-reqs --max-num-active-seqs"),
         near("--max-prefill-tokens and --max-num-batched-tokens limit the tokens of a step",
@@ -100,12 +107,12 @@ VLLM: Final = Peer(
         # The rest is not in Tessera.
         absent(
             subjects.LORA,
-            "--default-mm-loras --enable-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras "
+            "--default-mm-loras --enable-mixed-moe-lora-format --enable-moe-shared-loras "
             "--enable-prompt-adapter --enable-tower-connector-lora --fully-sharded-loras "
-            "--long-lora-scaling-factors --lora-dtype --lora-extra-vocab-size --lora-modules "
-            "--lora-target-modules --max-cpu-loras --max-lora-cls-labels --max-lora-rank --max-loras "
+            "--long-lora-scaling-factors --lora-dtype --lora-extra-vocab-size "
+            "--lora-target-modules --max-lora-cls-labels "
             "--max-prompt-adapters --prompt-adapters --qlora-adapter-name-or-path --specialize-active-lora",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM "
+            "VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM "
             "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST",
         ),
         absent(

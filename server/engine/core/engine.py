@@ -29,7 +29,12 @@ from server.engine.core.messages import (
 from server.engine.core.progress import Activity, Progress
 from server.engine.core.reports import StatsReporter, step_message
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.core.request_checks import DuplicateRequestError, RefusedError, check_request
+from server.engine.core.request_checks import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    RefusedError,
+    check_request,
+)
 from server.engine.core.results.step_events import StepEvents
 from server.engine.core.results.step_retry import STEP_FAILED, fail_step, retry_step
 from server.engine.core.sequence import Sequence
@@ -38,6 +43,7 @@ from server.engine.core.step import PromptLogprobs
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from server.engine.core.adapter_pool import AdapterPool
     from server.engine.core.schedule.scheduler import Scheduler
     from server.engine.core.step import PendingStep, SchedulerOutput, StepResult, StepRunner
 
@@ -125,6 +131,7 @@ class Engine:
         info: the engine's properties, for the front end.
         runs_ahead: whether a step is launched before the results of the previous one are committed, if it does not
             depend on them. Has no benefit on a CPU, where a launch computes the step.
+        adapters: of its sequences; None if they have none.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class Engine:
         info: EngineInfo,
         *,
         runs_ahead: bool = False,
+        adapters: AdapterPool | None = None,
     ) -> None:
         self.info = info
         self.progress = Progress()
@@ -142,7 +150,8 @@ class Engine:
         self._runner = runner
         self._channel = channel
         self._compiling = GrammarQueue(runner.compile_grammar)
-        self._stats = StatsReporter(scheduler, self._compiling, info.engine)
+        self._adapters = adapters
+        self._stats = StatsReporter(scheduler, self._compiling, info.engine, adapters)
         self._arrivals: dict[int, float] = {}
         self._deadlines: dict[int, float] = {}
         self._next_deadline = math.inf  # at most the earliest of them
@@ -156,7 +165,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._scheduler.has_work or self._launched or self._compiling)
+        return bool(self._scheduler.has_work or self._launched or self._compiling or self._adapters)
 
     def run(self) -> None:
         """Serve until a shutdown message arrives. May be called again."""
@@ -182,6 +191,8 @@ class Engine:
     def check_idle(self) -> None:
         """Check the bookkeeping of an engine without work; log and count contradictions."""
         found = self._scheduler.idle_violations()
+        if self._adapters is not None:
+            found += self._adapters.idle_violations()
         if self._arrivals or self._deadlines or self._prompt_logprobs:
             found.append(f"{len(self._arrivals)} open requests, expected none")
         if found:
@@ -217,6 +228,8 @@ class Engine:
         self.progress.begin(_SCHEDULING)
         if self._compiling:
             self._add_compiled()
+        if self._adapters:
+            self._add_loaded(self._adapters)
         before, self._launched = self._launched, None
         if self._deadlines:
             self._end_expired()
@@ -375,10 +388,33 @@ class Engine:
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline
             self._next_deadline = min(self._next_deadline, request.deadline)
+        if request.adapter is not None and self._adapters is None:
+            raise InvalidRequestError("the engine has no slots for adapters: set --max-loras")
         if request.sampling.grammar is None:
-            self._scheduler.add(sequence)
+            self._enqueue(sequence)
         else:
             self._compiling.add(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Put a sequence into the queue, once its adapter has a slot.
+
+        Raises:
+            RefusedError: see `Scheduler.add`.
+        """
+        if sequence.adapter is None or self._adapters is None or self._adapters.add(sequence):
+            self._scheduler.add(sequence)
+
+    def _add_loaded(self, adapters: AdapterPool) -> None:
+        """Enqueue the sequences whose adapter has a slot; wait a moment for one if there is nothing else to do."""
+        idle = not self._scheduler.has_work and self._launched is None
+        for sequence, error in adapters.take(wait=idle):
+            if error is not None:
+                self._refuse(sequence.request_id, error)
+                continue
+            try:
+                self._scheduler.add(sequence)
+            except RefusedError as refusal:
+                self._refuse(sequence.request_id, str(refusal))
 
     def _add_compiled(self) -> None:
         """Enqueue the sequences whose grammar is compiled; wait a moment for one if there is nothing else to do."""
@@ -388,7 +424,7 @@ class Engine:
                 self._refuse(sequence.request_id, error)
                 continue
             try:
-                self._scheduler.add(sequence)
+                self._enqueue(sequence)
             except RefusedError as refusal:
                 self._refuse(sequence.request_id, str(refusal))
 
@@ -411,7 +447,9 @@ class Engine:
 
     def _expire(self, request_id: int) -> TokenEvent | None:
         """End a sequence whose deadline has passed; see `Scheduler.expire`."""
-        if self._compiling.remove(request_id):
+        if self._compiling.remove(request_id) or (
+            self._adapters is not None and self._adapters.remove(request_id)
+        ):
             return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT)
         return self._scheduler.expire(request_id)
 
@@ -431,6 +469,9 @@ class Engine:
 
     def _forget(self, request_id: int) -> None:
         self._runner.forget(request_id)
+        if self._adapters is not None:
+            self._adapters.remove(request_id)
+            self._adapters.release(request_id)
         self._arrivals.pop(request_id, None)
         self._deadlines.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)

@@ -50,6 +50,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         exact_rows: of `SchedulerConfig`: the tokens up to which a step may have drafts of any request.
         engine: number of the engine among those of the service.
         pid: of the engine's process, of rank 0 with `--tensor-parallel`; 0 if it runs in the front end's.
+        max_loras: slots for adapters; 0 if it takes none.
+        max_lora_rank: the largest rank of an adapter.
     """
 
     model_id: str
@@ -73,6 +75,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     exact_rows: int = 1
     engine: int = 0
     pid: int = 0
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class EngineTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -131,6 +135,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_draft_tokens, num_accepted_tokens: their tokens, and those of them that were kept.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
         block_seconds: blocks of the KV cache times seconds; a block counts for each sequence that holds it.
+        running_adapters, waiting_adapters: names of adapters that sequences have or wait for, at most 32 of each.
+        num_adapter_reads, num_adapter_loads: adapters read from files, and written to slots on the device.
+        num_adapter_evictions: adapters that lost their slot to another one.
         totals: encoded `EngineTotals`, at most a fraction of a second old, and current if the engine has no work.
     """
 
@@ -168,6 +175,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     block_seconds: float = 0.0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
+    num_adapter_reads: int = 0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
     totals: msgspec.Raw = _NO_TOTALS
 
     def decode_totals(self) -> EngineTotals:
@@ -178,7 +190,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 _GAUGES = {
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
     "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
-    "waiting_output_by_length", "prompt_rate", "output_rate", "output_means",
+    "waiting_output_by_length", "prompt_rate", "output_rate", "output_means", "running_adapters", "waiting_adapters",
 }  # fmt: skip
 _COUNTERS = tuple(
     n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"engine", "totals"}

@@ -105,6 +105,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_engines` is the number of engines that run it, each on processors of its own. With `num_ranks` above 1, several
     processors share the model, and the plan is that of one: its heads, its part of the weights and of the cache.
+    `adapters` is a decode step of one sequence with an adapter; None if the engine takes none.
 
     Example:
         >>> plan = client.plan()
@@ -133,6 +134,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: DeterminismPlan
     num_engines: int = 1
     num_ranks: int = 1
+    adapters: StepPlan | None = None
 
     def __str__(self) -> str:
         """Return one line for the log."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -13,6 +13,7 @@ from server.standard_error import num_dropped_lines
 if TYPE_CHECKING:
     from collections.abc import Sized
 
+    from server.engine.core.adapter_pool import AdapterPool
     from server.engine.core.messages import SequenceStarted
     from server.engine.core.results.step_events import StepEvents
     from server.engine.core.schedule.scheduler import Scheduler
@@ -66,14 +67,22 @@ class StatsReporter:
         scheduler: of the engine.
         compiling: the sequences whose grammar is compiled, which wait as well.
         engine: number of the engine among those of the service.
+        adapters: of the engine, for which sequences wait too; None if it takes none.
     """
 
-    def __init__(self, scheduler: Scheduler, compiling: Sized, engine: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        compiling: Sized,
+        engine: int,
+        adapters: AdapterPool | None = None,
+    ) -> None:
         self._engine = engine
         self.num_failed_steps = 0
         self.num_invariant_violations = 0
         self._scheduler = scheduler
         self._compiling = compiling
+        self._adapters = adapters
         self._stats_due = -math.inf
         self._totals_due = -math.inf
         self._encoded_totals = msgspec.Raw()
@@ -90,11 +99,22 @@ class StatsReporter:
         """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
         accounting, waiting = scheduler.accounting, scheduler.waiting
-        used = blocks.num_blocks - blocks.num_free_blocks
+        used, adapters = blocks.num_blocks - blocks.num_free_blocks, self._adapters
+        num_waiting = scheduler.num_waiting + len(self._compiling)
+        of_adapters: dict[str, Any] = {}
+        if adapters is not None:
+            num_waiting += len(adapters)
+            of_adapters = {
+                "running_adapters": adapters.running,
+                "waiting_adapters": adapters.waiting,
+                "num_adapter_reads": adapters.num_reads,
+                "num_adapter_loads": adapters.num_writes,
+                "num_adapter_evictions": adapters.num_evictions,
+            }
         return EngineStats(
             engine=self._engine,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._compiling),
+            num_waiting=num_waiting,
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.num_idle_blocks,
@@ -127,6 +147,7 @@ class StatsReporter:
             decode_seconds=accounting.decode_steps.seconds,
             block_seconds=accounting.block_seconds,
             totals=self._totals(),
+            **of_adapters,
         )
 
     def _totals(self) -> msgspec.Raw:

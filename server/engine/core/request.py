@@ -33,6 +33,20 @@ class FinishReason(enum.IntEnum):
     """The request's deadline passed."""
 
 
+class AdapterRef(msgspec.Struct, frozen=True):
+    """An adapter that the front end has checked.
+
+    Attributes:
+        name: by which requests choose it.
+        path: of its folder on this machine.
+        digest: of its files, see `model.adapters.file.AdapterFile`; the engine uses no other ones.
+    """
+
+    name: str
+    path: str
+    digest: str
+
+
 class GenerateRequest(
     msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True
 ):
@@ -54,6 +68,7 @@ class GenerateRequest(
         max_draft_tokens: tokens that are proposed at once to follow its own, see `EngineSettings`; None for the
             engine's setting, which is also the limit.
         prediction: tokens that its output probably has, from which some are proposed; empty for none.
+        adapter: of the model; None for the model alone.
     """
 
     request_id: int
@@ -68,6 +83,7 @@ class GenerateRequest(
     client_priority: int = 0
     max_draft_tokens: int | None = None
     prediction: list[int] = []
+    adapter: AdapterRef | None = None
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):

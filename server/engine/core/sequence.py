@@ -12,8 +12,10 @@ from server.engine.core.request import FinishReason, GenerateRequest, SequenceUs
 if TYPE_CHECKING:
     from server.engine.core.memory.state_slots import SequenceSlots
 
-CacheSalt: TypeAlias = str | tuple[str, str | None] | None
-"""Names a part of the prefix cache: a request's salt, with a mark if its blocks are computed by deterministic steps."""
+CacheSalt: TypeAlias = str | tuple[str, "CacheSalt"] | None
+"""Names a part of the prefix cache: a request's salt, with a mark if its blocks are computed by deterministic steps,
+and with the digest of its adapter.
+"""
 
 
 class SequenceStatus(enum.IntEnum):
@@ -60,7 +62,7 @@ class Sequence:
         sampling: how its tokens are chosen.
         matcher: state of its grammar after the tokens with known ids; None without a grammar.
         cache_salt: only sequences with equal salts share cached blocks. Deterministic sequences share none with others,
-            since steps that are not deterministic compute other bits.
+            since steps that are not deterministic compute other bits, and each adapter has keys and values of its own.
         deterministic: whether the steps that compute it must be deterministic; see `Bucket`.
         max_draft_tokens, prediction: see `GenerateRequest`.
         client: who sent the request; the queue shares the engine among clients.
@@ -79,17 +81,19 @@ class Sequence:
         num_preemptions: times it was preempted.
         num_linked_blocks: leading blocks whose content is in the prefix cache.
         prefix_link: link of those blocks' content in the prefix cache; the cache salt if there are none.
+        adapter: of the model; None for the model alone.
+        adapter_slot: slot of its adapter while it is queued or runs; -1 for none.
         account: what it has used so far.
         usage: what it used; None until it is finished.
     """
 
     __slots__ = (
-        "account", "arrival", "block_table", "cache_salt", "capacity", "check_at", "client", "client_priority",
-        "deadline", "deterministic", "end_token_ids", "error", "expected_output", "finish_reason",
-        "first_scheduled_step", "is_expired", "matcher", "max_draft_tokens", "max_num_tokens", "num_cached_tokens",
-        "num_computed_tokens", "num_linked_blocks", "num_preemptions", "num_prompt_tokens", "num_tokens_in_flight",
-        "num_void_results", "prediction", "prefix_link", "priority", "rank", "request_id", "sampling", "slots",
-        "status", "token_ids", "usage",
+        "account", "adapter", "adapter_slot", "arrival", "block_table", "cache_salt", "capacity", "check_at",
+        "client", "client_priority", "deadline", "deterministic", "end_token_ids", "error", "expected_output",
+        "finish_reason", "first_scheduled_step", "is_expired", "matcher", "max_draft_tokens", "max_num_tokens",
+        "num_cached_tokens", "num_computed_tokens", "num_linked_blocks", "num_preemptions", "num_prompt_tokens",
+        "num_tokens_in_flight", "num_void_results", "prediction", "prefix_link", "priority", "rank",
+        "request_id", "sampling", "slots", "status", "token_ids", "usage",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -112,8 +116,12 @@ class Sequence:
         self.max_draft_tokens = request.max_draft_tokens
         self.prediction = request.prediction
         self.cache_salt: CacheSalt = request.cache_salt
+        self.adapter = request.adapter
+        self.adapter_slot = -1
         if request.deterministic:
-            self.cache_salt = ("deterministic", request.cache_salt)
+            self.cache_salt = ("deterministic", self.cache_salt)
+        if request.adapter is not None:
+            self.cache_salt = (f"adapter {request.adapter.digest}", self.cache_salt)
         self.client = request.client
         self.deadline = request.deadline
         self.priority = request.priority

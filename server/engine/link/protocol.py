@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 from typing import Final, Protocol
 
 import msgspec
 
 from server.engine.core.messages import EngineConfig, EngineInfo, EngineStats, StepMessage
+from server.engine.core.request import AdapterRef
 
 DECODE_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError)
 """What decoding a damaged message raises: msgspec reports text that is not UTF-8 by the second one."""
@@ -91,6 +93,13 @@ class RequestPrompt(msgspec.Struct, frozen=True, tag="generate"):
     prompt_token_ids: list[int]
     cache_salt: str | None = None
     deterministic: bool = False
+    adapter: AdapterRef | None = None
+
+    @property
+    def part(self) -> Hashable:
+        """The part of the prefix cache that it uses."""
+        digest = None if self.adapter is None else self.adapter.digest
+        return self.cache_salt, self.deterministic, digest
 
 
 class AbortTarget(msgspec.Struct, frozen=True):
@@ -174,6 +183,26 @@ class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
     external_ids: list[str]
 
 
+class AdapterChange(msgspec.Struct, frozen=True, tag="adapter"):
+    """An adapter was loaded or unloaded while the service runs: from a front end to the hub, and to all front ends.
+
+    Attributes:
+        name: by which requests choose it.
+        adapter: loaded under the name; None if it was unloaded.
+        rank: its largest rank.
+    """
+
+    name: str
+    adapter: AdapterRef | None = None
+    rank: int = 0
+
+
 HubMessage = (
-    EngineStatus | RequestsLost | StepMessage | AbortStreams | ExternalAborted | HubHeartbeat
+    EngineStatus
+    | RequestsLost
+    | StepMessage
+    | AbortStreams
+    | ExternalAborted
+    | HubHeartbeat
+    | AdapterChange
 )

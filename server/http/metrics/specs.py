@@ -178,6 +178,11 @@ ENGINE_COUNTERS = {
         "tessera_preemptions", _COUNTER, "Sequences put back into the queue because KV blocks ran out.",
     ),
     "num_steps": Spec("tessera_engine_steps", _COUNTER, "Forward passes of the engine."),
+    "num_adapter_reads": Spec("tessera_adapter_reads", _COUNTER, "Adapters read from files."),
+    "num_adapter_loads": Spec("tessera_adapter_loads", _COUNTER, "Adapters written to slots on the device."),
+    "num_adapter_evictions": Spec(
+        "tessera_adapter_evictions", _COUNTER, "Adapters that lost their slot to another one.",
+    ),
     "num_failed_steps": Spec(
         "tessera_engine_failed_steps", _COUNTER, "Steps that failed and were computed again, in parts if necessary.",
     ),

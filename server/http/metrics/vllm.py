@@ -50,6 +50,15 @@ def _cache_config(snapshot: Snapshot) -> Samples:
     return [((str(info.block_size), str(info.num_blocks), info.kv_cache_dtype), 1.0)]
 
 
+def _adapters(snapshot: Snapshot) -> Samples | None:
+    """Return one sample, whose labels list names as vLLM's do; vLLM's value is the time of the newest of several."""
+    info, stats = snapshot.info, snapshot.stats
+    if info is None or not info.max_loras:
+        return None
+    names = (",".join(it) for it in (stats.waiting_adapters, stats.running_adapters))
+    return [((str(info.max_loras), *names), 1.0)]
+
+
 # fmt: off
 ROWS: Final = (
     gauge("vllm:num_requests_running", "Sequences in the engine's batch.", "num_running"),
@@ -59,6 +68,10 @@ ROWS: Final = (
     Row(
         "vllm:cache_config_info", GaugeMetricFamily, "Configuration of the KV cache.", _cache_config,
         ("block_size", "num_gpu_blocks", "cache_dtype"),
+    ),
+    Row(
+        "vllm:lora_requests_info", GaugeMetricFamily, "Adapters that requests have and wait for, at most 32 each.",
+        _adapters, ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
     ),
     counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_query_tokens"),
     counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),

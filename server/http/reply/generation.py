@@ -120,7 +120,10 @@ class Generation:
         context.shedding.admit(lengths, context.engine_info(), deadline, request.client)
         if options.receipt:
             self._receipt = PendingReceipt(
-                context.weights, context.engine_info(), deterministic=options.deterministic
+                context.weights,
+                context.engine_info(),
+                deterministic=options.deterministic,
+                adapter=None if request.adapter is None else request.adapter.digest,
             )
         cache_salt = options.salt_within(request.cache_namespace)
         try:
@@ -140,6 +143,7 @@ class Generation:
                         deterministic=options.deterministic,
                         max_draft_tokens=options.max_draft_tokens,
                         prediction=list(options.prediction),
+                        adapter=request.adapter,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     stream.on_start = context.shedding.enqueue(

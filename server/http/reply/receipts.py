@@ -107,13 +107,22 @@ class PendingReceipt:
         weights: the digest of the checkpoint.
         info: reported by the running engine.
         deterministic: whether the request asks for the same bits whatever else is computed.
+        adapter: digest of its adapter; None for none.
 
     Attributes:
         warnings: what the receipt cannot promise; complete after `complete`.
         is_complete: whether `build` may be called once the completions have ended.
     """
 
-    def __init__(self, weights: WeightsDigest, info: EngineInfo, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        weights: WeightsDigest,
+        info: EngineInfo,
+        *,
+        deterministic: bool,
+        adapter: str | None = None,
+    ) -> None:
+        self._adapter = adapter
         self.is_complete = False
         self._weights = weights
         self._info = info
@@ -151,7 +160,7 @@ class PendingReceipt:
                     prompts[id(completion.prompt)] = len(prompts)
                     token_ids.append(completion.prompt.token_ids)
             self._receipt = make_receipt(
-                conditions_of(self._info, self._digest, self._weights.revision),
+                conditions_of(self._info, self._digest, self._weights.revision, self._adapter),
                 token_ids,
                 [
                     (it.sampling, replace(self._outputs[id(it)], prompt=prompts[id(it.prompt)]))

@@ -56,7 +56,7 @@ _MEDIA = "this service reads and generates text, no sound, images or video"
 _STORED = "nothing is stored between requests: send the whole conversation each time"
 _FILES = "this service stores no files and runs no batches; requests sent at the same time are computed together"
 _TRAINING = "this service does not train models"
-_ADAPTERS = "this service loads no adapters while it runs"
+_ADAPTERS = "`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter` change the adapters"
 _MODELS = (
     "this service has one model, chosen at its start: `tessera pull`, `list` and `rm` manage models"
 )

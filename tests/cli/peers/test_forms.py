@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.cli.peers.forms import off, on
+from server.cli.peers.forms import named_adapters, off, on
 from server.cli.peers.values import scaled_number, tessera_value
 
 
@@ -21,6 +21,20 @@ def test_numbers_have_units_as_in_vllm_and_other_texts_stay(text, number):
 @pytest.mark.parametrize("text", [None, "true", "1", "on", "Enabled"])
 def test_a_flag_without_a_value_and_several_texts_are_true(text):
     assert (on(text), off(text)) == ("true", "false")
+
+
+@pytest.mark.parametrize(
+    ("text", "adapters"),
+    [
+        ("org/sql", "org/sql=org/sql"),
+        ("sql=org/sql, chat=/adapters/chat/", "sql=org/sql,chat=/adapters/chat/"),
+        ("/adapters/chat/ a=b", "chat=/adapters/chat/,a=b"),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_adapters_without_a_name_get_that_of_their_repository_or_folder(text, adapters):
+    assert named_adapters(text) == adapters
 
 
 def test_a_text_that_is_neither_true_nor_false_is_refused():

@@ -19,8 +19,10 @@ from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
 from kernels.linear.gpu.groups import GroupsLinear
 from kernels.linear.gpu.invariant import InvariantLinear
+from kernels.linear.gpu.lora import add_lora
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.gpu.persistent import PersistentLinear
+from kernels.linear.lora import LoraRows, LoraWeights
 from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import GROUPS, VECTOR
@@ -127,19 +129,20 @@ class FusedJob:
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
         operation: "linear", "groups", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed",
-            "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
+            "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
             "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
             of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
+            "lora" "rank 64", "rank 256" or "float32"; of
             "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window", "softcap", "alibi",
             "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
-        vocabulary: tokens of a row, for these three.
+        function: the kernel to compile, of those that "argmax", "chosen", "lora", "sample" and "training" launch.
+        vocabulary: tokens of a row, for "argmax", "chosen" and "sample".
     """
 
     sm: int
@@ -332,6 +335,19 @@ class FusedCompiler(Compiler):
     def _embed(self, job: FusedJob, pdl: bool) -> None:
         ids = torch.empty(job.tokens, dtype=torch.int64)
         embed(ids, ids, torch.empty((8, 4096), dtype=torch.bfloat16), pdl=pdl)
+
+    def _lora(self, job: FusedJob, _pdl: bool) -> None:
+        rank = next((it for it in (64, 256) if f"rank {it}" in job.around), 16)
+        dtype = torch.float32 if "float32" in job.around else torch.bfloat16
+        x = torch.empty((job.tokens, 4096), dtype=dtype)
+        y = torch.empty((job.tokens, 6144), dtype=dtype)
+        weights = LoraWeights(
+            torch.empty((2, 3, rank, 4096), dtype=dtype),
+            torch.empty((2, rank, 6144), dtype=dtype),
+            (4096, 1024, 1024),
+        )
+        slots = torch.empty(job.tokens, dtype=torch.int32)
+        add_lora(x, y, weights, LoraRows(slots, slots.long()))
 
     def _best(self, job: FusedJob, pdl: bool) -> None:
         best = TileBest.empty(job.tokens, 19000, "cpu")

@@ -158,6 +158,11 @@ def jobs_for(sm: int) -> list[FusedJob]:
             for around in ((), ("parts",), ("fp8", "parts"), ("float32",))
         ),
         FusedJob(sm, "embed", tokens=64),
+        *(
+            FusedJob(sm, "lora", around=around, tokens=64, function=name)
+            for around in ((), ("rank 64",), ("rank 256",), ("float32",))
+            for name in ("shrink", "expand")
+        ),
         *(FusedJob(sm, "sum_ranks", around=it) for it in ((), ("norm",), ("norm", "parts"))),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "argmax", function=name) for name in ("rank_tiles", "choose_best")),
@@ -252,7 +257,7 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    independent = job.operation in ("embed", "step") or job == FusedJob(job.sm, "sum_ranks")
+    independent = job.operation in ("embed", "lora", "step") or job == FusedJob(job.sm, "sum_ranks")
     if waits != (job.sm >= HOPPER and not independent):
         found.append(f"waits {waits} times")
     # 16 bytes are no more than half a head, and a thread has one token.

@@ -60,17 +60,18 @@ class Driver:
         random.Random(0).shuffle(self._free)
         self._blocks, self._lengths = {}, {}
 
-    def step(self, chunks, *, hidden=False, queries=1):
+    def step(self, chunks, *, hidden=False, queries=1, adapters=None):
         """Run a step with {sequence: token ids}; return {sequence: logits of all its tokens}.
 
-        Sequences with at most `queries` tokens are decode rows.
+        Sequences with at most `queries` tokens are decode rows. `adapters` has the slots of some sequences.
         """
         ordered = sorted(chunks.items(), key=lambda item: len(item[1]) > queries)
         rows = sum(len(tokens) <= queries for _, tokens in ordered)
         unused = rows * queries - sum(len(tokens) for _, tokens in ordered[:rows])
-        ids, positions, slots = [], [], []
+        ids, positions, slots, of_adapters = [], [], [], []
 
         def pad():
+            of_adapters.extend([-1] * unused)
             ids.extend([0] * unused)
             positions.extend([0] * unused)
             slots.extend([-1] * unused)
@@ -86,6 +87,7 @@ class Driver:
                 slots.append(blocks[block] * self.block_size + offset)
                 positions.append(position)
             ids += tokens
+            of_adapters += [(adapters or {}).get(name, -1)] * len(tokens)
             self._lengths[name] = start + len(tokens)
         if rows == len(ordered):
             pad()
@@ -106,6 +108,8 @@ class Driver:
         step = StepTensors(
             arrays, rows, queries, len(ordered) - rows, columns, None, self.caches, self._rope
         )
+        if adapters is not None:
+            step = step._replace(slots=_ints(of_adapters))
         self.last = step
         if hidden:
             result = self.bound.project(self.bound.hidden_states(step))
@@ -117,12 +121,12 @@ class Driver:
         assert parts.pop(rows).isfinite().all()
         return {name: part for (name, _), part in zip(ordered, parts, strict=True)}
 
-    def run(self, tokens, chunks, name=0):
+    def run(self, tokens, chunks, name=0, adapters=None):
         """Return the logits of a sequence that is computed in chunks of these sizes."""
         assert sum(chunks) == len(tokens)
         at, parts = 0, []
         for size in chunks:
-            parts.append(self.step({name: tokens[at : at + size]})[name])
+            parts.append(self.step({name: tokens[at : at + size]}, adapters=adapters)[name])
             at += size
         return torch.cat(parts)
 

@@ -76,14 +76,24 @@ class Decoder:
         self.head = matrix(vocab, shape.hidden)
         self.embedding = self.head if tied else normal(vocab, shape.hidden)
 
-    def logits(self, ids, cache_dtype=torch.float16):
-        """Return the logits [T, V] of one sequence."""
+    def logits(self, ids, cache_dtype=torch.float16, adapters=None, slot=-1):
+        """Return the logits [T, V] of one sequence, whose adapter is in a slot of the layers' `LoraWeights`."""
         shape = self.shape
+
+        def multiply(index, name, x, bias=None):
+            y = product(x, self.layers[index][name], self.bits, bias)
+            if slot >= 0:
+                it = adapters[index][name]
+                for part, (start, stop) in enumerate(it.bounds):
+                    low = x.double() @ it.a[slot, part].double().T
+                    y[:, start:stop] += (low @ it.b[slot, :, start:stop].double()).float()
+            return y
+
         positions = torch.arange(len(ids))
         hidden = rounded_weights(self.embedding, self.bits)[ids].float()
-        for layer, window in zip(self.layers, shape.windows, strict=True):
+        for index, (layer, window) in enumerate(zip(self.layers, shape.windows, strict=True)):
             x = rms_norm(hidden, layer["input_norm"], shape.eps)
-            qkv = product(x, layer["qkv"], self.bits, layer["qkv_bias"])
+            qkv = multiply(index, "qkv", x, layer["qkv_bias"])
             heads = qkv.view(len(ids), -1, shape.head_dim)
             q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
             if layer["q_norm"] is not None:
@@ -100,8 +110,8 @@ class Decoder:
             attended = torch.einsum(
                 "hts,shd->thd", scores.softmax(-1), v.repeat_interleave(group, 1)
             )
-            hidden = hidden + product(attended.flatten(1).float(), layer["output"], self.bits)
+            hidden = hidden + multiply(index, "output", attended.flatten(1).float())
             x = rms_norm(hidden, layer["mlp_norm"], shape.eps)
-            gate, up = product(x, layer["gate_up"], self.bits).chunk(2, -1)
-            hidden = hidden + product(torch.nn.functional.silu(gate) * up, layer["down"], self.bits)
+            gate, up = multiply(index, "gate_up", x).chunk(2, -1)
+            hidden = hidden + multiply(index, "down", torch.nn.functional.silu(gate) * up)
         return product(rms_norm(hidden, self.norm, shape.eps), self.head, self.bits)

@@ -154,10 +154,8 @@ class DraftPolicy:
         self, sequences: TypingSequence[Sequence], num_ahead: int
     ) -> list[tuple[int, ...]] | None:
         """Return drafts without their first tokens, which stand for so many tokens in flight."""
-        kind = self._kind(any(it.deterministic for it in sequences))
-        if not self.most or not 0 < len(sequences) < kind.most_tokens:
-            return None
-        if not self._may_pay(kind, len(sequences)):
+        kind = self._usable_kind(sequences)
+        if kind is None:
             return None
         self.drafter.begin_step()
         proposed: list[tuple[int, ...]] = [()] * len(sequences)
@@ -260,6 +258,15 @@ class DraftPolicy:
             record.proposed = record.proposed * _MEMORY + 1
             before = self._acceptance[record.match_class]
             self._acceptance[record.match_class] = before + _RATE * (accepted - before)
+
+    def _usable_kind(self, sequences: TypingSequence[Sequence]) -> StepKind | None:
+        """Return the kind of a step of these sequences; None if it can have no drafts, or none that pay."""
+        kind = self._kind(any(it.deterministic for it in sequences))
+        if not self.most or not 0 < len(sequences) < kind.most_tokens:
+            return None
+        if kind is self._exact and any(it.adapter is not None for it in sequences):
+            return None  # such steps are computed layer by layer
+        return kind if self._may_pay(kind, len(sequences)) else None
 
     def _kind(self, deterministic: bool) -> StepKind:
         """Return the kind of steps whose sequences are deterministic, or not."""

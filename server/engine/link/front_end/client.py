@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
     AbortTarget,
+    AdapterChange,
     Attached,
     EngineReport,
     EngineState,
@@ -53,6 +54,7 @@ class EngineHandle(EngineReports):
 
     Attributes:
         restart_queue: requests that wait for an engine to start again; its `seconds` may be set.
+        on_adapter: called with the changes of adapters of all front ends; may be set.
     """
 
     def __init__(self, first_id: int = 1) -> None:
@@ -60,6 +62,11 @@ class EngineHandle(EngineReports):
         self._ids = itertools.count(first_id)
         self._streams: dict[int, RequestStream] = {}
         self.restart_queue = RestartQueue()
+        self.on_adapter: Callable[[AdapterChange], None] = lambda _change: None
+
+    def announce(self, change: AdapterChange) -> None:
+        """Call `on_adapter` in every front end of the service, in this one at once."""
+        self.on_adapter(change)
 
     def next_request_id(self) -> int:
         """Return an id that no other request has."""
@@ -227,7 +234,10 @@ class EngineClient(EngineGroup, EngineHandle):
             return
         chosen = self._choose(
             lambda: RequestPrompt(
-                message.prompt_token_ids, message.cache_salt, message.deterministic
+                message.prompt_token_ids,
+                message.cache_salt,
+                message.deterministic,
+                message.adapter,
             )
         )
         self._streams[message.request_id].engine = chosen.number
@@ -312,6 +322,11 @@ class RemoteEngine(EngineHandle):
         finally:
             del self._aborting[serial]
 
+    def announce(self, change: AdapterChange) -> None:
+        """See `EngineHandle.announce`; the hub tells the others."""
+        super().announce(change)
+        self._connection.send(self._encoder.encode(change))
+
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         self._connection.send(self._encoder.encode(message))
 
@@ -368,9 +383,18 @@ class RemoteEngine(EngineHandle):
         self._fail(phase)
 
     def _handle(
-        self, message: EngineStatus | RequestsLost | AbortStreams | ExternalAborted | HubHeartbeat
+        self,
+        message: EngineStatus
+        | RequestsLost
+        | AbortStreams
+        | ExternalAborted
+        | HubHeartbeat
+        | AdapterChange,
     ) -> None:
         if isinstance(message, HubHeartbeat):
+            return
+        if isinstance(message, AdapterChange):
+            self.on_adapter(message)
             return
         if isinstance(message, EngineStatus):
             self._update(message)

@@ -181,8 +181,9 @@ class EngineGroup(EngineReports):
             return self.engines[0]
         found = prompt()
         ready = [engine.number for engine in self.engines if engine.is_ready]
-        part = found.cache_salt, found.deterministic
-        return self.engines[self._router.choose(found.prompt_token_ids, part, self._loads(), ready)]
+        return self.engines[
+            self._router.choose(found.prompt_token_ids, found.part, self._loads(), ready)
+        ]
 
     def _close(self) -> None:
         """Release what the subclass has opened."""

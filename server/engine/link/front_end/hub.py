@@ -29,6 +29,7 @@ from server.engine.link.protocol import (
     DECODE_ERRORS,
     AbortExternal,
     AbortStreams,
+    AdapterChange,
     Attached,
     EngineState,
     EngineStatus,
@@ -58,7 +59,9 @@ _MAX_UNREAD_BYTES = 256 * 2**20
 # An engine's statistics change up to 500 times per second; front ends without requests on it get them this often.
 _STATS_SECONDS = 0.05
 
-_FrontEndMessage = RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndHeartbeat
+_FrontEndMessage = (
+    RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndHeartbeat | AdapterChange
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +120,9 @@ class EngineHub(EngineGroup):
         self._unsent_stats: set[int] = set()
         self._front_ends: list[FrontEndConnection] = []
         self._num_connections = 0
+        self._adapters: dict[
+            str, bytes
+        ] = {}  # the last change of each name, for front ends that start later
         self._front_end_decoder = msgspec.msgpack.Decoder(_FrontEndMessage)
 
     def connect(
@@ -220,7 +226,14 @@ class EngineHub(EngineGroup):
         elif isinstance(message, Attached):
             front_end.attached = True
             self._send_to(front_end, self._status())
+            for change in self._adapters.values():
+                self._send_to(front_end, change)
             front_end.on_attached()
+        elif isinstance(message, AdapterChange):
+            self._adapters[message.name] = data
+            for other in self._front_ends:
+                if other is not front_end and other.attached:
+                    self._send_to(other, data)
         elif isinstance(message, AbortRequests):
             if not front_end.owns(message.request_ids):
                 self._fail(front_end, "sent ids of another front end's requests")

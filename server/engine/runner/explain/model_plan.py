@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from kernels import Selection, select
 from kernels.cpu.library import instructions
 from kernels.linear.select import LinearChoice
 from kernels.selection import VectorProblem, select_vector
 from kernels.step.single_launch import has_run
 from model.executors.bound import deterministic_unsupported
-from model.executors.columns import Bucket
+from model.executors.columns import ADAPTER, Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
 from model.executors.layer_kernels import attention_kernels, layer_kernels
 from model.executors.layers import LAYERS
@@ -105,6 +107,17 @@ def explain_model(
             else _plan_determinism(model, block_size, arch, kv_dtype, always=deterministic)
         ),
         num_ranks=model.num_ranks,
+        adapters=None
+        if model.adapters is None
+        else _plan_step(
+            model,
+            msgspec.structs.replace(
+                next(_buckets(block_size, deterministic=invariant)), extra_columns=(ADAPTER,)
+            ),
+            arch,
+            block_size,
+            kv_dtype,
+        ),
     )
 
 
@@ -142,6 +155,8 @@ def _plan_step(
 ) -> StepPlan:
     rows, tokens = bucket.rows, bucket.prompt_tokens
     name = f"decode of {rows} sequence{'s' * (rows > 1)}" if rows else f"prompt of {tokens} tokens"
+    if ADAPTER in bucket.extra_columns:
+        name += " with an adapter"
     problem = model.executors.problem(arch, kv_dtype)
     chosen = choose_executor(problem, bucket, f"a {name}")
     note = chosen.spec.describe(problem)

@@ -17,16 +17,20 @@ import torch
 from kernels import KernelError, detect
 from kernels.collective.connect import connect
 from kernels.cpu.library import instructions
+from model.adapters.targets import find_targets
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
+from model.device.memory import free_bytes
 from model.device.quantizations import loaded_format, quantization_name
-from model.errors import ModelError
+from model.errors import AdapterError, ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
+from model.network.adapter_slots import slot_bytes
 from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
+from server.engine.core.adapter_pool import AdapterPool
 from server.engine.core.engine import Engine
 from server.engine.core.memory.block_manager import BlockManager
 from server.engine.core.memory.kv_demand import NotEnoughMemoryError
@@ -39,6 +43,7 @@ from server.engine.runner.start.quantization import resolved_quantization
 from server.engine.runner.start.runner_start import start_follower, start_runner
 from server.engine.runner.start.startup_progress import Phases
 from server.engine.runner.start.step_limits import step_limits
+from server.engine.runner.step.adapters import SlotLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -58,6 +63,10 @@ log = logging.getLogger("tessera.engine")
 # call. With 0.2 a sequence has 2.2 runs, with 0 it has 35 (64 sequences, twice as many blocks as they need, prefix
 # caching on). The drawback is that cached blocks are evicted earlier.
 _CPU_CONTIGUITY_RESERVE = 0.2
+
+
+_CPU_LORAS = 4
+"""Adapters in host memory for each slot."""
 
 
 class _Loaded(NamedTuple):
@@ -120,6 +129,8 @@ def start_engine(
         exact_rows=limits.exact_rows,
         engine=config.engine,
         pid=os.getpid(),
+        max_loras=config.max_loras or 0,
+        max_lora_rank=config.max_lora_rank if config.max_loras else 0,
     )
     log.info(
         "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",
@@ -134,7 +145,35 @@ def start_engine(
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     scheduler = Scheduler(limits, blocks, pads_drafts=runner.recorded is not None)
-    return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead)
+    adapters = None
+    if config.max_loras:
+        loader = SlotLoader(model, config.max_lora_rank)
+        most = max(config.max_loras, config.max_cpu_loras or _CPU_LORAS * config.max_loras)
+        adapters = AdapterPool(config.max_loras, most, loader)
+    return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
+
+
+def _reserve_adapters(model: DecoderLM, config: EngineConfig) -> None:
+    """Allocate the slots of adapters.
+
+    Raises:
+        AdapterError: the model cannot have adapters here.
+        StartupError: memory does not suffice.
+    """
+    assert config.max_loras
+    find_targets(model.config)
+    if config.tensor_parallel > 1:
+        raise AdapterError("--max-loras: no adapters with --tensor-parallel")
+    dtype = torch.float32 if model.device.type == "cpu" else model.dtype
+    num_bytes = config.max_loras * slot_bytes(model.network, config.max_lora_rank, dtype)
+    wanted = (
+        f"{config.max_loras} slots for adapters of rank {config.max_lora_rank} need"
+        f" {num_bytes / 2**30:.2f} GiB"
+    )
+    if num_bytes > (free := free_bytes(model.device)):
+        raise StartupError(f"{wanted}; free are {free / 2**30:.2f} GiB: set --max-loras")
+    log.info("%s", wanted)
+    model.reserve_adapters(config.max_loras, config.max_lora_rank)
 
 
 def _versions(model: DecoderLM) -> dict[str, str]:
@@ -236,6 +275,8 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         phases.tell("packing the weights")
         model.optimize(quantization if in_library else None, threads)
         model.unmeasured_kernels = config.unmeasured_kernels
+        if config.max_loras:
+            _reserve_adapters(model, config)
         if config.deterministic:
             kv_dtype = quantized_kv_dtype(config.kv_cache_dtype)
             check_deterministic(model, config.block_size, detect(device), kv_dtype)

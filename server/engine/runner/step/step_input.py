@@ -48,7 +48,8 @@ def exact_bucket(
     deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
     queries, rows, chained = 1, len(decode), False
-    exact = not (deterministic or prefill) and decode.num_tokens <= exact_rows
+    extra = _extra_columns(decode.batch, prefill)
+    exact = not (deterministic or prefill or extra) and decode.num_tokens <= exact_rows
     if decode.drafts is not None:
         counts = [1 + len(draft) for draft in decode.drafts]
         queries = max(counts)
@@ -68,7 +69,7 @@ def exact_bucket(
         deterministic=deterministic,
         chained=chained,
         has_states=has_states,
-        extra_columns=_extra_columns(decode.batch, prefill),
+        extra_columns=extra,
     )
 
 

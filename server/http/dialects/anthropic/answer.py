@@ -21,6 +21,7 @@ from server.http.dialects.openai.fields import parse_body, served_names
 from server.http.dialects.openai.frames import TokenJSON
 from server.http.dialects.openai.options import OutputLimit
 from server.http.dialects.openai.schema import ChatBody, SamplingFields
+from server.http.request_id import current_request
 from server.http.token_replies import TokenReply
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def read_messages_request(
         UnknownThreadError: it continues a conversation by the identifier of a message.
     """
     request, warnings = parse_body(
-        MessagesBody, body, context.config, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
+        MessagesBody, body, context, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
     )
     return MessagesAnswer(context, info, request, texts, warnings)
 
@@ -163,7 +164,7 @@ async def count_tokens(context: AppContext, body: object) -> TokenReply:
         UnavailableError: the engine is not ready.
     """
     request, warnings = parse_body(
-        CountTokensBody, body, context.config, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
+        CountTokensBody, body, context, no_effect=NO_EFFECT, model_prefixes=_MODEL_PREFIXES
     )
     whole = MessagesBody.model_construct(**dict(request), max_tokens=1)
     answer = _CountedMessages(context, context.engine_info(), whole, {}, warnings)
@@ -181,7 +182,8 @@ def _variables(context: AppContext) -> dict[str, bool] | None:
 def _warnings(request: ConversationFields, config: HTTPConfig) -> tuple[str, ...]:
     warnings = []
     name, names = request.model or "", served_names(config)
-    if name.startswith(_MODEL_PREFIXES) and name not in names:
+    is_chosen = name in names or current_request().adapter_name is not None
+    if name.startswith(_MODEL_PREFIXES) and not is_chosen:
         warnings.append(f"`model` has no effect: the model is `{names[0]}`")
     if request.thread is not None:
         warnings.append("`thread` has no effect")

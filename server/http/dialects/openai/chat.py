@@ -136,7 +136,7 @@ class ChatAnswer:
             ValidationError: the body is not valid.
             UnknownModelError: it names a model that is not served.
         """
-        request, warnings = parse_body(ChatBody, body, context.config)
+        request, warnings = parse_body(ChatBody, body, context)
         messages = read_messages(request.messages, parts=context.reads_parts)
         return cls(context, info, request, messages, texts, warnings)
 

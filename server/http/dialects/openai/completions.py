@@ -67,7 +67,7 @@ class CompletionAnswer:
     def __init__(
         self, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
     ) -> None:
-        request, self.warnings = parse_body(CompletionBody, body, context.config)
+        request, self.warnings = parse_body(CompletionBody, body, context)
         self._context = context
         self._info = info
         self._texts = texts

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from server.http.config import HTTPConfig
+    from server.http.context import AppContext
 
 BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 # A field without effect: prefix, name, and whether it is known. Plain, since a body may have 200,000 of them.
@@ -108,7 +109,7 @@ _ANY_MODEL_PREFIXES = ("http://", "https://")
 def parse_body(
     model: type[BodyT],
     body: object,
-    config: HTTPConfig,
+    context: AppContext,
     *,
     no_effect: Mapping[str, tuple[object, ...]] = NO_EFFECT,
     model_prefixes: tuple[str, ...] = (),
@@ -118,7 +119,7 @@ def parse_body(
     Args:
         model: type of the body.
         body: the JSON.
-        config: the names of the served model, and whether unknown fields are refused.
+        context: has the names of the served model and of adapters, and whether unknown fields are refused.
         no_effect: known fields without effect, as `NO_EFFECT`.
         model_prefixes: names that begin with one of these are accepted too.
 
@@ -132,11 +133,11 @@ def parse_body(
     """
     ignored: list[_Ignored] = []
     if isinstance(body, dict):
-        body, ignored = _without_extra(model, body, no_effect, strict=config.strict_fields)
+        body, ignored = _without_extra(model, body, no_effect, strict=context.config.strict_fields)
     parsed = parse(model, body)
     name = getattr(parsed, "model", None)
     current_request().model = name
-    check_model(name, config, model_prefixes)
+    check_model(name, context, model_prefixes)
     return parsed, _warnings(ignored)
 
 
@@ -145,20 +146,32 @@ def served_names(config: HTTPConfig) -> tuple[str, ...]:
     return config.served_model_name or (config.model_id,)
 
 
-def check_model(name: str | None, config: HTTPConfig, prefixes: tuple[str, ...] = ()) -> None:
-    """Check that a request's model is the served one, or that its name begins with one of the prefixes.
+def check_model(name: str | None, context: AppContext, prefixes: tuple[str, ...] = ()) -> None:
+    """Check that a request's model is the served one or an adapter, or that its name begins with one of the prefixes.
+
+    The current request has the adapter from then on.
 
     Raises:
-        UnknownModelError: it is not.
+        UnknownModelError: it is neither.
     """
-    if name is None or name in served_names(config):
+    served, adapters = served_names(context.config), context.adapters
+    if name is None or name in served:
+        return
+    if adapters.knows(name):
+        adapters.choose(name)
         return
     if name in _ANY_MODEL or name.startswith((*_ANY_MODEL_PREFIXES, *prefixes)):
         return
     raise UnknownModelError(
         f"the `model` {quote('', name)} does not exist; this server has "
-        + " and ".join(f"`{served}`" for served in served_names(config))
+        + " and ".join([*(f"`{it}`" for it in served), *adapters.listed()])
     )
+
+
+def reply_model(name: str | None, config: HTTPConfig) -> str:
+    """Return the model that a reply names: that of the request if it is served, or its adapter."""
+    names = served_names(config)
+    return current_request().adapter_name or (name if name in names else names[0])
 
 
 def _warnings(ignored: list[_Ignored]) -> tuple[str, ...]:

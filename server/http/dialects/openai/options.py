@@ -23,7 +23,7 @@ from server.http.body.limits import (
 from server.http.body.validation import describe
 from server.http.context import AppContext, check_vocabulary
 from server.http.dialects.openai.constraints import find_constraint
-from server.http.dialects.openai.fields import served_names
+from server.http.dialects.openai.fields import reply_model
 from server.http.reply.completion import Prompt, StopStrings
 from server.http.reply.generation import Generation
 from server.http.text.structured_output import StructuredOutput, compile_grammar
@@ -150,9 +150,8 @@ def check(
     events = body.stream_options
     if events is not None and not body.stream:
         raise ValidationError("`stream_options` is only allowed if `stream` is true")
-    names = served_names(config)
     return Options(
-        model=body.model if body.model in names else names[0],
+        model=reply_model(body.model, config),
         fingerprint=_fingerprint(
             info.model_id, info.device, info.dtype, info.quantization, info.kv_cache_dtype
         ),

@@ -87,7 +87,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     @app.get("/v1/models", **_describe_lookup(replies.ModelList))
     async def models() -> Response:
-        """List the names of the served model."""
+        """List the names of the served model and of its adapters."""
         return json_response(list_models(context, created))
 
     # Not a parameter of the function: FastAPI would document its own validation error.

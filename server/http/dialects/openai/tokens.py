@@ -31,7 +31,7 @@ _DECODED = 500
 
 
 async def _tokenize_prompt(context: AppContext, body: object) -> TokenReply:
-    request, warnings = parse_body(TokenizePromptBody, body, context.config)
+    request, warnings = parse_body(TokenizePromptBody, body, context)
     add = request.add_special_tokens is not False
     token_ids = await context.tokenize(
         request.prompt, "prompt", lambda: array("I", context.tokenizer.encode(request.prompt, add))
@@ -40,7 +40,7 @@ async def _tokenize_prompt(context: AppContext, body: object) -> TokenReply:
 
 
 async def _tokenize_messages(context: AppContext, body: object) -> TokenReply:
-    request, warnings = parse_body(TokenizeMessagesBody, body, context.config)
+    request, warnings = parse_body(TokenizeMessagesBody, body, context)
     token_ids = await encode_conversation(
         context,
         read_messages(request.messages, parts=context.reads_parts),
@@ -78,7 +78,7 @@ def _pieces(
 
 
 async def _detokenize(context: AppContext, body: object) -> TokenReply:
-    request, warnings = parse_body(DetokenizeBody, body, context.config)
+    request, warnings = parse_body(DetokenizeBody, body, context)
     if request.tokens:
         check_vocabulary(request.tokens, "tokens", context.engine_info())
     return TokenReply(_text_pieces(array("I", request.tokens), context.tokenizer), 0, warnings)

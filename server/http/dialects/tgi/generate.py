@@ -56,8 +56,11 @@ def read_request(
 
     Raises:
         ValidationError: the body is not valid.
+        UnknownModelError: it names an adapter that does not exist.
     """
     request, warnings = read_body(body)
+    if request.parameters is not None and request.parameters.adapter_id is not None:
+        context.adapters.choose(request.parameters.adapter_id)
     streaming = is_stream(request, endpoint, stream)
     options = check(
         request,

@@ -113,7 +113,7 @@ class GenerateParameters(CommonSamplingFields):
     grammar: Annotated[Grammar, Field(discriminator="type")] | None = optional(
         "What the generated text must follow."
     )
-    adapter_id: None = optional("Not supported: null.")
+    adapter_id: str | None = optional("Name of an adapter; `/v1/models` lists them. Default: none.")
 
 
 class GenerateBody(BaseModel):

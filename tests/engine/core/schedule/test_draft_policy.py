@@ -7,6 +7,7 @@ import pytest
 
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.memory.block_manager import BlockManager
+from server.engine.core.request import AdapterRef
 from server.engine.core.schedule.draft import NO_DRAFT, Draft
 from server.engine.core.schedule.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
@@ -368,6 +369,15 @@ def test_no_other_sequence_has_drafts_where_its_bits_depend_on_the_rows(fields):
         batch, drafts = service.outputs[-1].decode.batch, service.outputs[-1].decode.drafts or ()
         drafted = [it for it, draft in zip(batch.sequences, drafts, strict=False) if draft]
         assert set(drafted) <= ({one} if fields else set())
+
+
+def test_a_sequence_with_an_adapter_has_drafts_only_if_it_is_deterministic():
+    for deterministic in (False, True):
+        service = Service(exact_rows=8)
+        service.add(1, deterministic=deterministic).adapter = AdapterRef("a", "folder", "digest")
+        service.run()
+
+        assert any(it.decode.drafts for it in service.outputs) is deterministic
 
 
 def test_a_step_of_several_tokens_is_computed_as_a_power_of_two():

@@ -11,11 +11,11 @@ import pytest
 
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests, EngineConfig, EngineStats, StepMessage
-from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.core.request import AdapterRef, FinishReason, GenerateRequest
 from server.engine.link.front_end import hub as hub_module
 from server.engine.link.front_end.client import EngineUnavailableError, RemoteEngine
 from server.engine.link.front_end.hub import EngineHub
-from server.engine.link.protocol import Attached, EngineState, RequestHeader
+from server.engine.link.protocol import AdapterChange, Attached, EngineState, RequestHeader
 from server.engine.link.sockets import Connection
 from tests.engine.link.front_end.test_client import (
     COMMAND,
@@ -88,6 +88,33 @@ def test_a_front_end_whose_loop_hangs_is_cut_off_and_its_requests_are_aborted():
             assert not healthy.failed
             assert len(await collect(submit(remote, [3], 3))) == 3
             service.hub.disconnect(connection)
+
+    run(scenario())
+
+
+def test_a_change_of_adapters_reaches_all_front_ends_and_those_that_start_later():
+    async def scenario():
+        async with pool() as service:
+            first, _ = await service.front_end()
+            second, _ = await service.front_end()
+            seen = {first: [], second: []}
+            for front_end, changes in seen.items():
+                front_end.on_adapter = changes.append
+            loaded = AdapterChange("sql", AdapterRef("sql", "/adapters/sql", "digest"), 8)
+            other = AdapterChange("chat", AdapterRef("chat", "/adapters/chat", "other"), 4)
+
+            for change in (loaded, other, AdapterChange("chat")):
+                first.announce(change)
+            await reached(lambda: len(seen[second]) == 3)
+            assert seen[first] == seen[second] == [loaded, other, AdapterChange("chat")]
+
+            connection, descriptor = service.connect()
+            late, found = RemoteEngine(descriptor, connection.first_id), []
+            service.closing.callback(late.stop)
+            late.on_adapter = found.append
+            await late.start()
+            await reached(lambda: len(found) == 2)
+            assert found == [loaded, AdapterChange("chat")]
 
     run(scenario())
 

@@ -137,11 +137,11 @@ async def test_several_sequences_are_refused(generate, engine):
     assert engine.requests == []
 
 
-async def test_an_adapter_is_refused_by_its_field(generate):
+async def test_an_adapter_that_does_not_exist_is_refused_by_its_name(generate):
     response = await generate(adapter_id="a/b")
 
-    assert response.status_code == 422
-    assert "`adapter_id` is not supported" in response.json()["error"]
+    assert response.status_code == 404
+    assert "the adapter `a/b` does not exist" in response.json()["error"]
 
 
 async def test_a_watermark_is_a_warning(generate):

@@ -45,7 +45,7 @@ class ResponseAnswer(ChatAnswer):
     def __init__(
         self, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
     ) -> None:
-        request, warnings = parse_body(ResponseBody, body, context.config)
+        request, warnings = parse_body(ResponseBody, body, context)
         include = request.include or ()
         wants_logprobs = _LOGPROBS in include or bool(request.top_logprobs)
         shared = {name: getattr(request, name) for name in SamplingFields.model_fields}

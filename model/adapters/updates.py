@@ -1,0 +1,81 @@
+"""What an adapter adds to the matrices of a model, in the order in which the model holds their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from model.checkpoint.parameter_parts import ParameterPart, named_parts
+from model.decoder import DecoderLM
+from model.errors import AdapterError
+from model.network.adapter_slots import Update, Updates
+from model.network.matrix_shapes import MatrixShape, matrix_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model.adapters.adapter import Adapter
+    from model.checkpoint.config import ModelConfig
+
+_META: Final = torch.device("meta")
+
+
+class UpdateReader:
+    """Prepares adapters for a model.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._parts = named_parts(DecoderLM(config, device=_META))
+        self._shapes = matrix_shapes(config.network)
+
+    def read(self, adapter: Adapter, dtype: torch.dtype) -> Updates:
+        """Return what an adapter adds, on the CPU.
+
+        Args:
+            adapter: of the model; read from its file.
+            dtype: of the result, to which it is rounded from float32.
+
+        Raises:
+            AdapterError: `dtype` cannot hold its numbers.
+        """
+        updates: Updates = {}
+        for name, module in adapter.modules.items():
+            target = module.target
+            shape = self._shapes[target.layer][target.matrix]
+            key = (target.layer, target.matrix)
+            update = updates.get(key)
+            if update is None:
+                update = updates[key] = _empty(shape, adapter.rank, dtype)
+            a = torch.from_numpy(adapter.file.read(module.a))
+            b = torch.from_numpy(adapter.file.read(module.b)) * module.scale
+            first, stop = target.parts
+            rows = _rows(self._parts[f"{name}.weight"], b)
+            start = sum(shape.parts[:first])
+            update.a[first:stop, : module.rank] = a
+            update.b[: module.rank, start : start + len(rows)] = rows.t()
+        if not all(bool(it.isfinite().all()) for update in updates.values() for it in update):
+            raise AdapterError(
+                f"{str(dtype).removeprefix('torch.')} cannot hold the adapter's numbers: set --dtype to bfloat16 or"
+                " float32"
+            )
+        return updates
+
+
+def _empty(shape: MatrixShape, rank: int, dtype: torch.dtype) -> Update:
+    count, outputs = len(shape.parts), sum(shape.parts)
+    return Update(
+        torch.zeros(count, rank, shape.inputs, dtype=dtype),
+        torch.zeros(rank, outputs, dtype=dtype),
+    )
+
+
+def _rows(part: ParameterPart, b: Tensor) -> Tensor:
+    """Return the rows of B, [N, R], as the model holds those of the matrix."""
+    held = torch.empty(sum(it.count for it in part.rows), b.shape[1], device=_META)
+    of_rows = dataclasses.replace(part, values=held, transposed=False, row_size=None)
+    return torch.cat(of_rows.loaded(b, rank=0))

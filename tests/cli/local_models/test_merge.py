@@ -1,0 +1,60 @@
+"""`tessera merge` writes what PEFT merges."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from model.errors import AdapterError
+from server.cli.local_models.merge import merge_adapter
+from server.cli.main import main
+from tests.model.adapters.peft_adapters import adapted, all_linear
+from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+
+KINDS = {"llama": "llama", "granite": "llama", "phi3": "phi3", "gpt2": "gpt2"}
+
+
+@pytest.mark.parametrize(("case", "kind"), KINDS.items())
+def test_a_merged_checkpoint_is_that_of_peft(case, kind, tmp_path):
+    model = CASES[case].save(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
+    with_adapter = adapted(copy.deepcopy(model), tmp_path / "adapter", 4, all_linear(kind))
+
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
+    ids = torch.arange(20)[None] % VOCAB_SIZE
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            merged(ids).logits, with_adapter(ids).logits, rtol=1e-3, atol=1e-3
+        )
+    assert (tmp_path / "merged" / "tokenizer_config.json").read_text() == "{}"
+
+
+def test_a_quantized_model_is_refused(tmp_path):
+    from model.checkpoint.config import ModelConfig
+    from model.checkpoint.weights import load_model, save_checkpoint
+
+    model = CASES["llama"].save(tmp_path / "base")
+    config = ModelConfig.from_folder(tmp_path / "base")
+    loaded = load_model(tmp_path / "base", config, torch.float32, "cpu", pack=False)
+    save_checkpoint(loaded, tmp_path / "int8", int8=True)
+    adapted(model, tmp_path / "adapter", 4)
+
+    with pytest.raises(AdapterError, match="is quantized"):
+        merge_adapter(tmp_path / "int8", tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_command_writes_no_folder_that_has_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tessera", "merge", "bundled", str(tmp_path), str(tmp_path)])
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 1
+    assert "exists; give a folder that does not" in capsys.readouterr().err

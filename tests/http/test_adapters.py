@@ -1,0 +1,252 @@
+"""Adapters by their names: chosen by requests of every dialect, loaded and unloaded while the service runs."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+
+from server.http.adapters.loaded import AdapterBase, read_modules
+from server.http.edge.key_limits import KeyLimits
+from tests.http.fakes import silent
+from tests.model.adapters.peft_adapters import adapted
+from tests.model.checkpoint.hf_checkpoints import CASES
+
+pytestmark = pytest.mark.anyio
+
+ADMIN = {"authorization": "Bearer admin-key"}
+USER = {"authorization": "Bearer user-key"}
+KEYS = {
+    "api_key": ("admin-key", "user-key"),
+    "key_limits": {"admin-key": KeyLimits(manages_adapters=1)},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base and adapters beside each other."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = CASES["llama"].save(folder / "base")
+    for seed, name in enumerate(("sql", "chat")):
+        adapted(model, folder / name, 4, ["q_proj"], seed=seed)
+        model = model.__class__.from_pretrained(folder / "base")
+    return folder
+
+
+@pytest.fixture
+def limits(folders):
+    """Settings of a service with the adapter `sql`."""
+    base = AdapterBase(str(folders / "base"), "tessera", 16)
+    return {
+        "lora_base": base,
+        "max_loras": 2,
+        "adapters": read_modules(base, [f"sql={folders / 'sql'}"]),
+    }
+
+
+@pytest.fixture
+async def client(open_client, limits):
+    return await open_client(**limits)
+
+
+def completion(model, **more):
+    return {"model": model, "prompt": "hi", "max_tokens": 2, **more}
+
+
+async def load(client, name, path, headers=ADMIN, **more):
+    body = {"lora_name": name, "lora_path": str(path), **more}
+    return await client.post("/v1/load_lora_adapter", json=body, headers=headers)
+
+
+async def unload(client, name, headers=ADMIN):
+    body = {"lora_name": name}
+    return await client.post("/v1/unload_lora_adapter", json=body, headers=headers)
+
+
+ROUTES = {
+    "completions": ("/v1/completions", completion("sql")),
+    "generate": ("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}),
+    "stream": ("/generate_stream", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}),
+    "compat": ("/", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}),
+    "invocations": ("/invocations", completion("sql")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_every_route_lets_a_request_choose_an_adapter(client, engine, folders, route):
+    path, body = ROUTES[route]
+
+    response = await client.post(path, json=body)
+
+    assert response.status_code == 200, response.text
+    (request,) = engine.requests
+    assert (request.adapter.name, request.adapter.path) == ("sql", str(folders / "sql"))
+
+
+async def test_a_request_for_the_model_has_no_adapter(client, engine):
+    response = await client.post("/v1/completions", json=completion("fake/model"))
+
+    assert response.json()["model"] == "fake/model"
+    assert engine.requests[0].adapter is None
+
+
+async def test_a_reply_names_the_adapter(client):
+    assert (await client.post("/v1/completions", json=completion("sql"))).json()["model"] == "sql"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", completion("other")),
+        ("/generate", {"inputs": "hi", "parameters": {"adapter_id": "other"}}),
+        ("/v1/messages", {"model": "other", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"model": "other", "prompt": "hi"}),
+    ],
+)  # fmt: skip
+async def test_an_unknown_name_is_answered_with_those_that_exist(client, path, body):
+    response = await client.post(path, json=body)
+
+    assert response.status_code == 404
+    assert "`other` does not exist" in response.text
+    assert "`sql`" in response.text
+
+
+async def test_models_lists_adapters_with_their_parent(client):
+    models = (await client.get("/v1/models")).json()["data"]
+
+    assert [(it["id"], it["parent"]) for it in models] == [
+        ("fake/model", None),
+        ("sql", "fake/model"),
+    ]
+    assert (await client.get("/v1/models/sql")).json()["parent"] == "fake/model"
+    assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_an_adapter_is_loaded_and_unloaded_by_a_key_that_may(
+    open_client, limits, folders, engine
+):
+    client = await open_client(**limits | KEYS)
+
+    reply = await load(client, "chat", folders / "chat")
+    assert (reply.status_code, reply.text) == (
+        200,
+        "Success: LoRA adapter 'chat' added successfully.",
+    )
+    answer = await client.post("/v1/completions", json=completion("chat"), headers=USER)
+    assert answer.json()["model"] == "chat"
+    assert engine.requests[0].adapter.path == str(folders / "chat")
+
+    assert (await unload(client, "chat")).status_code == 200
+    answer = await client.post("/v1/completions", json=completion("chat"), headers=USER)
+    assert answer.status_code == 404
+    assert (await unload(client, "chat")).status_code == 404
+
+
+async def test_other_keys_and_services_without_keys_change_no_adapters(
+    open_client, limits, folders
+):
+    for headers, config in ((USER, KEYS), ({}, {})):
+        client = await open_client(**limits | config)
+        response = await load(client, "chat", folders / "chat", headers)
+        assert response.status_code == 403
+        assert "manages_adapters=1" in response.text
+        assert (await unload(client, "sql", headers)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "error"),
+    [
+        ("sql", "sql", "`sql` is loaded already"),
+        ("fake/model", "sql", "is a name of the model"),
+        ("../x", "sql", "must be letters, digits"),
+        ("a\nb", "sql", "must be letters, digits"),
+        ("x", "base", "has no adapter_config.json"),
+        ("x", "absent", "cannot be loaded"),
+    ],
+)
+async def test_what_cannot_be_loaded_changes_nothing(
+    open_client, limits, folders, name, path, error
+):
+    client = await open_client(**limits | KEYS)
+
+    response = await load(client, name, folders / path)
+
+    assert response.status_code == 400
+    assert error in response.text
+    assert len((await client.get("/v1/models", headers=USER)).json()["data"]) == 2
+
+
+@pytest.mark.parametrize("body", [{}, {"lora_name": "x"}, {"lora_name": 1, "lora_path": "a"}, []])
+async def test_a_wrong_body_is_refused(open_client, limits, body):
+    client = await open_client(**limits | KEYS)
+    response = await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+    assert response.status_code == 400
+
+
+async def test_a_name_may_get_other_weights_in_place(open_client, limits, folders, engine):
+    client = await open_client(**limits | KEYS)
+    await client.post("/v1/completions", json=completion("sql"), headers=USER)
+
+    assert (await load(client, "sql", folders / "chat", load_inplace=True)).status_code == 200
+    await client.post("/v1/completions", json=completion("sql"), headers=USER)
+
+    before, after = (it.adapter for it in engine.requests)
+    assert before.name == after.name
+    assert before.digest != after.digest
+
+
+async def test_requests_keep_an_adapter_that_is_unloaded(open_client, limits, engine):
+    client = await open_client(**limits | KEYS)
+    submitted = asyncio.Event()
+
+    async def script(*arguments):
+        submitted.set()
+        await silent(*arguments)
+
+    engine.script = script
+    running = asyncio.create_task(
+        client.post("/v1/completions", json=completion("sql"), headers=USER)
+    )
+    await submitted.wait()
+
+    assert (await unload(client, "sql")).status_code == 200
+    assert engine.aborted == []
+    running.cancel()
+
+
+async def test_names_in_the_folder_are_read_when_a_request_chooses_one(
+    open_client, limits, folders, engine, tmp_path
+):
+    shutil.copytree(folders / "sql", tmp_path / "team" / "one")
+    client = await open_client(**limits | {"lora_folder": str(tmp_path)})
+
+    assert (await client.post("/v1/completions", json=completion("team/one"))).status_code == 200
+    shutil.copytree(folders / "chat", tmp_path / "team" / "one", dirs_exist_ok=True)
+    assert (await client.post("/v1/completions", json=completion("team/one"))).status_code == 200
+    shutil.copytree(folders / "chat", tmp_path / "other")
+    unknown = await client.post("/v1/completions", json=completion("team"))
+    assert unknown.status_code == 404
+    assert "this server has `fake/model` and `sql` and `team/one` and `other`" in unknown.text
+    assert (await client.post("/v1/completions", json=completion("../sql"))).status_code == 404
+
+    first, second = (it.adapter.digest for it in engine.requests)
+    assert first != second
+    (tmp_path / "team" / "one" / "adapter_config.json").write_text(json.dumps({}))
+    response = await client.post("/v1/completions", json=completion("team/one"))
+    assert response.status_code == 400
+    assert "peft_type = None is not supported" in response.text
+
+
+async def test_a_receipt_has_the_digest_of_the_adapter(client, engine):
+    reply = (await client.post("/v1/completions", json=completion("sql", receipt=True))).json()
+    plain = (await client.post("/v1/completions", json=completion(None, receipt=True))).json()
+
+    digest = engine.requests[0].adapter.digest
+    assert reply["receipt"]["conditions"]["adapter"] == f"sha256:{digest}"
+    assert "adapter" not in plain["receipt"]["conditions"]
+
+
+async def test_a_service_without_slots_loads_none(open_client, folders):
+    client = await open_client(**KEYS)
+    response = await load(client, "sql", folders / "sql")
+    assert "the service takes no adapters: start it with --max-loras" in response.text

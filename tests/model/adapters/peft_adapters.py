@@ -1,0 +1,40 @@
+"""Adapters written by PEFT for the tiny checkpoints of `hf_checkpoints`, with random matrices."""
+
+import peft
+import torch
+import transformers
+
+ATTENTION = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "phi3": ["qkv_proj", "o_proj"],
+    "gpt2": ["attn.c_attn", "attn.c_proj"],
+}
+MLP = {
+    "llama": ["gate_proj", "up_proj", "down_proj"],
+    "phi3": ["gate_up_proj", "down_proj"],
+    "gpt2": ["mlp.c_fc", "mlp.c_proj"],
+}
+
+
+def all_linear(kind="llama"):
+    return ATTENTION[kind] + MLP[kind]
+
+
+def adapted(model, folder, rank=8, targets=None, seed=0, std=0.1, **options):
+    """Save a random adapter of a transformers model to a folder; returns the model of PEFT."""
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=options.pop("lora_alpha", 2 * rank),
+        target_modules=targets or all_linear(),
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=isinstance(model, transformers.GPT2LMHeadModel),
+        **options,
+    )
+    with_adapter = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in with_adapter.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    with_adapter.save_pretrained(folder)
+    return with_adapter.eval()

@@ -1,0 +1,75 @@
+"""Updates are the difference between a model and what PEFT merges of the same adapter."""
+
+import copy
+
+import pytest
+import torch
+
+from model.adapters.adapter import AdapterReader
+from model.adapters.updates import UpdateReader
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_model
+from model.errors import AdapterError
+from model.network.matrix_shapes import matrix_shapes
+from tests.model.adapters.peft_adapters import adapted, all_linear
+from tests.model.checkpoint.hf_checkpoints import CASES
+
+KINDS = {
+    "llama": "llama",
+    "qwen3": "llama",
+    "gemma3": "llama",
+    "granite": "llama",
+    "cohere": "llama",
+    "phi3": "phi3",
+    "phi3 partial longrope tied": "phi3",
+    "gpt2": "gpt2",
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_an_update_is_what_peft_adds(case, tmp_path):
+    model = CASES[case].save(tmp_path / "base")
+    merged = adapted(
+        copy.deepcopy(model), tmp_path / "adapter", 4, all_linear(KINDS[case]), use_rslora=True
+    ).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    base, other = (_loaded(tmp_path / name) for name in ("base", "merged"))
+
+    reader = AdapterReader(base.config, 16)
+    updates = UpdateReader(base.config).read(reader.read(tmp_path / "adapter"), torch.float32)
+
+    assert len(updates) == 4 * len(base.decoder_layers)
+    for (index, name), update in updates.items():
+        matrices = [it.decoder_layers[index].matrices[name].dequantize() for it in (base, other)]
+        sizes = list(matrix_shapes(base.config.network)[index][name].parts)
+        products = [b.T @ a for a, b in zip(update.a, update.b.split(sizes, 1), strict=True)]
+        torch.testing.assert_close(
+            torch.cat(products), matrices[1] - matrices[0], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_parts_without_an_adapter_are_not_changed(tmp_path):
+    model = CASES["llama"].save(tmp_path / "base")
+    adapted(model, tmp_path / "adapter", 4, ["v_proj"])
+    config = ModelConfig.from_folder(tmp_path / "base")
+
+    found = AdapterReader(config, 16).read(tmp_path / "adapter")
+    updates = UpdateReader(config).read(found, torch.float32)
+
+    assert {name for _, name in updates} == {"qkv"}
+    assert not updates[0, "qkv"].a[:2].any()
+    assert not updates[0, "qkv"].b[:, : 4 * 16 + 2 * 16].any()
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path):
+    model = CASES["llama"].save(tmp_path / "base")
+    adapted(model, tmp_path / "adapter", 4, ["v_proj"], std=1e3, lora_alpha=1e6)
+    config = ModelConfig.from_folder(tmp_path / "base")
+    found = AdapterReader(config, 16).read(tmp_path / "adapter")
+
+    with pytest.raises(AdapterError, match="float16 cannot hold"):
+        UpdateReader(config).read(found, torch.float16)
+
+
+def _loaded(folder):
+    return load_model(folder, ModelConfig.from_folder(folder), torch.float32, "cpu", pack=False)

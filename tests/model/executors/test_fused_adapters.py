@@ -1,0 +1,96 @@
+"""Layers with adapters as on a GPU, in Triton's interpreter, compared with weights to which the adapters are added."""
+
+import pytest
+import torch
+
+import kernels.linear.lora
+import model.executors.layers
+from kernels.linear.lora import LoraRows
+from model.network.adapter_slots import Update
+from model.network.matrix_shapes import matrix_shapes
+from tests.kernels import triton_interpreter
+from tests.model.executors import test_fused_layers
+from tests.model.executors.adapted_steps import AdaptedSteps
+from tests.model.executors.test_fused_layers import FAMILIES, build
+
+pytestmark = triton_interpreter.interpreted
+on_a_gpu = test_fused_layers.on_a_gpu
+RANK, SLOTS = 5, 2
+
+
+@pytest.fixture
+def kernels_for_adapters(monkeypatch):
+    """Add what adapters make with the kernels for GPUs."""
+    from kernels.linear.gpu.lora import add_lora
+
+    rows_of = model.executors.layers.lora_rows
+
+    def sorted_rows(step):
+        slots = rows_of(step).slots
+        return LoraRows(slots, slots.argsort(stable=True))
+
+    def switch():
+        monkeypatch.setattr(kernels.linear.lora, "add_lora", add_lora)
+        monkeypatch.setattr(model.executors.layers, "lora_rows", sorted_rows)
+
+    return switch
+
+
+def random_updates(network, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return 0.2 * torch.randn(size, generator=generator)
+
+    return {
+        (index, name): Update(
+            normal(len(shape.parts), RANK, shape.inputs), normal(RANK, sum(shape.parts))
+        )
+        for index, matrices in enumerate(matrix_shapes(network))
+        for name, shape in matrices.items()
+    }
+
+
+def merged(updates, **changes):
+    """Return a model with an adapter added to its weights."""
+    made = build(**changes).requires_grad_(requires_grad=False)
+    shapes = matrix_shapes(made.network)
+    for (index, name), update in updates.items():
+        parts = update.b.split(list(shapes[index][name].parts), 1)
+        added = torch.cat([b.T @ a for a, b in zip(update.a, parts, strict=True)])
+        made.decoder_layers[index].matrices[name].numbers.add_(added)
+    return made
+
+
+@pytest.mark.parametrize(
+    "family", ["llama biases", "gemma2", "gpt2", "gpt_neox", "olmo2", "apertus", "layers without norms"]
+)  # fmt: skip
+def test_layers_with_adapters_match_merged_weights(family, on_a_gpu, kernels_for_adapters):
+    changes = FAMILIES[family]
+    plain = build(**changes)
+    updates = [random_updates(plain.network, seed) for seed in range(SLOTS)]
+    models = [merged(it, **changes) for it in updates] + [plain]
+    slots = (1, -1, 0, 1)
+    ids = [list(range(1, 6 + i)) for i in range(len(slots))]
+    expected = []
+    for at, tokens in zip(slots, ids, strict=True):
+        steps = AdaptedSteps(models[at])
+        expected.append(steps.step(prefill=[(steps.sequence(tokens), 0, len(tokens))]))
+    on_a_gpu()
+    kernels_for_adapters()
+    fused = build(**changes).requires_grad_(requires_grad=False)
+    fused.optimize()
+    fused.reserve_adapters(SLOTS, 16)
+    for slot, it in enumerate(updates):
+        fused.adapters.write(slot, it)
+
+    with triton_interpreter.poisoned_memory():
+        steps = AdaptedSteps(fused)
+        sequences = [steps.sequence(it, slot) for it, slot in zip(ids, slots, strict=True)]
+        counts = [len(it) - 1 for it in ids]
+        first = steps.step(prefill=[(it, 0, n) for it, n in zip(sequences, counts, strict=True)])
+        last = steps.step(decode=sequences)
+
+    parts = zip(first.split(counts), last[:, None], expected, strict=True)
+    for chunk, token, truth in parts:
+        torch.testing.assert_close(torch.cat((chunk, token)), truth, rtol=1e-3, atol=1e-3)
