@@ -143,9 +143,10 @@ def unsupported(
 def computed_as_rows(
     shape: StepShape, rows: int = 1, weight_format: WeightFormat | None = None
 ) -> bool:
-    """Return whether a row of a step has the same bits in a step of 1 row or of any of `ROW_COUNTS` that is supported.
+    """Return whether a step is computed by `kernels.step.gpu.kernel_rows`.
 
-    Arguments as for `unsupported`.
+    If that is so for one row, each row of a step has the same bits in a step of 1 row and of any of `ROW_COUNTS` that
+    is supported. Arguments as for `unsupported`.
     """
     quantized = weight_format is not None and weight_format.is_quantized
     return rows > 1 or not (quantized or any(_only_alone(shape)))

@@ -30,7 +30,7 @@ ROW_COUNTS: Final = (2, 4, 8)
 MOST_TILES: Final = 4
 """Tiles of 8 rows of weights that a program multiplies before its warps add their sums."""
 SUMS: Final = 64
-"""Of a tile: 8 for each of 8 sequences."""
+"""Of a tile: 8 for each of 8 rows."""
 MOST_TENSOR_TILES: Final = 6
 """As `MOST_TILES`, in a step of one sequence that is not computed as one of several rows."""
 WARP_SUMS: Final = 32
@@ -56,8 +56,8 @@ class StepSizes(NamedTuple):
         padded_heads: `heads`, rounded up to a power of two.
         padded_dim: the head dim, rounded up to a power of two.
         block_dim: largest power of two that divides the head dim.
-        inputs: elements of the largest vector in shared memory, rounded up so that partial results of the heads
-            divide the same memory; with several sequences, of 8 such vectors.
+        inputs: elements of shared memory for the largest vectors of all rows, each of whole WIDTHs of 1024, and at
+            least for the partial results of the heads.
         splits: parts of the keys of a row, at most; the same for any number of rows.
         local: splits that a program attends, one after the other.
         stages: of the ring; less than `LEAST_STAGES` if the shared memory is too small.

@@ -104,6 +104,11 @@ class BoundExecutors:
             is_in_library=model.is_in_library,
         )
 
+    @property
+    def has_refusals(self) -> bool:
+        """Whether the driver has refused a single launch."""
+        return bool(self._refusals)
+
     def replaces_single_launch(self, error: RuntimeError) -> bool:
         """Compute all later steps layer by layer if an error is the driver's refusal of a single launch.
 

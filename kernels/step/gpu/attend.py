@@ -58,8 +58,8 @@ def attend(
     """Attend this program's splits for some of the query heads of one key-value head of its row.
 
     The first piece also writes the token's key and value. `qkv`, `seen`, `position` and `slot` are of the row, which
-    follows `earlier` other tokens of its sequence in this step. `vectors` is a result of `head_vectors`, `cache` one of
-    `cache_of`; `seen` is the first key that the token may see; `scale` is in units of log2. Of several rows, splits
+    follows `earlier` other tokens of its sequence in this step. `vectors` are as in `bring_heads`, `cache` is a result
+    of `cache_of`; `seen` is the first key that the token may see; `scale` is in units of log2. Of several rows, splits
     without keys give results too. Returns `used` and the number of programs that give results.
     """
     row, kv_head, part, piece = attended(c)

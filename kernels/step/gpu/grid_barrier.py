@@ -10,7 +10,8 @@ always succeeds.
 
 Places are empty before they are filled:
 
-- A program writes only places that it has cleared itself, so its two writes are in order.
+- A program writes only places that it has cleared itself, so its two writes are in order. Its tiles are the same in all
+  layers, also those of merged splits.
 - No program still reads what it clears. It clears half 1 - t of a vector in layer n, after it has waited for all
   programs since layer n - 1, and no program arrived there before it had read that half.
 - No program reads a number of layer n - 1 in layer n + 1. Each executes a fence while it waits for a layer's output

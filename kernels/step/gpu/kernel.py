@@ -47,7 +47,8 @@ def whole_step(
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
     Programs exchange their results through the buffers from `hidden` to `totals`. Layers alternate between the two
-    halves of all buffers up to `logs`, which hold the bits of `MISSING` before the first launch.
+    halves of all buffers up to `logs` (in a step of rows to `mixed`), which hold the bits of `MISSING` before the first
+    launch.
 
     Args:
         table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names; with FP8_WEIGHTS or
@@ -94,7 +95,7 @@ class BoundStep:
         caches: as in `bind_step`.
         scales: as in `bind_step`.
         arch: of their device.
-        rows: sequences of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
+        rows: of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
         of_rows: whether one row is computed as one of several is.
     """
 

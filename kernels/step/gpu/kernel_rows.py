@@ -33,7 +33,7 @@ def step_of_rows(
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
     BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, BATCH: gl.constexpr,
-    LOCAL: gl.constexpr,    FP8_WEIGHTS: gl.constexpr,
+    LOCAL: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 

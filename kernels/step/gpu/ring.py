@@ -225,9 +225,10 @@ class Ring:
     Attributes:
         data: [STAGES, PARTS * ROWS * COLUMNS].
         full: [STAGES, 1], as is `empty`.
-        x: [INPUTS / 256, 256], the input of a linear layer.
+        x: [INPUTS / 256, 256], the inputs of a linear layer, of all rows.
         sums: float32, each consumer warp's sums of a tile. In a step of rows [MOST_TILES, ROWS, SUMS], else
-            [MOST_TENSOR_TILES, ROWS, WARP_SUMS]. Meanwhile attention has log-sum-exps there.
+            [MOST_TENSOR_TILES, ROWS, WARP_SUMS]. During attention the heads of several rows lie there, or the
+            log-sum-exps of the splits of one row.
         scales: [STAGES, ROWS] float32, of the rows of weights in a stage, of FP8 weights; of weights in groups int32,
             [STAGES, 2 * PARTS * ROWS * PART_SCALES].
         heads: [HEAD_ROWS, DP], HELD queries, then BATCH keys and BATCH values: of the tokens of the step that the row

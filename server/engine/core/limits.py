@@ -34,7 +34,10 @@ class SchedulerConfig:
 
     @property
     def max_logits(self) -> int:
-        """Rows of logits of a step: a token of each sequence, or more with drafts while few sequences run."""
+        """Rows of logits of a step: a token of each sequence, or more with drafts while few sequences run.
+
+        Steps of few rows are computed as ones of up to `exact_rows`, with or without drafts.
+        """
         few = min(self.max_num_seqs, _FEW_SEQUENCES)
         most = min(few * self.max_queries, self.max_num_batched_tokens)
         return max(self.max_num_seqs, most, self.exact_rows)

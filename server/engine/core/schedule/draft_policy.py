@@ -9,6 +9,7 @@ from server.engine.core.schedule.draft import Drafter
 from server.engine.core.schedule.step_costs import StepCosts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Sequence as TypingSequence
 
     from server.engine.core.limits import SchedulerConfig
@@ -120,6 +121,8 @@ class DraftPolicy:
         drafter: proposes the tokens; may be replaced.
         most: tokens of a draft; 0 switches drafts off.
         kinds: steps of deterministic sequences, and others.
+        has_exact_rows: returns whether the others have the bits that `exact_rows` of the limits promises; may be
+            replaced.
 
     Args:
         limits: of a step.
@@ -132,29 +135,35 @@ class DraftPolicy:
         self.most = limits.max_queries - 1
         self.drafter = drafter
         self._deterministic = StepKind(limits.max_logits, pads=pads)
-        self._exact = StepKind(limits.exact_rows, pads=None)
+        self._exact = StepKind(min(limits.exact_rows, limits.max_num_batched_tokens), pads=None)
+        self.has_exact_rows: Callable[[], bool] = lambda: True
         self.kinds = self._deterministic, self._exact
         self._acceptance = list(_FIRST_ACCEPTANCE)
         self._records: dict[Sequence, _Record] = {}
         self._pays: dict[tuple[StepKind, int], tuple[int, bool]] = {}
         self._num_asked = 0
 
-    def choose(self, sequences: TypingSequence[Sequence]) -> list[tuple[int, ...]] | None:
+    def choose(
+        self, sequences: TypingSequence[Sequence], num_sampling: int | None = None
+    ) -> list[tuple[int, ...]] | None:
         """Return the drafts of the rows of a step that sample; None if none has one.
 
         A row whose token is in flight has none.
+
+        Args:
+            sequences: of all decode rows.
+            num_sampling: the first of them, which sample; None if all do.
         """
-        return self._choose(sequences, num_ahead=0)
+        return self._choose(self._usable_kind(sequences), sequences[:num_sampling], num_ahead=0)
 
     def expects(self, sequences: TypingSequence[Sequence]) -> bool:
         """Return whether drafts will probably pay once a token in flight of each of the sequences is known."""
-        return self._choose(sequences, num_ahead=1) is not None
+        return self._choose(self._usable_kind(sequences), sequences, num_ahead=1) is not None
 
     def _choose(
-        self, sequences: TypingSequence[Sequence], num_ahead: int
+        self, kind: StepKind | None, sequences: TypingSequence[Sequence], num_ahead: int
     ) -> list[tuple[int, ...]] | None:
         """Return drafts without their first tokens, which stand for so many tokens in flight."""
-        kind = self._usable_kind(sequences)
         if kind is None:
             return None
         self.drafter.begin_step()
@@ -201,6 +210,8 @@ class DraftPolicy:
         """Enter the time of a step without prompts."""
         longest = 1 if decode.drafts is None else 1 + max(map(len, decode.drafts))
         kind = self._kind(decode.batch.deterministic)
+        if kind is self._exact and not _is_one_launch(decode):
+            return
         if decode.num_tokens <= kind.most_tokens:
             kind.costs.note(kind.size(len(decode), decode.num_tokens, longest), seconds)
 
@@ -264,9 +275,10 @@ class DraftPolicy:
         kind = self._kind(any(it.deterministic for it in sequences))
         if not self.most or not 0 < len(sequences) < kind.most_tokens:
             return None
-        if kind is self._exact and any(it.adapter is not None for it in sequences):
-            return None  # such steps are computed layer by layer
-        return kind if self._may_pay(kind, len(sequences)) else None
+        is_exact = kind is self._deterministic or (
+            self.has_exact_rows() and all(map(_has_exact_rows, sequences))
+        )
+        return kind if is_exact and self._may_pay(kind, len(sequences)) else None
 
     def _kind(self, deterministic: bool) -> StepKind:
         """Return the kind of steps whose sequences are deterministic, or not."""
@@ -340,3 +352,20 @@ def _has_room(
     num_rows = len(proposed)
     longest = 1 + max([1, *counts.values()])
     return kind.size(num_rows, num_rows + sum(counts.values()) + 1, longest) <= kind.most_tokens
+
+
+def _has_exact_rows(sequence: Sequence) -> bool:
+    """Return whether drafts change no bit of a sequence, and of those beside it, although none is deterministic.
+
+    Steps with adapters or scored prompts are computed layer by layer. Where tokens that a grammar forces are skipped,
+    drafts change which tokens are computed as a chunk.
+    """
+    sampling = sequence.sampling
+    scores = sampling.prompt_logprobs and not sequence.num_known_output_tokens
+    return sequence.adapter is None and not scores and not sampling.skips_forced_tokens
+
+
+def _is_one_launch(decode: DecodeRows) -> bool:
+    """Return whether a step took the time of steps that may have drafts of sequences that are not deterministic."""
+    sequences = decode.batch.sequences
+    return decode.num_logits == decode.num_tokens and all(map(_has_exact_rows, sequences))

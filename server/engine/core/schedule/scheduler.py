@@ -465,19 +465,19 @@ class Scheduler:
             self._decode_batch = DecodeBatch(sequences)
             self.drafts.forget_ended()
         found = None
-        all_sample = num_sampling == len(sequences)
-        if drafts and sequences and (self._decode_batch.deterministic or all_sample):
-            found = self._draft(sequences[:num_sampling])
+        # A sequence that does not sample may make the step deterministic.
+        if drafts and (self._decode_batch.deterministic or num_sampling == len(sequences)):
+            found = self._draft(sequences, num_sampling)
         if found is not None:
             found += [()] * (len(sequences) - num_sampling)
         return DecodeRows(self._decode_batch, starts, num_sampling, found)
 
-    def _draft(self, sequences: list[Sequence]) -> list[tuple[int, ...]] | None:
+    def _draft(self, sequences: list[Sequence], num_sampling: int) -> list[tuple[int, ...]] | None:
         """Return the drafts of the rows that sample, with blocks for their tokens; None if none has one.
 
         No sequence is preempted for a draft, and the last blocks are left for tokens that are sure.
         """
-        drafts = self.drafts.choose(sequences)
+        drafts = self.drafts.choose(sequences, num_sampling)
         if drafts is None:
             return None
         manager = self.block_manager

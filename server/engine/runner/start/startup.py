@@ -126,7 +126,7 @@ def start_engine(
         startup_seconds=phases.seconds,
         versions=_versions(model),
         max_draft_tokens=config.max_draft_tokens,
-        exact_rows=limits.exact_rows,
+        exact_rows=runner.exact_rows,
         engine=config.engine,
         pid=os.getpid(),
         max_loras=config.max_loras or 0,
@@ -145,6 +145,7 @@ def start_engine(
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     scheduler = Scheduler(limits, blocks, pads_drafts=runner.recorded is not None)
+    scheduler.drafts.has_exact_rows = lambda: runner.exact_rows > 1
     adapters = None
     if config.max_loras:
         loader = SlotLoader(model, config.max_lora_rank)

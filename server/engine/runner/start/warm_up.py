@@ -19,6 +19,7 @@ from model.sampling.parameters import NOT_FINITE
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.start import dummy_steps
 from server.engine.runner.start.startup_progress import clocked
+from server.engine.runner.step.buckets import row_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +135,8 @@ def _compute_first_steps(
         counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
         few = dummy_steps.few_rows(counts, limits, block_size)
         launched = launched_rows(runner.model.executors.problem(detect(runner.device)))
-        most = max(limits.max_num_seqs, limits.exact_rows if limits.max_queries > 1 else 1)
+        most = row_counts(limits.max_num_seqs, limits.exact_rows)[-1]
+        most = max(most, limits.exact_rows if limits.max_queries > 1 else 1)
         with_drafts = dataclasses.replace(
             limits,
             max_num_seqs=most,

@@ -68,7 +68,7 @@ class BucketGrid:
         self._most_queries, self._most_logits = limits.max_queries, limits.max_logits
         self._block_size = block_size
         self._most_columns = -(-limits.max_model_len // block_size)
-        self._rows = row_counts(most, limits.exact_rows)
+        self._rows, self._exact_rows = row_counts(most, limits.exact_rows), limits.exact_rows
         columns = {min(_FEWEST_COLUMNS, self._most_columns), self._most_columns}
         self._prompt_columns = sorted(columns)
         self._tokens = token_counts(limits.prefill_budget)
@@ -93,7 +93,7 @@ class BucketGrid:
         for rows in self._rows:
             yield self._bucket(rows, columns=shortest)
         # For longer tables, only a few numbers of rows; other steps use these until their own bucket is recorded.
-        some = sorted({*self._rows[::_SOME], self._most_seqs})
+        some = sorted({*self._rows[::_SOME], self._rows[-1]})
         for columns in self._columns(shortest + 1):
             for rows in some:
                 yield self._bucket(rows, columns=columns)
@@ -151,9 +151,21 @@ class BucketGrid:
         queries = 1 << (step.queries - 1).bit_length()
         queries = min(queries, max(step.queries, self._most_queries))
         for columns in self._columns(step.columns):
-            counts = chained_counts(step.rows) if step.chained else _from(self._rows, step.rows)
-            for rows in counts:
+            for rows in self._row_counts(step):
                 yield self._bucket(rows, columns=columns, queries=queries)
+
+    def _row_counts(self, step: Bucket) -> list[int]:
+        """Return the numbers of rows of buckets for a step of decode rows, in ascending order.
+
+        No step that has the bits of others is computed as one that has not.
+        """
+        if step.chained:
+            return [padded_rows(step.rows)]
+        counts = _from(self._rows, step.rows)
+        is_exact = not (step.deterministic or step.extra_columns) and step.queries == 1
+        if is_exact and 1 < self._exact_rows >= step.rows:
+            return [rows for rows in counts if rows <= self._exact_rows]
+        return counts
 
     def _prompts(self, step: Bucket) -> Iterator[Bucket]:
         """Yield buckets for a step of prompts; tokens grow before columns, and columns before sequences."""
@@ -226,9 +238,9 @@ def _from(counts: list[int], least: int) -> list[int]:
     return counts[bisect.bisect_left(counts, least) :]
 
 
-def chained_counts(rows: int) -> list[int]:
-    """Return the number of rows that a step of `rows` rows, some of one sequence, is computed as: a power of two."""
-    return [1 << (rows - 1).bit_length()]
+def padded_rows(rows: int) -> int:
+    """Return as how many rows a step of `rows` rows, at most `SchedulerConfig.exact_rows`, is computed."""
+    return 1 << (rows - 1).bit_length()
 
 
 def row_counts(most: int, exact_rows: int = 1) -> list[int]:

@@ -26,7 +26,7 @@ from server.engine.core.sequence import SequenceStatus
 from server.engine.core.step import PromptLogprobs
 from server.engine.runner.explain.model_plan import explain_model
 from server.engine.runner.step.batch_needs import DecodeNeeds, needs_of_prompts, scores_prompt
-from server.engine.runner.step.buckets import chained_counts
+from server.engine.runner.step.buckets import padded_rows
 from server.engine.runner.step.executor import StepExecutor
 from server.engine.runner.step.recordings import RecordedSteps
 from server.engine.runner.step.sampled_tokens import SampledTokens
@@ -34,6 +34,7 @@ from server.engine.runner.step.shared_prefix import shared_blocks
 from server.engine.runner.step.step_input import (
     PackedStep,
     exact_bucket,
+    is_exact,
     scored_bucket,
     scored_tokens,
 )
@@ -83,7 +84,7 @@ class ModelRunner:
         deterministic: whether all sequences are deterministic.
 
     Attributes:
-        exact_rows: of `SchedulerConfig`.
+        exact_rows: of `SchedulerConfig`; 1 once the driver has refused a single launch.
         executor: computes the packed steps; may be replaced before `record_steps`.
         num_blocks: blocks of the cache that sequences may use.
     """
@@ -99,7 +100,7 @@ class ModelRunner:
         self.model, self.kv_cache, self.deterministic = model, kv_cache, deterministic
         self.executor = StepExecutor(model, kv_cache)
         self.num_blocks = kv_cache.num_blocks
-        self.exact_rows = exact_rows(model.executors.problem(detect(kv_cache.device)))
+        self._exact_rows = exact_rows(model.executors.problem(detect(kv_cache.device)))
         self._has_states = kv_cache.spec.slot_bytes > 0
         self._grammars = grammars
         self.device = kv_cache.device
@@ -111,6 +112,11 @@ class ModelRunner:
         self._needs = DecodeNeeds()
         self._histories: dict[int, TokenHistory] = {}
         self._planned: SampleTables | None = None  # of the launched step that waits
+
+    @property
+    def exact_rows(self) -> int:
+        """See the attributes."""
+        return 1 if self.model.executors.has_refusals else self._exact_rows
 
     @property
     def num_cache_tokens(self) -> int:
@@ -266,9 +272,8 @@ class ModelRunner:
             has_states=self._has_states,
             exact_rows=self.exact_rows,
         )
-        exact = bucket.queries == 1 and bucket.rows <= self.exact_rows and not bucket.deterministic
-        if exact and bucket.has_all_logits:
-            (rows,) = chained_counts(bucket.rows)
+        if decode and is_exact(bucket, self.exact_rows) and not scored:
+            rows = padded_rows(bucket.rows)
             bucket = msgspec.structs.replace(bucket, rows=rows, num_logits=rows)
         if scored:
             bucket = scored_bucket(bucket, decode, prefill)

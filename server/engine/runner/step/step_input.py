@@ -73,6 +73,12 @@ def exact_bucket(
     )
 
 
+def is_exact(bucket: Bucket, exact_rows: int) -> bool:
+    """Return whether each row of a step of decode rows has the bits of a step of its own."""
+    others = bucket.deterministic or bucket.prompt_seqs or bucket.extra_columns
+    return not others and bucket.queries == 1 and bucket.rows <= exact_rows
+
+
 def _extra_columns(batch: DecodeBatch, prefill: Sequence[ScheduledSequence]) -> tuple[str, ...]:
     """Return the extra columns of a step; those of a batch are kept with it."""
     found = batch.extra_columns

@@ -380,6 +380,53 @@ def test_a_sequence_with_an_adapter_has_drafts_only_if_it_is_deterministic():
         assert any(it.decode.drafts for it in service.outputs) is deterministic
 
 
+def test_a_step_that_scores_a_prompt_has_no_draft():
+    service = Service(exact_rows=8)
+    service.add(1, deterministic=False)
+    for _ in range(12):
+        service.step()
+    policy, others = service.scheduler.drafts, service.outputs[-1].decode.batch.sequences
+    assert policy.choose(others)
+    one = service.add(2, num_prompt=1, deterministic=False)
+    one.sampling = msgspec.structs.replace(one.sampling, prompt_logprobs=True)
+
+    assert policy.choose([*others, one]) is None
+
+
+def test_beside_a_grammar_whose_forced_tokens_are_skipped_nothing_is_proposed():
+    service = Service(exact_rows=8)
+    service.add(1, deterministic=False)
+    one = service.add(2, deterministic=False)
+    for _ in range(12):
+        service.step()
+    policy, both = service.scheduler.drafts, service.outputs[-1].decode.batch.sequences
+    assert policy.choose(both)
+    one.sampling = msgspec.structs.replace(one.sampling, grammar="{}")
+
+    assert policy.choose(both) is None
+    assert not policy.expects(both)
+
+
+def test_a_deterministic_row_that_does_not_sample_makes_the_step_deterministic():
+    service = Service(exact_rows=8)
+    one, other = service.add(1), service.add(2, deterministic=False)
+    service.step()
+    policy = service.scheduler.drafts
+    policy.kinds[0].costs.note(2, 1.0)
+    policy.kinds[1].costs.note(2, 1.0)
+
+    assert policy.choose([other, one], 1) is None
+
+
+def test_no_step_has_drafts_once_its_rows_have_other_bits():
+    service = Service(exact_rows=8)
+    service.scheduler.drafts.has_exact_rows = lambda: False
+    service.add(1, deterministic=False)
+    service.run()
+
+    assert not any(it.decode.drafts for it in service.outputs)
+
+
 def test_a_step_of_several_tokens_is_computed_as_a_power_of_two():
     asked = []
     service = Service(exact_rows=8)

@@ -200,3 +200,19 @@ def test_a_step_with_more_logits_than_there_is_memory_for_fits_no_bucket():
 )
 def test_steps_of_few_rows_have_the_sizes_whose_bits_are_equal(most, expected):
     assert row_counts(most, 8) == expected
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+def test_steps_of_few_rows_use_no_larger_recording(most):
+    buckets = BucketGrid(SchedulerConfig(most, 64, 4096, exact_rows=8), 16)
+    for made in buckets.ahead():
+        if not made.prompt_seqs:
+            assert made in buckets.fitting(made)
+    for rows in range(1, min(most, 8) + 1):
+        step = Bucket(rows=rows, columns=3, num_logits=rows)
+        found = {it.rows for it in buckets.fitting(step)}
+        assert max(found) <= 8
+        assert found <= {1, 2, 4, 8}
+        chained = list(buckets.fitting(msgspec.structs.replace(step, chained=True)))
+        assert {it.rows for it in chained} == {1 << (rows - 1).bit_length()}
+        assert all(it.chained for it in chained)
