@@ -184,11 +184,17 @@ def find_adapter_folder(path: str, revision: str | None = None) -> Path:
         revision: of the repository.
 
     Raises:
-        ModelFolderError: there is neither.
+        ModelError: there is neither, or it cannot be read.
     """
-    folder = Path(path).expanduser()
-    if (folder / CONFIG).is_file():
+    try:
+        folder = Path(path).expanduser()
+        is_adapter, is_folder = (folder / CONFIG).is_file(), folder.is_dir()
+    except OSError as error:
+        raise AdapterError(f"{shorten(path)} cannot be read: {error.strerror}") from None
+    except (RuntimeError, ValueError) as error:  # no such user, or no path
+        raise AdapterError(f"{shorten(path)} cannot be read: {error}") from None
+    if is_adapter:
         return folder
-    if folder.is_dir():
+    if is_folder:
         raise AdapterError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
     return resolve(path, revision)

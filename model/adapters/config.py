@@ -202,9 +202,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a key of `rank_pattern` or `alpha_pattern` as PEFT reads it: a regular expression of a name's end."""
     repeated = pattern.count("*") + pattern.count("+")
     is_short = len(pattern) <= _MOST_CHARACTERS and repeated <= _MOST_REPEATED
-    if not is_short or not _PATTERN.fullmatch(pattern):
+    # In a class "--" will mean the difference of two.
+    if not is_short or "--" in pattern or not _PATTERN.fullmatch(pattern):
         raise AdapterError(
             f"the pattern {shorten(pattern)} is not supported: give names of modules"
         )
     start, body = ("", pattern[1:]) if pattern.startswith("^") else (r"(?:.*\.)?", pattern)
-    return re.compile(f"{start}(?:{body.removesuffix('$')})")
+    try:
+        return re.compile(f"{start}(?:{body.removesuffix('$')})")
+    except re.error as error:
+        raise AdapterError(
+            f"the pattern {shorten(pattern)} is no regular expression: {error.msg}"
+        ) from None

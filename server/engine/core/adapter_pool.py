@@ -13,7 +13,7 @@ import logging
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from model.errors import ModelError
+from model.errors import ModelError, without_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -263,7 +263,9 @@ class AdapterPool:
             if error is None:
                 self._contents[digest] = future.result()
             elif isinstance(error, ModelError):
-                failures[digest, path] = f"the adapter cannot be loaded: {error}"
+                failures[digest, path] = (
+                    f"the adapter cannot be loaded: {without_paths(str(error), path)}"
+                )
                 log.error("an adapter cannot be loaded: %s", error)
             else:
                 failures[digest, path] = "the adapter cannot be loaded: an internal error"

@@ -154,12 +154,12 @@ def test_an_adapter_that_cannot_be_read_ends_its_sequences_only():
     for number, name in enumerate("aab"):
         it.add(sequence(number, name))
     it.take(wait=False)
-    loader.finish("digest of a", AdapterError("its files have changed"))
+    loader.finish("digest of a", AdapterError("/adapters/a/file: its files have changed"))
     loader.finish("digest of b")
 
     found = dict(ready(it))
     assert found[2] is None
-    assert found[0] == found[1] == "the adapter cannot be loaded: its files have changed"
+    assert found[0] == found[1] == "the adapter cannot be loaded: file: its files have changed"
     it.add(sequence(3, "a"))
     it.take(wait=False)
     assert loader.started.count("digest of a") == 2, "it is read again for the next request"
