@@ -97,15 +97,24 @@ class DecodeBatch:
         sequences: of the rows.
         request_ids: theirs.
         deterministic: whether one of them is.
+        has_adapters: whether one of them has an adapter.
         extra_columns: of the steps with these sequences, see `Bucket`; None until they are known.
     """
 
-    __slots__ = ("__weakref__", "deterministic", "extra_columns", "request_ids", "sequences")
+    __slots__ = (
+        "__weakref__",
+        "deterministic",
+        "extra_columns",
+        "has_adapters",
+        "request_ids",
+        "sequences",
+    )
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.request_ids = [sequence.request_id for sequence in sequences]
         self.deterministic = any(map(_deterministic, sequences))
+        self.has_adapters = any(it.adapter is not None for it in sequences)
         self.extra_columns: tuple[str, ...] | None = None
 
 
