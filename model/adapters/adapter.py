@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from model.adapters.config import CONFIG, AdapterConfig
+from model.adapters.config import CONFIG, MAX_CONFIG_BYTES, AdapterConfig
 from model.adapters.file import WEIGHTS, AdapterFile
 from model.adapters.targets import Target, find_targets
 from model.checkpoint.stored_names import StoredNames
 from model.errors import AdapterError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD
+from model.files import read_file
 from model.hub.resolve import resolve
 from model.json_input import shorten
 
@@ -98,9 +99,13 @@ class AdapterReader:
         Raises:
             AdapterError: it does not fit the model, has what is not supported, or is damaged.
         """
-        config = AdapterConfig.from_folder(folder)
+        # Read once, so that what is checked is what the digest is of.
+        content = read_file(folder, CONFIG, MAX_CONFIG_BYTES, AdapterError)
+        if content is None:
+            raise AdapterError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
+        config = AdapterConfig.parse(content, folder / CONFIG)
         config.check_layers(self._num_layers)
-        file = AdapterFile(folder, self._max_bytes)
+        file = AdapterFile(folder, content, self._max_bytes)
         try:
             adapter = Adapter(file, self._modules(file, config))
         except AdapterError as error:

@@ -13,6 +13,7 @@ from model.adapters.adapter import AdapterReader, find_adapter_folder
 from model.adapters.config import AdapterConfig
 from model.checkpoint.config import ModelConfig
 from model.errors import AdapterError, ModelError
+from model.files import read_file
 from tests.model.adapters.peft_adapters import adapted
 from tests.model.checkpoint.hf_checkpoints import CASES
 
@@ -197,6 +198,24 @@ def test_a_header_that_contradicts_itself_is_refused(reader, adapter, offsets):
     (adapter / WEIGHTS).write_bytes(content)
     with pytest.raises(AdapterError, match="no valid safetensors file"):
         reader.read(adapter)
+
+
+def test_the_digest_is_that_of_what_was_checked(reader, adapter, monkeypatch):
+    expected = reader.read(adapter)
+    names = []
+
+    def read(folder, name, *arguments):
+        content = read_file(folder, name, *arguments)
+        names.append(name)
+        change(adapter, lora_alpha=100 + len(names))
+        return content
+
+    monkeypatch.setattr("model.adapters.adapter.read_file", read)
+    monkeypatch.setattr("model.adapters.file.read_file", read)
+    found = reader.read(adapter)
+
+    assert names == [CONFIG, WEIGHTS]
+    assert (found.digest, found.modules) == (expected.digest, expected.modules)
 
 
 def test_a_file_that_is_larger_than_any_adapter_of_the_model_is_not_read(reader, adapter):
