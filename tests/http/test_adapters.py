@@ -14,6 +14,7 @@ from server.http.edge.key_limits import KeyLimits
 from tests.http.fakes import silent
 from tests.model.adapters.peft_adapters import adapted
 from tests.model.checkpoint.hf_checkpoints import CASES
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -267,14 +268,14 @@ class SlowReads:
         def read(reader, name, path):
             found = read_adapter(reader, name, path)
             self.started.release()
-            assert self.may_end[Path(path).name].wait(30)
+            assert self.may_end[Path(path).name].wait(GIVE_UP)
             return found
 
         monkeypatch.setattr("server.http.adapters.table.read_adapter", read)
 
     async def wait(self, count=1):
         for _ in range(count):
-            assert await asyncio.to_thread(self.started.acquire, timeout=30)
+            assert await asyncio.to_thread(self.started.acquire, timeout=GIVE_UP)
 
 
 async def test_of_two_loads_of_a_name_at_once_one_is_refused(
