@@ -273,7 +273,7 @@ class SlowReads:
 
         monkeypatch.setattr("server.http.adapters.table.read_adapter", read)
 
-    async def wait(self, count=1):
+    async def begin(self, count=1):
         for _ in range(count):
             assert await asyncio.to_thread(self.started.acquire, timeout=GIVE_UP)
 
@@ -284,7 +284,7 @@ async def test_of_two_loads_of_a_name_at_once_one_is_refused(
     client = await open_client(**limits | KEYS)
     reads = SlowReads(monkeypatch)
     loads = [asyncio.create_task(load(client, "x", folders / it)) for it in ("sql", "chat")]
-    await reads.wait(2)
+    await reads.begin(2)
     for name in ("sql", "chat"):
         reads.may_end[name].set()
     found = await asyncio.gather(*loads)
@@ -300,7 +300,7 @@ async def test_the_limit_of_names_holds_for_loads_at_once(
     monkeypatch.setattr("server.http.adapters.table._MOST", 2)
     reads = SlowReads(monkeypatch)
     loads = [asyncio.create_task(load(client, it, folders / "chat")) for it in "xy"]
-    await reads.wait(2)
+    await reads.begin(2)
     reads.may_end["chat"].set()
     found = await asyncio.gather(*loads)
 
@@ -323,9 +323,9 @@ async def test_an_adapter_that_is_loaded_while_the_folder_is_read_is_kept(
     chosen = asyncio.create_task(
         client.post("/v1/completions", json=completion("one"), headers=USER)
     )
-    await reads.wait()
+    await reads.begin()
     loaded = asyncio.create_task(load(client, "one", folders / "chat"))
-    await reads.wait()
+    await reads.begin()
     reads.may_end["chat"].set()
     assert (await loaded).status_code == 200
     reads.may_end["one"].set()
@@ -346,7 +346,7 @@ async def test_an_adapter_that_is_unloaded_while_it_is_looked_up_is_unknown(
     chosen = asyncio.create_task(
         client.post("/v1/completions", json=completion("one"), headers=USER)
     )
-    await reads.wait()
+    await reads.begin()
     shutil.rmtree(folder / "one")
     reads.may_end["one"].set()
 
