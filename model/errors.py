@@ -15,6 +15,7 @@ The messages name the file, the value and the limit.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 PICKLE_ADVICE: Final = (
@@ -22,6 +23,19 @@ PICKLE_ADVICE: Final = (
     " reads tensors alone, if you trust the author"
 )
 """What to do about weights as pickle files; the end of a sentence."""
+
+_PATH: Final = re.compile(r"""(?:^|[\s'"`(=])[/~]\S""")
+
+
+def without_paths(reason: str, folder: str) -> str:
+    """Return why files cannot be used, without paths of this machine, for those who may not know them.
+
+    Args:
+        reason: a message that names the files.
+        folder: that has them, absolute.
+    """
+    shown = reason.replace(f"{folder}/", "").replace(folder, "the folder")
+    return "its files cannot be used; the log has the reason" if _PATH.search(shown) else shown
 
 
 class ModelError(Exception):

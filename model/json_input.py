@@ -39,9 +39,21 @@ def read_json_object(
     Raises:
         ModelError: of the type `error`: the file cannot be read, is too large, or holds anything else.
     """
-    file, content = folder / name, read_file(folder, name, max_bytes, error)
-    if content is None:
-        return None
+    content = read_file(folder, name, max_bytes, error)
+    return None if content is None else parse_json_object(content, folder / name, error)
+
+
+def parse_json_object(content: bytes, file: Path, error: type[ModelError]) -> dict[str, Any]:
+    """Parse the content of a file, which must be one JSON object.
+
+    Args:
+        content: of the file.
+        file: for errors.
+        error: type of the errors.
+
+    Raises:
+        ModelError: of the type `error`: it is anything else.
+    """
     try:
         # Decoded here, because `json` lets lone surrogates in UTF-8 pass, which other libraries do not take.
         value = json.loads(content.decode("utf-8-sig"))

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from model.adapters.config import CONFIG, AdapterConfig
+from model.adapters.config import CONFIG, MAX_CONFIG_BYTES, AdapterConfig
 from model.adapters.file import WEIGHTS, AdapterFile
 from model.adapters.targets import Target, find_targets
 from model.checkpoint.stored_names import StoredNames
 from model.errors import AdapterError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD
+from model.files import read_file
 from model.hub.resolve import resolve
 from model.json_input import shorten
 
@@ -98,9 +99,13 @@ class AdapterReader:
         Raises:
             AdapterError: it does not fit the model, has what is not supported, or is damaged.
         """
-        config = AdapterConfig.from_folder(folder)
+        # Read once, so that what is checked is what the digest is of.
+        content = read_file(folder, CONFIG, MAX_CONFIG_BYTES, AdapterError)
+        if content is None:
+            raise AdapterError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
+        config = AdapterConfig.parse(content, folder / CONFIG)
         config.check_layers(self._num_layers)
-        file = AdapterFile(folder, self._max_bytes)
+        file = AdapterFile(folder, content, self._max_bytes)
         try:
             adapter = Adapter(file, self._modules(file, config))
         except AdapterError as error:
@@ -184,11 +189,17 @@ def find_adapter_folder(path: str, revision: str | None = None) -> Path:
         revision: of the repository.
 
     Raises:
-        ModelFolderError: there is neither.
+        ModelError: there is neither, or it cannot be read.
     """
-    folder = Path(path).expanduser()
-    if (folder / CONFIG).is_file():
+    try:
+        folder = Path(path).expanduser()
+        is_adapter, is_folder = (folder / CONFIG).is_file(), folder.is_dir()
+    except OSError as error:
+        raise AdapterError(f"{shorten(path)} cannot be read: {error.strerror}") from None
+    except (RuntimeError, ValueError) as error:  # no such user, or no path
+        raise AdapterError(f"{shorten(path)} cannot be read: {error}") from None
+    if is_adapter:
         return folder
-    if folder.is_dir():
+    if is_folder:
         raise AdapterError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
     return resolve(path, revision)

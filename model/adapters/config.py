@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from model.errors import AdapterError, ModelError
-from model.json_input import check, convert, read_json_object, shorten
+from model.json_input import check, convert, parse_json_object, shorten
 
 CONFIG: Final = "adapter_config.json"
 MAX_RANK: Final = 256
-_MAX_BYTES: Final = 1 << 20
+MAX_CONFIG_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 _PATTERN: Final = re.compile(
     r"\^?(?:[\w-]|\.\*|\\?\.|\\d\+?|\((?:\?:)?[\w.]+(?:\|[\w.]+)*\)|\[[\w-]+\]\+?)*\$?", re.ASCII
@@ -91,19 +91,21 @@ class AdapterConfig:
         self._layers = fields.get("layers_to_transform")
 
     @classmethod
-    def from_folder(cls, folder: Path) -> AdapterConfig:
-        """Read the file of a folder.
+    def parse(cls, content: bytes, file: Path) -> AdapterConfig:
+        """Read the content of a file.
+
+        Args:
+            content: of the file.
+            file: for errors.
 
         Raises:
-            AdapterError: it is missing or broken, or the constructor refuses it.
+            AdapterError: it is broken, or the constructor refuses it.
         """
-        fields = read_json_object(folder, CONFIG, _MAX_BYTES, AdapterError)
-        if fields is None:
-            raise AdapterError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
+        fields = parse_json_object(content, file, AdapterError)
         try:
             return cls(fields)
         except AdapterError as error:
-            raise AdapterError(f"{folder / CONFIG}: {error}") from None
+            raise AdapterError(f"{file}: {error}") from None
 
     def check_layers(self, num_layers: int) -> None:
         """Check that `layers_to_transform` names layers of a model.
@@ -202,9 +204,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a key of `rank_pattern` or `alpha_pattern` as PEFT reads it: a regular expression of a name's end."""
     repeated = pattern.count("*") + pattern.count("+")
     is_short = len(pattern) <= _MOST_CHARACTERS and repeated <= _MOST_REPEATED
-    if not is_short or not _PATTERN.fullmatch(pattern):
+    # In a class "--" will mean the difference of two.
+    if not is_short or "--" in pattern or not _PATTERN.fullmatch(pattern):
         raise AdapterError(
             f"the pattern {shorten(pattern)} is not supported: give names of modules"
         )
     start, body = ("", pattern[1:]) if pattern.startswith("^") else (r"(?:.*\.)?", pattern)
-    return re.compile(f"{start}(?:{body.removesuffix('$')})")
+    try:
+        return re.compile(f"{start}(?:{body.removesuffix('$')})")
+    except re.error as error:
+        raise AdapterError(
+            f"the pattern {shorten(pattern)} is no regular expression: {error.msg}"
+        ) from None

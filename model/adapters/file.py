@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from model.adapters.config import CONFIG
 from model.errors import PICKLE_ADVICE, AdapterError
 from model.files import read_file
 from model.json_input import shorten
@@ -40,6 +39,7 @@ class AdapterFile:
 
     Args:
         folder: of the adapter.
+        config: content of its other file.
         max_bytes: limit of the size of the tensors.
 
     Raises:
@@ -47,13 +47,12 @@ class AdapterFile:
             bits.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, config: bytes, max_bytes: int) -> None:
         self._file = folder / WEIGHTS
         content = read_file(folder, WEIGHTS, max_bytes + MAX_HEADER_BYTES, AdapterError)
         if content is None:
             has = f"; it has {_PICKLE}: {PICKLE_ADVICE}" if (folder / _PICKLE).exists() else ""
             raise AdapterError(f"{folder} has no {WEIGHTS}{has}")
-        config = read_file(folder, CONFIG, 1 << 20, AdapterError) or b""
         # Of each alone first, so that no byte can move from one file to the other.
         parts = hashlib.sha256(config).digest() + hashlib.sha256(content).digest()
         self.digest = hashlib.sha256(parts).hexdigest()

@@ -67,8 +67,8 @@ class EngineSettings:
         max_loras: adapters of one step, each in a slot on the device; requests for others wait for a slot; 0 takes
             none; default: 8 with --lora-modules or --lora-folder, otherwise 0.
         max_lora_rank: largest rank of an adapter, for which the slots have memory.
-        max_cpu_loras: adapters that are kept in the memory of the host, those in slots included; default: four times
-            --max-loras.
+        max_cpu_loras: most adapters in the memory of the host, those in slots and those that are being read included;
+            default: four times --max-loras.
         tensor_parallel: number of GPUs that share the model, each with a part of every layer; a divisor of the model's
             key-value heads.
         unmeasured_kernels: allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103 and

@@ -1,6 +1,7 @@
 """A service with adapters, as the clients of OpenAI, Anthropic and Hugging Face use it, and its engine's restart."""
 
 import copy
+import json
 import os
 import signal
 
@@ -12,6 +13,7 @@ import transformers
 from huggingface_hub import InferenceClient
 
 from model.hub.resolve import BUNDLED, resolve
+from server.cli.main import main
 from tests.e2e.conftest import Service
 from tests.model.adapters.peft_adapters import adapted
 
@@ -130,6 +132,40 @@ def test_an_adapter_is_loaded_for_all_front_ends_and_survives_an_engine(service,
     assert post(service, "/v1/unload_lora_adapter", {"lora_name": "mine"}).status_code == 200
     with pytest.raises(openai.NotFoundError):
         complete(client, "mine")
+
+
+def test_a_receipt_is_computed_again_with_the_adapter_of_its_digest(
+    service, folder, tmp_path, capsys
+):
+    body = {"prompt": PROMPT, "max_tokens": 8, "receipt": True, "deterministic": True}
+    replies = [
+        post(service, "/v1/completions", body | {"model": it}).json() for it in ("bundled", "two")
+    ]
+    file = tmp_path / "receipts"
+    file.write_text("".join(json.dumps(it) for it in replies))
+
+    def replay(*flags):
+        status = 0
+        try:
+            main(["replay", str(file), "--device=cpu", "--log-level=error", *flags])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    status, out, err = replay(f"--lora-modules=other={folder / 'two'}")
+    assert (status, out.splitlines()[-1]) == (0, "2 receipts, 2 outputs: all equal")
+    assert "other conditions" not in err
+
+    for flags in ((), (f"--lora-modules=two={folder / 'one'}",)):
+        status, out, _ = replay(*flags)
+        assert status == 1
+        digest = replies[1]["receipt"]["conditions"]["adapter"]
+        assert f"cannot be computed: adapter {digest} is not here" in out
+        assert "2 outputs: 1 cannot be computed" in out
+
+    status, out, _ = replay(f"--url={service.url}", f"--api-key={USER}")
+    assert status == 1
+    assert f"cannot be asked for adapter {digest} by its digest" in out
 
 
 def test_metrics_name_the_adapters(service, client):

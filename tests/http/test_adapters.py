@@ -3,14 +3,18 @@
 import asyncio
 import json
 import shutil
+import threading
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from server.http.adapters.loaded import AdapterBase, read_modules
+from server.http.adapters.loaded import AdapterBase, read_adapter, read_modules
 from server.http.edge.key_limits import KeyLimits
 from tests.http.fakes import silent
 from tests.model.adapters.peft_adapters import adapted
 from tests.model.checkpoint.hf_checkpoints import CASES
+from tests.waiting import GIVE_UP
 
 pytestmark = pytest.mark.anyio
 
@@ -162,6 +166,8 @@ async def test_other_keys_and_services_without_keys_change_no_adapters(
         ("a\nb", "sql", "must be letters, digits"),
         ("x", "base", "has no adapter_config.json"),
         ("x", "absent", "cannot be loaded"),
+        ("x", "x" * 3000, "File name too long"),
+        ("x", "a\0b", "cannot be loaded"),
     ],
 )
 async def test_what_cannot_be_loaded_changes_nothing(
@@ -250,3 +256,152 @@ async def test_a_service_without_slots_loads_none(open_client, folders):
     client = await open_client(**KEYS)
     response = await load(client, "sql", folders / "sql")
     assert "the service takes no adapters: start it with --max-loras" in response.text
+
+
+class SlowReads:
+    """Holds up reads of adapters until a test lets them go on."""
+
+    def __init__(self, monkeypatch):
+        self.started = threading.Semaphore(0)
+        self.may_end = defaultdict(threading.Event)
+
+        def read(reader, name, path):
+            found = read_adapter(reader, name, path)
+            self.started.release()
+            assert self.may_end[Path(path).name].wait(GIVE_UP)
+            return found
+
+        monkeypatch.setattr("server.http.adapters.table.read_adapter", read)
+
+    async def begin(self, count=1):
+        for _ in range(count):
+            assert await asyncio.to_thread(self.started.acquire, timeout=GIVE_UP)
+
+
+async def test_of_two_loads_of_a_name_at_once_one_is_refused(
+    open_client, limits, folders, monkeypatch
+):
+    client = await open_client(**limits | KEYS)
+    reads = SlowReads(monkeypatch)
+    loads = [asyncio.create_task(load(client, "x", folders / it)) for it in ("sql", "chat")]
+    await reads.begin(2)
+    for name in ("sql", "chat"):
+        reads.may_end[name].set()
+    found = await asyncio.gather(*loads)
+
+    assert sorted(it.status_code for it in found) == [200, 400]
+    assert "`x` is loaded already" in "".join(it.text for it in found)
+
+
+async def test_the_limit_of_names_holds_for_loads_at_once(
+    open_client, limits, folders, monkeypatch
+):
+    client = await open_client(**limits | KEYS)
+    monkeypatch.setattr("server.http.adapters.table._MOST", 2)
+    reads = SlowReads(monkeypatch)
+    loads = [asyncio.create_task(load(client, it, folders / "chat")) for it in "xy"]
+    await reads.begin(2)
+    reads.may_end["chat"].set()
+    found = await asyncio.gather(*loads)
+
+    assert sorted(it.status_code for it in found) == [200, 400]
+    assert "has 2 adapters already" in "".join(it.text for it in found)
+
+
+@pytest.fixture
+async def with_folder(open_client, limits, folders, tmp_path):
+    """A client of a service whose folder has the adapter `one`, and that folder."""
+    shutil.copytree(folders / "sql", tmp_path / "one")
+    return await open_client(**limits | KEYS | {"lora_folder": str(tmp_path)}), tmp_path
+
+
+async def test_an_adapter_that_is_loaded_while_the_folder_is_read_is_kept(
+    with_folder, folders, engine, monkeypatch
+):
+    client, _ = with_folder
+    reads = SlowReads(monkeypatch)
+    chosen = asyncio.create_task(
+        client.post("/v1/completions", json=completion("one"), headers=USER)
+    )
+    await reads.begin()
+    loaded = asyncio.create_task(load(client, "one", folders / "chat"))
+    await reads.begin()
+    reads.may_end["chat"].set()
+    assert (await loaded).status_code == 200
+    reads.may_end["one"].set()
+
+    assert (await chosen).status_code == 200
+    await client.post("/v1/completions", json=completion("one"), headers=USER)
+    paths = [it.adapter.path for it in engine.requests]
+    assert paths == [str(folders / "chat")] * 2
+
+
+async def test_an_adapter_that_is_unloaded_while_it_is_looked_up_is_unknown(
+    with_folder, folders, monkeypatch
+):
+    client, folder = with_folder
+    await client.post("/v1/completions", json=completion("one"), headers=USER)
+    (folder / "one" / "adapter_config.json").touch()
+    reads = SlowReads(monkeypatch)
+    chosen = asyncio.create_task(
+        client.post("/v1/completions", json=completion("one"), headers=USER)
+    )
+    await reads.begin()
+    shutil.rmtree(folder / "one")
+    reads.may_end["one"].set()
+
+    assert (await chosen).status_code == 404
+    again = await client.post("/v1/completions", json=completion("one"), headers=USER)
+    assert again.status_code == 404
+
+
+async def test_an_adapter_of_the_folder_is_not_unloaded_but_removed_there(with_folder):
+    client, folder = with_folder
+    for _ in range(2):
+        response = await unload(client, "one")
+        assert response.status_code == 400
+        assert "`one` is in --lora-folder" in response.text
+        await client.post("/v1/completions", json=completion("one"), headers=USER)
+
+    shutil.rmtree(folder / "one")
+    models = (await client.get("/v1/models", headers=USER)).json()["data"]
+    assert [it["id"] for it in models] == ["fake/model", "sql"]
+    response = await client.post("/v1/completions", json=completion("one"), headers=USER)
+    assert response.status_code == 404
+    assert (await unload(client, "one")).status_code == 404
+
+
+async def test_paths_of_the_service_are_told_to_keys_that_manage_adapters(with_folder, caplog):
+    client, folder = with_folder
+    (folder / "one" / "adapter_config.json").write_text("{")
+
+    told = await client.post("/v1/completions", json=completion("one"), headers=ADMIN)
+    hidden = await client.post("/v1/completions", json=completion("one"), headers=USER)
+    assert str(folder) in told.text
+    assert "adapter_config.json is not valid JSON" in hidden.text
+    assert str(folder) not in hidden.text
+    assert str(folder) in caplog.text
+
+    secret = folder.parent / "secret"
+    (folder / "one" / "adapter_config.json").unlink()
+    (folder / "one" / "adapter_config.json").symlink_to(secret)
+    secret.write_text("{}")
+    hidden = await client.post("/v1/completions", json=completion("one"), headers=USER)
+    assert hidden.status_code == 400
+    assert "secret" not in hidden.text
+    assert "the log has the reason" in hidden.text
+
+
+async def test_a_folder_that_may_not_be_read_is_an_error_of_the_request(with_folder, monkeypatch):
+    client, folder = with_folder
+    original = Path.is_file
+
+    def is_file(path):
+        if path.is_relative_to(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr("pathlib.Path.is_file", is_file)
+    response = await client.post("/v1/completions", json=completion("one"), headers=ADMIN)
+    assert response.status_code == 400
+    assert "cannot be read: Permission denied" in response.text

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from model.checkpoint.config import ModelConfig
 from model.checkpoint_digest import checkpoint_digest
 from model.device.quantizations import QUANTIZATIONS
@@ -21,8 +23,9 @@ from server.cli.replay.grammars import without_refused
 from server.cli.replay.reading import read_files
 from server.cli.replay.remote import replay
 from server.cli.replay.source import model_settings
-from server.cli.replay.work import tasks_of
+from server.cli.replay.work import tasks_of, with_adapters
 from server.engine.core.start_checks import StartupError
+from server.http.adapters.loaded import AdapterBase, read_modules
 from server.receipts.conditions import conditions_of, differences
 from server.receipts.record import ReceiptError, alterations
 
@@ -176,6 +179,14 @@ def _compute(
     settings: Settings, config: EngineConfig, tasks: Sequence[Task], report: _Report
 ) -> None:
     """Compute the outputs of one group with an engine."""
+    base = AdapterBase(config.model_path, settings.model_backend, settings.max_lora_rank)
+    try:
+        adapters = read_modules(base, settings.lora_modules) if config.max_loras else ()
+    except ModelError as error:
+        fail(printable(str(error)), COMMAND)
+    tasks = with_adapters(tasks, {it.ref.digest: it.ref for it in adapters})
+    if not tasks:
+        return
     weights = None
     if settings.load_format != "dummy":
         try:
@@ -233,6 +244,8 @@ def _note_conditions(
 ) -> None:
     """Say in which conditions receipts differ from those of an engine, before it computes.
 
+    Adapters are none of them: an output has that of its receipt, or is not computed.
+
     Args:
         tasks: of the receipts.
         now: the conditions of the engine.
@@ -240,7 +253,12 @@ def _note_conditions(
         note: says it.
     """
     receipts: dict[int, Receipt] = {id(task.receipt): task.receipt for task in tasks}
-    found = Counter("; ".join(differences(it.conditions, now)) for it in receipts.values())
+    found = Counter(
+        "; ".join(
+            differences(it.conditions, msgspec.structs.replace(now, adapter=it.conditions.adapter))
+        )
+        for it in receipts.values()
+    )
     for text, number in found.items():
         if text:
             note(f"{_count(number, 'receipt')} of other conditions: {text}")

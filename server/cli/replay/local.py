@@ -122,7 +122,7 @@ class _Channel:
         messages += itertools.islice(self._waiting, self._most - len(self._running))
         if not (messages or self._running):
             return [Shutdown()]
-        if wait and not messages:  # a grammar is being compiled
+        if wait and not messages:  # a grammar is being compiled, or an adapter read
             time.sleep(min(wait, _POLL_SECONDS))
         return messages
 
@@ -135,6 +135,7 @@ class _Channel:
                 prompt_token_ids=task.prompt,
                 sampling=task.sampling,
                 deterministic=on_request and task.receipt.deterministic,
+                adapter=task.adapter,
             )
 
 

@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec import UNSET
 
 from model.sampling.parameters import NUMBERS
 from server.cli.client.http_client import Client, RequestError, Target
@@ -93,6 +94,11 @@ async def _probe(client: Client) -> Receipt:
 
 
 async def _compute(client: Client, task: Task, *, deterministic: bool) -> Computed:
+    if (digest := task.receipt.conditions.adapter) is not UNSET:
+        return Computed(
+            error=f"a service cannot be asked for adapter {digest:.71} by its digest; leave out --url, and give it with"
+            " --lora-modules"
+        )
     sampling, count = task.sampling, len(task.output.token_ids)
     if task.output.finish_reason in OUTSIDE:
         # Log-probabilities have one digest, so that no token may follow.

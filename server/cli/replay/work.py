@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from server.receipts.comparison import Computed, compare
 from server.receipts.record import sampling_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from model.sampling.parameters import SamplingParams
+    from server.engine.core.request import AdapterRef
     from server.receipts.record import Receipt, ReceiptOutput
 
 
@@ -22,12 +27,14 @@ class Task:
         receipt: that it is of.
         output: what the receipt says.
         computed: what was computed so far.
+        adapter: that computes it; None for the model alone.
     """
 
     name: str
     receipt: Receipt
     output: ReceiptOutput
     computed: Computed = field(default_factory=Computed)
+    adapter: AdapterRef | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -52,3 +59,23 @@ def tasks_of(name: str, receipt: Receipt) -> list[Task]:
         Task(f"{name}, output {i}" if several else name, receipt, output)
         for i, output in enumerate(receipt.outputs)
     ]
+
+
+def with_adapters(tasks: Iterable[Task], adapters: Mapping[str, AdapterRef]) -> list[Task]:
+    """Return the tasks whose adapter is here, or that have none; the others get an error.
+
+    Args:
+        tasks: any.
+        adapters: by digest, in hexadecimal.
+    """
+    kept = []
+    for task in tasks:
+        digest = task.receipt.conditions.adapter
+        if digest is UNSET:
+            kept.append(task)
+        elif (found := adapters.get(digest.removeprefix("sha256:"))) is not None:
+            task.adapter = found
+            kept.append(task)
+        else:
+            task.computed.error = f"adapter {digest:.71} is not here; give it with --lora-modules"
+    return kept

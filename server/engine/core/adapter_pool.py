@@ -13,9 +13,11 @@ import logging
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from model.errors import ModelError
+from model.errors import ModelError, without_paths
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Set as AbstractSet
     from concurrent.futures import Future
 
     from server.engine.core.request import AdapterRef
@@ -44,15 +46,20 @@ class AdapterLoader(Protocol):
 class AdapterPool:
     """Owns the slots, the adapters in host memory and the waiting sequences.
 
-    A waiting sequence gets a free slot, or that which no sequence holds and whose last sequence ended first. If all are
-    held, the one that the fewest sequences hold drains: new sequences of its adapter wait like any others, so that an
-    adapter in constant use keeps no other one out. There are never more draining slots than adapters that wait.
+    Waiting sequences are served by priority, then in the order in which they came. One gets a free slot, or that which
+    no sequence holds and whose last sequence ended first. If all are held, a slot drains for each adapter in host
+    memory: the one whose sequences have the lowest priority, then the one that the fewest hold. New sequences of its
+    adapter wait like any others, so that an adapter in constant use keeps no other one out. A slot that was just
+    written does not drain.
+
+    Adapters are read for the first sequences that wait, as many as host memory has room for. For the very first one, an
+    adapter that has a slot may leave host memory; it is read again if it needs another slot.
 
     An adapter is identified by its digest: the same name with other weights is another one.
 
     Args:
         num_slots: on the device.
-        capacity: adapters that are kept in host memory, those in slots included; at least `num_slots`.
+        capacity: adapters in host memory, those that are being read included; at least `num_slots`.
         loader: reads and writes them.
 
     Attributes:
@@ -67,43 +74,47 @@ class AdapterPool:
         self._capacity, self._loader = capacity, loader
         # By digest, those used longest ago first.
         self._contents: OrderedDict[str, Any] = OrderedDict()
-        self._reading: dict[str, Future[Any]] = {}
+        self._reading: dict[str, tuple[str, Future[Any]]] = {}  # path and content
         self._free = list(range(num_slots))[::-1]
         # Slots by digest, those whose last sequence ended first at the front.
         self._slots: OrderedDict[str, int] = OrderedDict()
         self._holders: Counter[str] = Counter()
-        self._held: dict[int, AdapterRef] = {}  # by request id
-        self._draining: set[str] = set()
+        self._held: dict[int, Sequence] = {}  # by request id
+        # The priority for which each drains; the one chosen last at the end.
+        self._draining: dict[str, int] = {}
         self._waiting: dict[int, Sequence] = {}  # by request id, in order of arrival
+        self._wanted: Counter[str] = Counter()  # waiting sequences by digest
+        self._chosen: set[str] = (
+            set()
+        )  # draining slots whose queued sequences were not returned yet
+        self._returned: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> bool:
         """Give a sequence the slot of its adapter, or let it wait; returns whether it may run."""
-        adapter = _adapter(sequence)
-        if self._is_open(adapter.digest):
+        if self._is_open(_adapter(sequence).digest):
             self._hold(sequence)
             return True
-        self._waiting[sequence.request_id] = sequence
+        self._wait(sequence)
         return False
 
     def remove(self, request_id: int) -> bool:
         """Drop a waiting sequence; returns whether it was waiting."""
-        if self._waiting.pop(request_id, None) is None:
+        sequence = self._waiting.get(request_id)
+        if sequence is None:
             return False
-        self._limit_draining()
+        self._returned.discard(request_id)
+        self._stop_waiting(sequence)
+        while len(self._draining) > len(self._wanted):
+            self._draining.popitem()
         return True
 
     def release(self, request_id: int) -> None:
         """Note that a sequence has ended; unknown ids are ignored."""
-        adapter = self._held.pop(request_id, None)
-        if adapter is None:
-            return
-        self._holders[adapter.digest] -= 1
-        if not self._holders[adapter.digest]:
-            del self._holders[adapter.digest]
-            self._slots.move_to_end(adapter.digest)
+        self._returned.discard(request_id)
+        self._let_go(request_id)
 
     def take(self, *, wait: bool) -> list[tuple[Sequence, str | None]]:
         """Remove the sequences that have a slot now, or whose adapter cannot be read.
@@ -115,33 +126,71 @@ class AdapterPool:
             Sequences with their `adapter_slot` set and None, or with the reason why they have none.
         """
         if wait and self._reading:
-            concurrent.futures.wait(
-                self._reading.values(), _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED
-            )
+            futures = [future for _, future in self._reading.values()]
+            concurrent.futures.wait(futures, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED)
         failures = self._finish_reading()
         ended: list[tuple[Sequence, str | None]] = []
         groups: dict[str, list[Sequence]] = {}
         for sequence in sorted(self._waiting.values(), key=lambda it: it.priority):
-            digest = _adapter(sequence).digest
-            if (failure := failures.get(digest)) is None:
-                groups.setdefault(digest, []).append(sequence)
+            adapter = _adapter(sequence)
+            if (failure := failures.get((adapter.digest, adapter.path))) is None:
+                groups.setdefault(adapter.digest, []).append(sequence)
             else:
-                del self._waiting[sequence.request_id]
+                self._stop_waiting(sequence)
+                self._returned.discard(sequence.request_id)
                 ended.append((sequence, failure))
+        placed: set[str] = set()
+        idle = iter([it for it in self._slots if not self._holders[it]])
         for digest, sequences in groups.items():
-            if self._is_open(digest) or self._place(digest, _adapter(sequences[0])):
-                for sequence in sequences:
-                    del self._waiting[sequence.request_id]
-                    self._hold(sequence)
-                    ended.append((sequence, None))
-        self._limit_draining()
-        self._limit_contents()
+            if not (self._is_open(digest) or self._reopen(digest)):
+                if digest in self._slots or digest not in self._contents:
+                    continue
+                if not self._place(digest, idle):
+                    continue
+                placed.add(digest)
+            for sequence in sequences:
+                self._stop_waiting(sequence)
+                self._hold(sequence)
+                ended.append((sequence, None))
+        absent = {
+            digest: sequences[0]
+            for digest, sequences in groups.items()
+            if digest in self._wanted and digest not in self._slots
+        }
+        self._drain(absent, placed)
+        self._read(absent)
         return ended
+
+    def return_queued(self, withdraw: Callable[[Sequence], bool]) -> None:
+        """Let the sequences wait again that hold a slot that drains, and that no step has scheduled.
+
+        A sequence returns at most once, so that it runs in the end; and only for one of its priority or a higher one.
+
+        Args:
+            withdraw: takes a sequence out of the queue; returns whether it was there.
+        """
+        chosen, self._chosen = self._chosen & self._draining.keys(), set()
+        if not chosen:
+            return
+        for sequence in list(self._held.values()):
+            digest = _adapter(sequence).digest
+            if (
+                digest not in chosen
+                or sequence.first_scheduled_step is not None
+                or sequence.priority < self._draining[digest]
+                or sequence.request_id in self._returned
+                or not withdraw(sequence)
+            ):
+                continue
+            self._let_go(sequence.request_id)
+            sequence.adapter_slot = -1
+            self._returned.add(sequence.request_id)
+            self._wait(sequence)
 
     @property
     def running(self) -> list[str]:
         """Names of adapters of sequences that may run, each once and at most `_LISTED`."""
-        return sorted({it.name for it in self._held.values()})[:_LISTED]
+        return sorted({_adapter(it).name for it in self._held.values()})[:_LISTED]
 
     @property
     def waiting(self) -> list[str]:
@@ -155,6 +204,7 @@ class AdapterPool:
             "holders of slots": self._holders.total(),
             "sequences that wait for a slot": len(self._waiting),
             "draining slots": len(self._draining),
+            "sequences that returned": len(self._returned),
         }
         return [f"{count} {name}, expected none" for name, count in counts.items() if count]
 
@@ -162,25 +212,50 @@ class AdapterPool:
         """Assert the invariants. Slow: for tests."""
         used = [*self._slots.values(), *self._free]
         assert len(used) == len(set(used)), "a slot has two adapters"
-        assert self._holders == Counter(it.digest for it in self._held.values())
+        assert self._holders == Counter(_adapter(it).digest for it in self._held.values())
+        assert self._wanted == Counter(_adapter(it).digest for it in self._waiting.values())
         assert self._holders.keys() <= self._slots.keys(), "a held adapter has no slot"
-        assert self._draining <= self._slots.keys()
-        assert len(self._draining) <= len({_adapter(it).digest for it in self._waiting.values()})
-        needed = {_adapter(it).digest for it in self._waiting.values()} | self._slots.keys()
-        assert len(self._contents) <= max(self._capacity, len(needed))
+        assert self._draining.keys() <= self._slots.keys()
+        assert len(self._draining) <= len(self._wanted)
+        assert not self._held.keys() & self._waiting.keys()
+        assert self._returned <= self._held.keys() | self._waiting.keys()
+        assert not self._contents.keys() & self._reading.keys()
+        assert len(self._contents) + len(self._reading) <= self._capacity
+        assert len(self._reading) <= _MOST_READS
+
+    def _wait(self, sequence: Sequence) -> None:
+        self._waiting[sequence.request_id] = sequence
+        self._wanted[_adapter(sequence).digest] += 1
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        del self._waiting[sequence.request_id]
+        digest = _adapter(sequence).digest
+        self._wanted[digest] -= 1
+        if not self._wanted[digest]:
+            del self._wanted[digest]
 
     def _hold(self, sequence: Sequence) -> None:
-        adapter = _adapter(sequence)
-        sequence.adapter_slot = self._slots[adapter.digest]
-        self._held[sequence.request_id] = adapter
-        self._holders[adapter.digest] += 1
-        if adapter.digest in self._contents:
-            self._contents.move_to_end(adapter.digest)
+        digest = _adapter(sequence).digest
+        sequence.adapter_slot = self._slots[digest]
+        self._held[sequence.request_id] = sequence
+        self._holders[digest] += 1
+        if digest in self._contents:
+            self._contents.move_to_end(digest)
 
-    def _finish_reading(self) -> dict[str, str]:
-        """Keep what was read; return why others could not be, by digest."""
-        failures: dict[str, str] = {}
-        for digest, future in list(self._reading.items()):
+    def _let_go(self, request_id: int) -> None:
+        sequence = self._held.pop(request_id, None)
+        if sequence is None:
+            return
+        digest = _adapter(sequence).digest
+        self._holders[digest] -= 1
+        if not self._holders[digest]:
+            del self._holders[digest]
+            self._slots.move_to_end(digest)
+
+    def _finish_reading(self) -> dict[tuple[str, str], str]:
+        """Keep what was read; return why others could not be, by digest and path."""
+        failures: dict[tuple[str, str], str] = {}
+        for digest, (path, future) in list(self._reading.items()):
             if not future.done():
                 continue
             del self._reading[digest]
@@ -188,10 +263,12 @@ class AdapterPool:
             if error is None:
                 self._contents[digest] = future.result()
             elif isinstance(error, ModelError):
-                failures[digest] = f"the adapter cannot be loaded: {error}"
+                failures[digest, path] = (
+                    f"the adapter cannot be loaded: {without_paths(str(error), path)}"
+                )
                 log.error("an adapter cannot be loaded: %s", error)
             else:
-                failures[digest] = "the adapter cannot be loaded: an internal error"
+                failures[digest, path] = "the adapter cannot be loaded: an internal error"
                 log.error("reading an adapter failed", exc_info=error)
         return failures
 
@@ -199,55 +276,90 @@ class AdapterPool:
         """Whether an adapter has a slot that new sequences may hold."""
         return digest in self._slots and digest not in self._draining
 
-    def _place(self, digest: str, adapter: AdapterRef) -> bool:
-        """Give an adapter a slot that sequences may hold; returns whether it has one now."""
-        if digest in self._slots:  # it drains
-            if self._holders[digest]:
-                return False
-            self._draining.discard(digest)
-            return True
-        if digest not in self._contents:
-            if digest not in self._reading and len(self._reading) < _MOST_READS:
-                self._reading[digest] = self._loader.read(adapter)
-                self.num_reads += 1
+    def _reopen(self, digest: str) -> bool:
+        """Let an adapter keep its slot, which has drained; returns whether it has."""
+        if digest not in self._draining or self._holders[digest]:
             return False
+        del self._draining[digest]
+        return True
+
+    def _place(self, digest: str, idle: Iterator[str]) -> bool:
+        """Write an adapter to a slot; returns whether there is one.
+
+        Args:
+            digest: of an adapter in host memory.
+            idle: adapters whose slot no sequence held at the beginning.
+        """
         if self._free:
             slot = self._free.pop()
         else:
-            victim = next((it for it in self._slots if not self._holders[it]), None)
+            victim = next((it for it in idle if not self._holders[it]), None)
             if victim is None:
-                self._drain_another()
                 return False
             slot = self._slots.pop(victim)
-            self._draining.discard(victim)
+            self._draining.pop(victim, None)
             self.num_evictions += 1
         self._loader.write(slot, self._contents[digest])
         self.num_writes += 1
         self._slots[digest] = slot
         return True
 
-    def _drain_another(self) -> None:
-        """Let the slot that the fewest sequences hold drain, unless as many drain as adapters wait."""
-        without = {_adapter(it).digest for it in self._waiting.values()} - self._slots.keys()
-        if len(self._draining) < len(without):
-            kept = (it for it in self._slots if it not in self._draining)
-            if (chosen := min(kept, key=self._holders.__getitem__, default=None)) is not None:
-                self._draining.add(chosen)
+    def _drain(self, absent: Mapping[str, Sequence], placed: AbstractSet[str]) -> None:
+        """Let a slot drain for each adapter that was read and has none; let no more drain than adapters have none.
 
-    def _limit_draining(self) -> None:
-        """Let no more slots drain than adapters without a slot wait."""
-        without = {_adapter(it).digest for it in self._waiting.values()} - self._slots.keys()
-        while len(self._draining) > len(without):
-            self._draining.pop()
+        Args:
+            absent: the first waiting sequence of each adapter without a slot, by digest, in the order of service.
+            placed: adapters that have just got their slots.
+        """
+        while len(self._draining) > len(absent):
+            self._draining.popitem()
+        ready = [it.priority for digest, it in absent.items() if digest in self._contents]
+        num_missing = len(ready) - len(self._draining)
+        if num_missing <= 0 or len(self._draining) + len(placed) >= len(self._slots):
+            return
+        best: dict[str, int] = {}
+        for sequence in self._held.values():
+            digest = _adapter(sequence).digest
+            best[digest] = min(best.get(digest, sequence.priority), sequence.priority)
+        kept = [it for it in self._holders if it not in self._draining and it not in placed]
+        chosen = sorted(kept, key=lambda it: (-best[it], self._holders[it]))[:num_missing]
+        for digest, priority in zip(chosen, ready[len(self._draining) :], strict=False):
+            self._draining[digest] = priority
+            self._chosen.add(digest)
 
-    def _limit_contents(self) -> None:
-        """Drop the adapters from host memory that were used longest ago, except those that are in use or wanted."""
-        needed = {_adapter(it).digest for it in self._waiting.values()} | self._slots.keys()
-        for digest in list(self._contents):
-            if len(self._contents) <= self._capacity:
+    def _read(self, absent: Mapping[str, Sequence]) -> None:
+        """Start to read adapters, as long as host memory has room for them; see `_drain`."""
+        ranks = {digest: rank for rank, digest in enumerate(absent)}
+        for digest, sequence in absent.items():
+            if len(self._reading) >= _MOST_READS:
                 return
-            if digest not in needed:
-                del self._contents[digest]
+            if digest in self._contents or digest in self._reading:
+                continue
+            if not self._make_room(digest, ranks):
+                return  # there is none for later ones either
+            adapter = _adapter(sequence)
+            self._reading[digest] = adapter.path, self._loader.read(adapter)
+            self.num_reads += 1
+
+    def _make_room(self, digest: str, ranks: Mapping[str, int]) -> bool:
+        """Make room in host memory for an adapter; returns whether there is.
+
+        Adapters that are neither in a slot nor wanted leave first, those used longest ago before others; then, for the
+        first that waits, those in slots; then those that wait behind it, the last one first.
+        """
+        if len(self._contents) + len(self._reading) < self._capacity:
+            return True
+        held = (it for it in self._contents if it not in ranks and it not in self._slots)
+        victim = next(held, None)
+        if victim is None and not ranks[digest]:
+            victim = next((it for it in self._contents if it in self._slots), None)
+        if victim is None:
+            behind = (it for it in self._contents if ranks.get(it, -1) > ranks[digest])
+            victim = max(behind, key=ranks.__getitem__, default=None)
+        if victim is None:
+            return False
+        del self._contents[victim]
+        return True
 
 
 def _adapter(sequence: Sequence) -> AdapterRef:

@@ -405,7 +405,10 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _add_loaded(self, adapters: AdapterPool) -> None:
-        """Enqueue the sequences whose adapter has a slot; wait a moment for one if there is nothing else to do."""
+        """Enqueue the sequences whose adapter has a slot; wait a moment for one if there is nothing else to do.
+
+        Queued sequences whose slot shall be another adapter's wait for a slot again.
+        """
         idle = not self._scheduler.has_work and self._launched is None
         for sequence, error in adapters.take(wait=idle):
             if error is not None:
@@ -415,6 +418,7 @@ class Engine:
                 self._scheduler.add(sequence)
             except RefusedError as refusal:
                 self._refuse(sequence.request_id, str(refusal))
+        adapters.return_queued(self._scheduler.withdraw)
 
     def _add_compiled(self) -> None:
         """Enqueue the sequences whose grammar is compiled; wait a moment for one if there is nothing else to do."""

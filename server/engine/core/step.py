@@ -100,7 +100,13 @@ class DecodeBatch:
         extra_columns: of the steps with these sequences, see `Bucket`; None until they are known.
     """
 
-    __slots__ = ("__weakref__", "deterministic", "extra_columns", "request_ids", "sequences")
+    __slots__ = (
+        "__weakref__",
+        "deterministic",
+        "extra_columns",
+        "request_ids",
+        "sequences",
+    )
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences

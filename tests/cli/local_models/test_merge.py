@@ -1,10 +1,12 @@
 """`tessera merge` writes what PEFT merges."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from model.errors import AdapterError
 from server.cli.local_models.merge import merge_adapter
@@ -58,3 +60,64 @@ def test_the_command_writes_no_folder_that_has_files(tmp_path, capsys, monkeypat
 
     assert ended.value.code == 1
     assert "exists; give a folder that does not" in capsys.readouterr().err
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Folders of a model in float16 and an adapter."""
+    model = CASES["llama"].save(tmp_path / "base")
+    adapted(copy.deepcopy(model), tmp_path / "adapter", 4, ["q_proj"])
+    model.half().save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_sum_that_the_dtype_cannot_hold_is_refused_by_name(pair, exists):
+    file = pair / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    tensors[name] = torch.full_like(tensors[name], 1e5)
+    save_file(tensors, file)
+    if exists:
+        (pair / "merged").mkdir()
+    before = sorted(pair.rglob("*"))
+
+    with pytest.raises(
+        AdapterError, match=r"model\.layers\.1\.self_attn\.q_proj: float16 cannot hold the sum"
+    ):
+        merge_adapter(pair / "base", pair / "adapter", pair / "merged")
+    assert sorted(pair.rglob("*")) == before
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_get_to_the_folder_when_all_are_complete(pair, exists, monkeypatch):
+    if exists:
+        (pair / "merged").mkdir()
+    before = sorted(pair.rglob("*"))
+    copyfile = shutil.copyfile
+
+    def is_full(*_):
+        assert not (pair / "merged" / "model.safetensors").exists()
+        raise OSError(28, "No space left on device", "file")
+
+    monkeypatch.setattr("shutil.copyfile", is_full)
+    with pytest.raises(OSError, match="No space"):
+        merge_adapter(pair / "base", pair / "adapter", pair / "merged")
+    assert sorted(pair.rglob("*")) == before
+
+    monkeypatch.setattr("shutil.copyfile", copyfile)
+    merge_adapter(pair / "base", pair / "adapter", pair / "merged")
+    assert {"config.json", "model.safetensors"} <= {it.name for it in (pair / "merged").iterdir()}
+    assert not list(pair.rglob("*.partial"))
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_one_line(pair, capsys, monkeypatch):
+    (pair / "file").write_text("")
+    arguments = [str(pair / it) for it in ("base", "adapter", "file/merged")]
+    monkeypatch.setattr("sys.argv", ["tessera", "merge", *arguments])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 1
+    assert "cannot be written: Not a directory" in capsys.readouterr().err

@@ -1,10 +1,13 @@
 import json
 
 import msgspec
+from msgspec import UNSET
 
 from server.cli.replay import command
+from server.cli.replay.work import tasks_of, with_adapters
 from server.cli.settings import Settings
-from tests.receipts.make import CONDITIONS, plain_receipt
+from server.engine.core.request import AdapterRef
+from tests.receipts.make import CONDITIONS, make_receipt, plain_receipt
 
 
 def test_a_file_without_a_receipt_is_one_error_and_status_2(tessera, tmp_path):
@@ -50,3 +53,27 @@ def test_an_engine_has_the_formats_of_the_receipt_unless_flags_give_others():
     assert changes(quantization="awq") == {"model": "bundled"}
     for found in (changes(), changes(quantization="none", kv_cache_dtype="fp8")):
         Settings.model_validate(found)
+
+
+def test_an_adapter_is_found_by_its_digest_or_its_outputs_are_not_computed():
+    def tasks(adapter):
+        receipt = make_receipt()
+        conditions = msgspec.structs.replace(CONDITIONS, adapter=adapter)
+        return tasks_of("receipt", msgspec.structs.replace(receipt, conditions=conditions))
+
+    plain, here, gone = found = [*tasks(UNSET), *tasks("sha256:ab"), *tasks("sha256:cd")]
+    ref = AdapterRef("any", "/adapters/any", "ab")
+
+    assert with_adapters(found, {"ab": ref}) == [plain, here]
+    assert (plain.adapter, here.adapter) == (None, ref)
+    assert gone.difference == (
+        "cannot be computed: adapter sha256:cd is not here; give it with --lora-modules"
+    )
+
+
+def test_an_adapter_is_no_other_condition():
+    conditions = msgspec.structs.replace(CONDITIONS, adapter="sha256:ab")
+    task = tasks_of("receipt", msgspec.structs.replace(make_receipt(), conditions=conditions))[0]
+    notes = []
+    command._note_conditions([task], CONDITIONS, "", notes.append)
+    assert notes == []

@@ -1,5 +1,6 @@
 """The pool of adapters: slots, host memory and waiting sequences, whatever happens in between."""
 
+from collections import OrderedDict
 from concurrent.futures import Future
 
 import pytest
@@ -153,12 +154,12 @@ def test_an_adapter_that_cannot_be_read_ends_its_sequences_only():
     for number, name in enumerate("aab"):
         it.add(sequence(number, name))
     it.take(wait=False)
-    loader.finish("digest of a", AdapterError("its files have changed"))
+    loader.finish("digest of a", AdapterError("/adapters/a/file: its files have changed"))
     loader.finish("digest of b")
 
     found = dict(ready(it))
     assert found[2] is None
-    assert found[0] == found[1] == "the adapter cannot be loaded: its files have changed"
+    assert found[0] == found[1] == "the adapter cannot be loaded: file: its files have changed"
     it.add(sequence(3, "a"))
     it.take(wait=False)
     assert loader.started.count("digest of a") == 2, "it is read again for the next request"
@@ -179,6 +180,152 @@ def test_host_memory_holds_a_bounded_number_of_adapters(capacity):
         it.release(number)
 
     assert loader.started == []
+
+
+def test_host_memory_never_holds_more_than_its_capacity():
+    it, loader = pool(slots=1, capacity=2, at_once=True)
+    it.add(sequence(0, "a"))
+    settle(it)
+    for number, name in enumerate("bcdef", 1):
+        it.add(sequence(number, name))
+    for _ in range(10):
+        it.take(wait=False)
+        it.check_invariants()
+    assert loader.started == ["digest of a", "digest of b"], "the others wait for room"
+
+    order = []
+    for number in range(6):
+        it.release(number)
+        order += settle(it)
+    assert order == [(number, None) for number in range(1, 6)]
+
+
+def test_adapters_are_read_in_the_order_of_priority_then_arrival():
+    it, loader = pool(slots=1, capacity=1, at_once=True)
+    for number, priority in enumerate((1, 1, 0, 2)):
+        it.add(sequence(number, NAMES[number], priority))
+    order = []
+    for _ in range(30):
+        found = ready(it)
+        order += [number for number, _ in found]
+        it.check_invariants()
+        for number, _ in found:
+            it.release(number)
+
+    assert order == [2, 0, 1, 3]
+    assert len(loader.started) == 4
+
+
+def test_a_sequence_of_a_higher_priority_takes_the_room_of_one_that_waits():
+    it, _ = pool(slots=1, capacity=2, at_once=True)
+    for number, name in enumerate("abc"):
+        it.add(sequence(number, name))
+        settle(it)
+    it.add(sequence(3, "d", priority=-1))
+    settle(it)
+    it.add(sequence(4, "e", priority=-2))
+    settle(it)
+    it.release(0)
+
+    assert settle(it) == [(4, None)]
+    it.release(4)
+    assert settle(it) == [(3, None)]
+
+
+def test_the_slot_of_the_lowest_priority_drains_then_that_with_the_fewest_sequences():
+    it, _ = pool(slots=3, at_once=True)
+    for number, (name, priority) in enumerate(
+        [("a", 0), ("b", 1), ("b", 1), ("c", 1), ("c", 1), ("c", 1)]
+    ):
+        if not it.add(sequence(number, name, priority)):
+            settle(it)
+    it.add(sequence(10, "d"))
+    settle(it)
+
+    assert it.add(sequence(11, "a"))
+    assert it.add(sequence(12, "c"))
+    assert not it.add(sequence(13, "b"))
+
+
+def test_queued_sequences_of_a_slot_that_drains_wait_again_once():
+    it, _ = pool(slots=1, at_once=True)
+    queued = {}
+
+    def step():
+        for made, error in it.take(wait=False):
+            assert error is None
+            queued[made.request_id] = made
+        it.return_queued(lambda made: queued.pop(made.request_id, None) is not None)
+        it.check_invariants()
+
+    it.add(running := sequence(0, "a"))
+    step()
+    step()
+    running.first_scheduled_step = 1
+    for number in (1, 2):
+        queued[number] = sequence(number, "a")
+        assert it.add(queued[number])
+    it.add(sequence(3, "b", priority=1))
+    for _ in range(3):
+        step()
+    assert set(queued) == {0, 1, 2}, "b has a lower priority"
+    it.remove(3)
+
+    it.add(sequence(4, "b"))
+    for _ in range(3):
+        step()
+    assert set(queued) == {0}
+    assert len(it) == 3
+    it.release(0)
+    step()
+    assert set(queued) == {0, 4}, "a waits behind b"
+    it.release(4)
+    for _ in range(2):
+        step()
+    it.add(sequence(5, "b"))
+    for _ in range(3):
+        step()
+    assert set(queued) == {0, 1, 2, 4}, "nothing returns twice"
+    for number in (1, 2):
+        it.release(number)
+    step()
+    it.release(5)
+    assert it.idle_violations() == []
+
+
+def test_one_digest_at_two_paths_fails_only_where_it_cannot_be_read():
+    it, loader = pool()
+    it.add(sequence(0, "gone", digest="same"))
+    it.add(sequence(1, "here", digest="same"))
+    it.take(wait=False)
+    loader.finish("same", AdapterError("its files have changed"))
+
+    assert ready(it) == [(0, "the adapter cannot be loaded: its files have changed")]
+    loader.finish("same")
+    assert ready(it) == [(1, None)]
+
+
+def test_many_waiting_adapters_cost_no_search_of_the_slots_for_each():
+    it, _ = pool(slots=1, at_once=True)
+    it.add(sequence(0, "a"))
+    settle(it)
+    for number in range(1, 2000):
+        it.add(sequence(number, "b", digest=f"digest {number}"))
+    counted = Counted(it._slots)
+    it._slots = counted
+    settle(it)
+
+    assert counted.num_walks < 20
+
+
+class Counted(OrderedDict):
+    """Slots that count how often somebody looks at all of them."""
+
+    num_walks = 0
+
+    def __iter__(self):
+        self.num_walks += 1
+        return super().__iter__()
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -228,6 +375,22 @@ class PoolMachine(RuleBasedStateMachine):
         digest = data.draw(st.sampled_from(sorted(self.loader.reads)))
         error = (AdapterError if known else OSError)("broken") if fails else None
         self.loader.finish(digest, error)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def schedule(self, data):
+        number = data.draw(st.sampled_from(sorted(self.running)))
+        self.running[number].first_scheduled_step = 0
+
+    @rule()
+    def return_queued(self):
+        def withdraw(made):
+            assert made.first_scheduled_step is None
+            assert self.running.pop(made.request_id) is made
+            self.waiting[made.request_id] = made
+            return True
+
+        self.pool.return_queued(withdraw)
 
     @rule()
     def take(self):

@@ -254,3 +254,18 @@ def test_20000_requests_over_three_slots_get_the_tokens_that_each_gets_alone(tmp
     assert wrong == 0
     assert engine.engine.stats().num_adapter_evictions > 100
     assert_all_free(engine)
+
+
+def test_queued_requests_do_not_keep_the_slot_of_their_adapter(served):
+    rng = random.Random(3)
+    names = [NAMES[0]] * 6 + [NAMES[1]] * 2
+    cases = [(random_prompt(rng, 4, 8), name) for name in names]
+    engine = served.engine(max_loras=1, max_num_seqs=2)
+
+    answers = engine.generate([served.request(i, *it) for i, it in enumerate(cases)], streams=8)
+
+    alone = served.engine(max_num_seqs=1)
+    for i, (case, answer) in enumerate(zip(cases, answers, strict=True)):
+        assert tokens(answer) == tokens(alone.generate([served.request(i, *case)])[0])
+    assert engine.engine.stats().num_adapter_evictions >= 2, "the second adapter runs in between"
+    assert_all_free(engine)

@@ -13,6 +13,7 @@ from model.adapters.adapter import AdapterReader, find_adapter_folder
 from model.adapters.config import AdapterConfig
 from model.checkpoint.config import ModelConfig
 from model.errors import AdapterError, ModelError
+from model.files import read_file
 from tests.model.adapters.peft_adapters import adapted
 from tests.model.checkpoint.hf_checkpoints import CASES
 
@@ -123,6 +124,8 @@ def test_a_digest_is_that_of_both_files(reader, adapter):
         ({"lora_alpha": "8"}, "lora_alpha must be a number"),
         ({"alpha_pattern": {"(a+)+b": 1}}, r"the pattern '\(a\+\)\+b' is not supported"),
         ({"alpha_pattern": {".*.*.*q": 1}}, "is not supported: give names of modules"),
+        ({"rank_pattern": {"[z-a]": 4}}, r"the pattern '\[z-a\]' is no regular expression: bad character range z-a"),
+        ({"alpha_pattern": {"[a--z]": 1}}, r"the pattern '\[a--z\]' is not supported"),
         ({"rank_pattern": {f"x{i}.*": 1 for i in range(17)}}, "has 17 regular expressions, more than 16"),
         ({"alpha_pattern": {f"x{i}": 1 for i in range(4097)}}, "alpha_pattern has 4097 entries, more than 4096"),
         ({"alpha_pattern": {"x": "8"}}, r"alpha_pattern\['x'\] must be a number, found '8'"),
@@ -197,6 +200,24 @@ def test_a_header_that_contradicts_itself_is_refused(reader, adapter, offsets):
         reader.read(adapter)
 
 
+def test_the_digest_is_that_of_what_was_checked(reader, adapter, monkeypatch):
+    expected = reader.read(adapter)
+    names = []
+
+    def read(folder, name, *arguments):
+        content = read_file(folder, name, *arguments)
+        names.append(name)
+        change(adapter, lora_alpha=100 + len(names))
+        return content
+
+    monkeypatch.setattr("model.adapters.adapter.read_file", read)
+    monkeypatch.setattr("model.adapters.file.read_file", read)
+    found = reader.read(adapter)
+
+    assert names == [CONFIG, WEIGHTS]
+    assert (found.digest, found.modules) == (expected.digest, expected.modules)
+
+
 def test_a_file_that_is_larger_than_any_adapter_of_the_model_is_not_read(reader, adapter):
     with (adapter / WEIGHTS).open("r+b") as file:
         file.truncate(1 << 30)
@@ -229,6 +250,28 @@ def test_names_of_tensors_may_have_other_prefixes(reader, adapter):
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
+        find_adapter_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("~nosuchuser/adapter", "Could not determine home directory"),
+        ("/" + "x" * 5000, "File name too long"),
+        ("a/" * 5000, "File name too long"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused_with_the_reason(path, reason):
+    with pytest.raises(AdapterError, match=f"cannot be read: {reason}"):
+        find_adapter_folder(path)
+
+
+def test_a_folder_that_may_not_be_read_is_refused_with_the_reason(tmp_path, monkeypatch):
+    def stat(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.stat", stat)
+    with pytest.raises(AdapterError, match="cannot be read: Permission denied"):
         find_adapter_folder(str(tmp_path))
 
 

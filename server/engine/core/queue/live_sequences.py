@@ -81,6 +81,11 @@ class LiveSequences:
         sequence.expected_output = expected_output(limit, self.output_means.means)
         self.waiting.add(sequence)
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue that was never admitted."""
+        self.waiting.remove(sequence)
+        del self._by_id[sequence.request_id]
+
     def limit_places(self, limits: dict[str, int]) -> None:
         """Limit the running sequences of some clients: at the limit the queue passes over a client."""
         self.place_limits = limits

@@ -207,11 +207,11 @@ class DraftPolicy:
                 sequence.account.draft_is_predicted = record.is_predicted
 
     def note_step(self, decode: DecodeRows, seconds: float) -> None:
-        """Enter the time of a step without prompts."""
-        longest = 1 if decode.drafts is None else 1 + max(map(len, decode.drafts))
+        """Enter the time of a step without prompts, unless it says nothing about steps that may have drafts."""
         kind = self._kind(decode.batch.deterministic)
         if kind is self._exact and not _is_one_launch(decode):
             return
+        longest = 1 if decode.drafts is None else 1 + max(map(len, decode.drafts))
         if decode.num_tokens <= kind.most_tokens:
             kind.costs.note(kind.size(len(decode), decode.num_tokens, longest), seconds)
 

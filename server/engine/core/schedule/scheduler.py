@@ -203,6 +203,19 @@ class Scheduler:
         self._live.remove(sequence, reason)
         return sequence
 
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Take a sequence that no step has scheduled out of the queue; it may be added again.
+
+        Returns:
+            Whether it was in the queue.
+        """
+        is_queued = self._live.get(sequence.request_id) is sequence and (
+            sequence.first_scheduled_step is None and sequence.status is not RUNNING
+        )
+        if is_queued:
+            self._live.withdraw(sequence)
+        return is_queued
+
     def expire(self, request_id: int) -> TokenEvent | None:
         """End a sequence whose deadline has passed: with its next token if it has output and runs, else now.
 

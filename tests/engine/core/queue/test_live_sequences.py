@@ -352,3 +352,31 @@ def test_the_id_of_an_aborted_sequence_can_be_reused_before_its_step_ends():
     assert commit(scheduler, output, [[Token(20)]]) == []
     assert output_of(aborted) == output_of(again) == []
     assert rows_of(step(scheduler)[0]) == [(0, 0, 5, True)]
+
+
+# Withdrawal
+
+
+def test_a_queued_sequence_is_withdrawn_and_may_return():
+    scheduler = make_scheduler(8, 4, max_num_seqs=1)
+    running = add(scheduler, 0, 3, max_new_tokens=3)
+    queued = add(scheduler, 1, 3)
+    step(scheduler)
+
+    assert not scheduler.withdraw(running)
+    assert scheduler.withdraw(queued)
+    assert not scheduler.withdraw(queued)
+    assert scheduler.num_waiting == 0
+    scheduler.check_invariants()
+    scheduler.add(queued)
+    finish_everything(scheduler)
+    assert queued.finish_reason is FinishReason.LENGTH
+    assert scheduler.idle_violations() == []
+
+
+def test_a_preempted_sequence_is_not_withdrawn():
+    scheduler, _, younger = start_two_that_collide()
+    step(scheduler)
+
+    assert younger.status is SequenceStatus.WAITING
+    assert not scheduler.withdraw(younger)

@@ -427,6 +427,17 @@ def test_no_step_has_drafts_once_its_rows_have_other_bits():
     assert not any(it.decode.drafts for it in service.outputs)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_with_adapters_count_only_where_such_steps_may_have_drafts(deterministic):
+    service = Service(exact_rows=8)
+    service.add(1, deterministic=deterministic).adapter = AdapterRef("a", "folder", "digest")
+    service.add(2, deterministic=deterministic)
+    service.run()
+
+    measured = [it.seconds(2, 2, 1) > 0 for it in service.scheduler.drafts.kinds]
+    assert measured == [deterministic, False]
+
+
 def test_a_step_of_several_tokens_is_computed_as_a_power_of_two():
     asked = []
     service = Service(exact_rows=8)
