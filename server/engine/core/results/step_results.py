@@ -139,7 +139,7 @@ class StepResults:
             sampled = leading(sampled, row.draft)
         num_known = len(sequence.token_ids)
         reason = append_sampled(sequence, sampled, events)
-        self._note_draft(row, num_known)
+        self._note_draft(row, num_known, failed=reason is FinishReason.ERROR)
         if reason is not FinishReason.ERROR:
             num_rejected = num_logits - (len(sequence.token_ids) - num_known)
             if sequence.status is RUNNING:
@@ -161,13 +161,16 @@ class StepResults:
             assert sequence.usage is not None
             events.usage[len(events) - 1] = sequence.usage
 
-    def _note_draft(self, row: ScheduledSequence, num_known: int) -> None:
-        """Count the tokens of a row's draft that its sequence, which had `num_known` tokens, has now."""
+    def _note_draft(self, row: ScheduledSequence, num_known: int, *, failed: bool) -> None:
+        """Count the tokens of a row's draft that its sequence, which had `num_known` tokens, has now.
+
+        None is computed again for a sequence that has failed.
+        """
         if row.draft:
             sampled = row.sequence.token_ids[num_known:]
             num_accepted = sum(map(operator.eq, sampled, row.draft))
             count = len(row.draft)
-            num_dropped = count + 1 - len(sampled)
+            num_dropped = 0 if failed else count + 1 - len(sampled)
             self._accounting.note_draft(row.sequence.account, count, num_accepted, num_dropped)
 
     def _enter_followed(
