@@ -87,11 +87,6 @@ def test_the_address_of_ollama_is_not_listened_on():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (
-            "LORA_ADAPTERS",
-            "a",
-            "LORA_ADAPTERS (Text Generation Inference): Tessera has no LoRA adapters",
-        ),
         ("LLAMA_ARG_SSL_KEY_FILE", "a", "Tessera has no TLS"),
         ("LLAMA_ARG_N_GPU_LAYERS", "20", "LLAMA_ARG_N_GPU_LAYERS 20: Tessera computes all layers"),
         ("CUDA_GRAPHS", "1,2,4", "CUDA_GRAPHS 1,2,4: the sizes of CUDA graphs cannot be chosen"),
@@ -111,7 +106,7 @@ def test_any_other_variable_is_reported_and_has_no_effect(name):
     reading = read(**{name: "1"})
 
     assert reading.given == {}
-    assert reading.notes[0].startswith(f"{name} has no effect: Tessera has no ")
+    assert reading.notes[0].startswith(f"{name} has no effect: ")
 
 
 def test_two_variables_that_differ_are_refused():

@@ -63,7 +63,6 @@ def test_origins_in_lists_in_json_are_separated_by_commas():
             "--tokenizer x",
             "--tokenizer (vLLM): Tessera has no other tokenizer than the checkpoint's",
         ),
-        ("--lora-modules a=b", "Tessera has no LoRA adapters"),
         ("--ssl-keyfile x", "Tessera has no TLS; put a proxy in front"),
         ("--root-path /x", "--root-path (vLLM): Tessera has no prefix of its routes"),
         ("--speculative-config {}", "--max-draft-tokens"),

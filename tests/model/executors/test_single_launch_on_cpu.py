@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kernels import PagedBatch
+from kernels.step.single_launch import computed_as_rows
 from model.decoder import DecoderLM
-from model.executors.single_launch import bind_single_launch, unsupported
+from model.executors.single_launch import bind_single_launch, step_shape, unsupported
 from model.network.spec import Rotary
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.triton_interpreter import HAS_TRITON
@@ -121,13 +122,16 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
         slots = torch.tensor([last * BLOCK + (context - 1) % BLOCK], dtype=torch.int32)
         tokens, sampled = torch.empty(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
         truth = by_layers(wide, truth_cache, ids, slots, table, context)
+        as_rows = computed_as_rows(step_shape(model.network))
+        first = torch.zeros(1, dtype=torch.int64)
         with steps_on_cpu(bound._weights, cache.layers, cache.scales):
             bound(
-                ids, torch.tensor([context - 1]), slots, table, model.rope_tables, found, tokens, torch.empty(1),
-                sampled,
+                ids, torch.tensor([context - 1]), *((first.int(),) if as_rows else ()), slots, table,
+                model.rope_tables, found, tokens, torch.empty(1), sampled, *((first,) if as_rows else ()),
             )  # fmt: skip
 
-        assert (found - truth).norm() / truth.norm() < 0.012
+        # A normalized hidden state is rounded to bfloat16 before it is multiplied, as layer by layer.
+        assert (found - truth).norm() / truth.norm() < 0.02
         assert tokens == sampled[0] == found.argmax()
         for rows, expected in zip(cache.layers, truth_cache.layers, strict=True):
-            assert (rows - expected).norm() / expected.norm() < 0.012
+            assert (rows - expected).norm() / expected.norm() < 0.02
