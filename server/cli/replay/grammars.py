@@ -1,6 +1,6 @@
 """Checks the grammars of receipts in processes with limits, as a service checks those of requests.
 
-A grammar of a stranger may crash the library that compiles it, or keep it busy for hours.
+An untrusted grammar may crash the library that compiles it, or take hours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the model that a receipt names: on this machine, unless a download is allowed, since a stranger wrote it."""
+"""Finds the model that a receipt names: on this machine, unless a download is allowed, since a receipt is untrusted."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
     wide.load_state_dict(model.state_dict())
     for it in (model, wide):
         it.reserve_positions(192)
-    cache, truth_cache = new_cache(model), new_cache(wide)
+    cache, plain_cache, truth_cache = new_cache(model), new_cache(model), new_cache(wide)
     monkeypatch.setattr("model.network.parameters.detect", lambda _device: arch)
     bound = bind_single_launch(model, cache)
     table = torch.randperm(BLOCKS, generator=generator).int()[None]
@@ -130,8 +130,9 @@ def test_a_model_is_bound_as_its_layers_are(monkeypatch, config):
                 model.rope_tables, found, tokens, torch.empty(1), sampled, *((first,) if as_rows else ()),
             )  # fmt: skip
 
-        # A normalized hidden state is rounded to bfloat16 before it is multiplied, as layer by layer.
-        assert (found - truth).norm() / truth.norm() < 0.02
+        # Layer by layer too, a normalized hidden state is rounded to bfloat16 before it is multiplied.
+        plain = by_layers(model, plain_cache, ids, slots, table, context)
+        assert (found - truth).norm() < 1.5 * (plain - truth).norm() < 0.03 * truth.norm()
         assert tokens == sampled[0] == found.argmax()
         for rows, expected in zip(cache.layers, truth_cache.layers, strict=True):
-            assert (rows - expected).norm() / expected.norm() < 0.02
+            assert (rows - expected).norm() / expected.norm() < 0.002
