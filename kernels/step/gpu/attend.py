@@ -1,10 +1,9 @@
-"""Attention in the whole-step kernel: each row's keys split over the programs, and the merge of the splits.
+"""Attention in the whole-step kernel: each row's keys split over the programs.
 
 A line of lanes attends two keys of each stage and keeps its own maximum, so that lines exchange nothing before a split
 is done. The splits of a row depend on its position alone, and a key has the same place in them whether an earlier step
-or this one computed it: keys of this step are written to the stages that have arrived (`add_own`). A program attends
-one split of one row, or several of one of several rows. All programs then merge the splits of all heads of one row,
-which are a few KB; of several rows, each program merges a share (`mix_rows`). The order of the sums is the same.
+or this one computed it: keys of this step are written to the stages that have arrived (`add_step_keys`). A program
+attends one split of one row, or several of one of several rows; `kernels.step.gpu.merge_splits` merges them.
 
 Source: Dao et al., "Flash-Decoding", 2023.
 """
@@ -24,24 +23,10 @@ from kernels.step.gpu.grid_barrier import (
     clear,
     publish,
     received,
-    received_log,
     wait_grid,
 )
-from kernels.step.gpu.products_of_rows import WIDTH, chunk_of_rows
-from kernels.step.gpu.ring import (
-    CONSUMER_WARPS,
-    MIXED,
-    attended,
-    head_element,
-    key_range,
-    lines_of,
-    lines_scales,
-    release,
-    rows_in,
-    scales_of,
-    wait_full,
-)
-from kernels.step.gpu.tensor_products import store_vector
+from kernels.step.gpu.ring import lines_of, lines_scales, release, rows_in, scales_of, wait_full
+from kernels.step.gpu.step_constants import CONSUMER_WARPS, attended, head_element, key_range
 
 _SCALE_ROUNDING = gl.constexpr(SCALE_ROUNDING)
 _SCALE_EXPONENT = gl.constexpr(SCALE_EXPONENT)
@@ -72,7 +57,7 @@ def attend(
         bring_heads(ring, qkv, vectors, kv_head, part, earlier, eps, c)
         dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
         if piece == 0 and part == 0:
-            write_own(ring, cache, earlier, slot, kv_head, c)
+            write_to_cache(ring, cache, earlier, slot, kv_head, c)
         queries = ()
         for g in gl.static_range(c.HELD):
             query = ring.heads.index(g).load(dims).to(gl.float32) * scale
@@ -226,18 +211,18 @@ def bring_heads(ring, qkv, vectors, kv_head, part, earlier, eps, c):
 def hadamard_transform(x, element, c):
     """Multiply heads by `kernels.hadamard.hadamard_matrix`; `x` and the elements' numbers are [rows, 2, DP / 2]."""
     HALF: gl.constexpr = c.D // 2
-    MIXED: gl.constexpr = HALF & -HALF
+    POWER: gl.constexpr = HALF & -HALF
     layout: gl.constexpr = x.type.layout
     x *= 1.0 - 2.0 * ((element * _SIGN_FACTOR >> _SIGN_BIT) & 1).to(gl.float32)
     within = gl.arange(0, c.DP // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     within = gl.expand_dims(gl.expand_dims(within, 0), 1) + element * 0
     for i in gl.static_range(7):
-        if 1 << i < MIXED:
+        if 1 << i < POWER:
             other = gl.gather(x, within ^ (1 << i), 2)
             x = gl.where(((within >> i) & 1) == 1, other - x, other + x)
     first, second = gl.split(gl.permute(x, [0, 2, 1]))
     x = gl.permute(gl.join(first + second, first - second), [0, 2, 1])
-    return gl.convert_layout(x, layout, assert_trivial=True) * (2 * MIXED) ** -0.5
+    return gl.convert_layout(x, layout, assert_trivial=True) * (2 * POWER) ** -0.5
 
 
 @gluon.jit
@@ -263,7 +248,7 @@ def rounded(row, inverse, c):
 
 
 @gluon.jit
-def write_own(ring, cache, earlier, slot, kv_head, c):
+def write_to_cache(ring, cache, earlier, slot, kv_head, c):
     """Write the key and the value of the row's token to its slot of the cache, a result of `cache_of`."""
     dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
     d, exists = head_element(gl.arange(0, c.DP, layout=dims), c)
@@ -288,7 +273,7 @@ def stored_row(ring, head, c):
 
 
 @gluon.jit
-def add_own(ring, number, position, earlier, used, COUNT: gl.constexpr, c):
+def add_step_keys(ring, number, position, earlier, used, COUNT: gl.constexpr, c):
     """Write the step's keys and values to their places in COUNT stages that have arrived, from stage `number` on."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -322,7 +307,7 @@ def attend_stages(
     for i in gl.static_range(COUNT):
         wait_full(ring, used + i, c)
     if (number + COUNT) * c.KEYS > position - earlier:
-        add_own(ring, number, position, earlier, used, COUNT, c)
+        add_step_keys(ring, number, position, earlier, used, COUNT, c)
     all_scores = ()
     highest = ()
     for g in gl.static_range(c.HELD):
@@ -427,150 +412,3 @@ def give(parts, logs, parity, number, log, merged, kv_head, part, c):
     d, in_head = head_element(gl.arange(0, c.DP, layout=gl.SliceLayout(0, merged.type.layout)), c)
     place = head * c.D + d[None, :]
     publish(parts, ALL * c.D, parity, place, merged, exists & in_head[None, :], c)
-
-
-@gluon.jit
-def weights_of_splits(logs):
-    """Return the weights of splits, from their log-sum-exps in units of log2, and the inverse of their sum.
-
-    The order of all operations is that of the splits, wherever they are merged.
-    """
-    highest = logs[0]
-    for s in gl.static_range(1, len(logs)):
-        highest = gl.maximum(highest, logs[s])
-    weights = ()
-    total = gl.zeros_like(highest)
-    for s in gl.static_range(len(logs)):
-        weight = gl.exp2(logs[s] - highest)
-        total += weight
-        weights = weights + (weight,)  # type: ignore[assignment]
-    return weights, 1.0 / total
-
-
-@gluon.constexpr_function
-def block_layout(size):
-    """Return the register layout of WIDTH elements as [WIDTH / size, size]: 8 warps divide the blocks."""
-    lanes = min(32, size // 4)
-    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [CONSUMER_WARPS.value, 1], [1, 0])
-
-
-@gluon.jit
-def combine(ring, parts, logs, parity, seen, position, c):
-    """Load the splits of all heads of one row, merge them and store the result in shared memory.
-
-    A head is D / BLOCK_D blocks, so that all sizes are powers of two.
-    """
-    PER_HEAD: gl.constexpr = c.D // c.BLOCK_D
-    ALL: gl.constexpr = c.HEADS * PER_HEAD
-    BLOCKS: gl.constexpr = WIDTH // c.BLOCK_D
-    CHUNKS: gl.constexpr = (c.HEADS * c.D + WIDTH - 1) // WIDTH
-    layout: gl.constexpr = block_layout(c.BLOCK_D)
-    lines: gl.constexpr = gl.SliceLayout(1, layout)
-    splits, _, _ = key_range(seen, position, 0, c)
-    block = gl.arange(0, BLOCKS, layout=lines)
-    within = gl.arange(0, c.BLOCK_D, layout=gl.SliceLayout(0, layout))[None, :]
-    # A warp loads the log-sum-exps of few splits: all programs read the same few cache lines at once.
-    few: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [CONSUMER_WARPS, 1], [1, 0])
-    split = gl.arange(0, c.SPLITS, layout=gl.SliceLayout(1, few))[:, None]
-    block_of_few = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, few))[None, :]
-    plane = ring.sums._reinterpret(
-        gl.float32, [c.SPLITS, BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
-    rows = ring.sums._reinterpret(
-        gl.float32, [c.SPLITS, BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    for i in gl.static_range(CHUNKS):
-        # Blocks behind the last one have its log-sum-exps, but no numbers: they become zeros.
-        head = gl.minimum(i * BLOCKS + block_of_few, ALL - 1) // PER_HEAD
-        place_of_log = logs + ((parity * c.SPLITS + split) * c.HEADS + head)
-        is_split = (split < splits) & (head >= 0)
-        log = gl.load(place_of_log, mask=is_split, other=float("-inf"), cache_modifier=".cg")
-        number = i * BLOCKS + block
-        loaded = ()
-        for s in gl.static_range(c.SPLITS):
-            place = part_places(parts, (parity * c.SPLITS + s) * ALL + number, within, c)
-            exists = gl.expand_dims((number < ALL) & (s < splits), 1) & (within >= 0)
-            exists = gl.max_constancy(exists, [1, 4])
-            part = gl.load(place, mask=exists, other=0.0, cache_modifier=".cg")
-            loaded = loaded + (part,)  # type: ignore[assignment]
-        if i > 0:
-            # All have read those before.
-            gl.thread_barrier()
-        plane.store(received_log(log, place_of_log, c))
-        gl.thread_barrier()
-        arrived = ()
-        for s in gl.static_range(c.SPLITS):
-            arrived = arrived + (rows.index(s).load(lines),)  # type: ignore[assignment]
-        weights, inverse = weights_of_splits(arrived)
-        mixed = gl.zeros([BLOCKS, c.BLOCK_D], gl.float32, layout=layout)
-        for s in gl.static_range(c.SPLITS):
-            place = part_places(parts, (parity * c.SPLITS + s) * ALL + number, within, c)
-            part = received(loaded[s], place, 4, c).to(gl.float32)
-            mixed = gl.fma(part, gl.expand_dims(weights[s], 1), mixed)
-        mixed *= gl.expand_dims(inverse, 1)
-        if c.OF_ROWS:
-            wide = gl.reshape(mixed.to(ring.x.dtype), [1, WIDTH])
-            chunk_of_rows(ring, i, c).store(wide)
-        else:
-            store_vector(ring, i, gl.reshape(mixed, [WIDTH]), c.FP8_WEIGHTS, c)
-    gl.thread_barrier()
-
-
-@gluon.jit
-def part_places(parts, block, within, c):
-    """Return the addresses of the elements of blocks of parts."""
-    place = parts + (gl.expand_dims(block * c.BLOCK_D, 1) + within)
-    return gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16])
-
-
-@gluon.constexpr_function
-def mixed_layout(size):
-    """Return the register layout of MIXED elements as [MIXED / size, size], of which a thread has 2."""
-    lanes = min(32, size // 2)
-    return gl.BlockedLayout([1, 2], [32 // lanes, lanes], [CONSUMER_WARPS.value, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def mixed_tiles(size):
-    """Return how many tiles of MIXED elements `size` elements are."""
-    return -(-size // MIXED.value)
-
-
-@gluon.jit
-def mix_rows(parts, logs, mixed, parity, c):
-    """Merge this program's share of the splits of several rows, and publish it.
-
-    If each program merged all, as it does for one row, it would load the splits of all rows.
-    """
-    PER_HEAD: gl.constexpr = c.D // c.BLOCK_D
-    BLOCKS: gl.constexpr = MIXED // c.BLOCK_D
-    ALL: gl.constexpr = c.BATCH * c.HEADS * PER_HEAD
-    layout: gl.constexpr = mixed_layout(c.BLOCK_D)
-    of_block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, layout))
-    within = gl.arange(0, c.BLOCK_D, layout=gl.SliceLayout(0, layout))[None, :]
-    for tile in range(gl.program_id(0), (ALL + BLOCKS - 1) // BLOCKS, gl.num_programs(0)):
-        block = tile * BLOCKS + of_block
-        exists = gl.expand_dims(block < ALL, 1) & (within >= 0)
-        head = gl.minimum(block, ALL - 1) // PER_HEAD
-        all_logs = ()
-        loaded = ()
-        for s in gl.static_range(c.SPLITS):
-            first = parity * c.SPLITS + s
-            place = logs + (first * c.BATCH * c.HEADS + head)
-            all_logs = all_logs + (gl.load(place, cache_modifier=".cg"),)  # type: ignore[assignment]
-            place = part_places(parts, first * ALL + block, within, c)
-            part = gl.load(place, mask=exists, other=0.0, cache_modifier=".cg")
-            loaded = loaded + (part,)  # type: ignore[assignment]
-        arrived = ()
-        for s in gl.static_range(c.SPLITS):
-            place = logs + ((parity * c.SPLITS + s) * c.BATCH * c.HEADS + head)
-            arrived = arrived + (received_log(all_logs[s], place, c),)  # type: ignore[assignment]
-        weights, inverse = weights_of_splits(arrived)
-        found = gl.zeros([BLOCKS, c.BLOCK_D], gl.float32, layout=layout)
-        for s in gl.static_range(c.SPLITS):
-            place = part_places(parts, (parity * c.SPLITS + s) * ALL + block, within, c)
-            part = received(loaded[s], place, 2, c).to(gl.float32)
-            found = gl.fma(part, gl.expand_dims(weights[s], 1), found)
-        found *= gl.expand_dims(inverse, 1)
-        place = gl.expand_dims(block * c.BLOCK_D, 1) + within
-        publish(mixed, ALL * c.BLOCK_D, parity, place, found, exists, c)

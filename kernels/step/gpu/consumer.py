@@ -14,7 +14,7 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.attend import attend, combine, load_head_vector
+from kernels.step.gpu.attend import attend, load_head_vector
 from kernels.step.gpu.grid_barrier import (
     COUNTER_LINE,
     HEAD_READY,
@@ -26,16 +26,9 @@ from kernels.step.gpu.grid_barrier import (
     reset_counters,
     wait_grid,
 )
-from kernels.step.gpu.products import (
-    held_rows,
-    load_gains,
-    normed,
-    rows_of_tile,
-    share,
-    tiles_of_program,
-)
-from kernels.step.gpu.residual import load_post_gains, receive_hidden, start_stream
-from kernels.step.gpu.ring import (
+from kernels.step.gpu.merge_splits import combine
+from kernels.step.gpu.score import choose, score_all
+from kernels.step.gpu.step_constants import (
     INPUT_NORM,
     K_NORM,
     MLP_NORM,
@@ -51,8 +44,18 @@ from kernels.step.gpu.ring import (
     projected_tiles,
     window_of,
 )
-from kernels.step.gpu.score import choose, score_all
 from kernels.step.gpu.tensor_products import multiply, tensor_tiles_at_once
+from kernels.step.gpu.vectors import (
+    held_rows,
+    load_gains,
+    load_post_gains,
+    normed,
+    receive_hidden,
+    rows_of_tile,
+    share,
+    start_stream,
+    tiles_of_program,
+)
 
 _GELU_SLOPE = gl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 _GELU_CUBE = gl.constexpr(0.044715)

@@ -10,14 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.attend import (
-    attend,
-    combine,
-    load_head_vector,
-    mix_rows,
-    mixed_tiles,
-    row_rotation,
-)
+from kernels.step.gpu.attend import attend, load_head_vector, row_rotation
 from kernels.step.gpu.consumer import head_gains
 from kernels.step.gpu.grid_barrier import (
     COUNTER_LINE,
@@ -32,7 +25,7 @@ from kernels.step.gpu.grid_barrier import (
     reset_counters,
     wait_grid,
 )
-from kernels.step.gpu.products import tiles_of_program
+from kernels.step.gpu.merge_splits import combine, mix_rows, mixed_tiles
 from kernels.step.gpu.products_of_rows import (
     multiply,
     multiply_long,
@@ -44,7 +37,8 @@ from kernels.step.gpu.products_of_rows import (
     row_tiles_at_once,
     share_rows,
 )
-from kernels.step.gpu.ring import (
+from kernels.step.gpu.score_rows import choose_rows, score_rows
+from kernels.step.gpu.step_constants import (
     INPUT_NORM,
     MLP_NORM,
     QKV_BIAS,
@@ -58,7 +52,7 @@ from kernels.step.gpu.ring import (
     projected_row,
     projected_tiles,
 )
-from kernels.step.gpu.score_rows import choose_rows, score_rows
+from kernels.step.gpu.vectors import tiles_of_program
 
 
 @gluon.jit
@@ -78,21 +72,21 @@ def consume_rows(
     attended_row, _, _, _ = attended(c)
     position = gl.load(positions + attended_row).to(gl.int32)
     slot = gl.load(slots + attended_row)
-    before_it = gl.load(earlier + attended_row)
+    num_earlier = gl.load(earlier + attended_row)
     used = 0
     arrivals = 0
     given = 0
     base = gl.load(counter + PARITY)
     ready = counter + HEAD_READY + gl.program_id(0) % c.KV_HEADS * COUNTER_LINE
     members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
-    cosine, sine = rotation_of_rows(cos, sin, position, before_it, c)
+    cosine, sine = rotation_of_rows(cos, sin, position, num_earlier, c)
     row = gl.arange(0, c.BATCH, layout=gl.SliceLayout(1, row_layout(c.BATCH)))
     offsets = (token_of(ids, sampled, row) * c.HIDDEN)[:, None]
     output_row, _ = outputs_of_tile()
     output_row = gl.minimum(output_row, c.BATCH - 1)
     first = first_tile(0, gl.constexpr(0), c)
     own = token_of(ids, sampled, output_row) * c.HIDDEN
-    before = load_own(embedding, own, first, c)
+    before = load_residual(embedding, own, first, c)
     share_rows(ring, embedding, offsets, c.HIDDEN, gl.constexpr(False), c)
     gains = row_gains(address(table, 0, INPUT_NORM, dtype), c)
     mlp_gains = row_gains(address(table, 0, MLP_NORM, dtype), c)
@@ -103,7 +97,7 @@ def consume_rows(
         parity = (base + layer) & 1
         if c.BATCH > 1:
             # Registers do not hold them through a layer.
-            cosine, sine = rotation_of_rows(cos, sin, position, before_it, c)
+            cosine, sine = rotation_of_rows(cos, sin, position, num_earlier, c)
         vectors = (cosine, sine, q_gain, k_gain)
         cache = cache_of(table, layer, dtype, c)
         seen = first_key(table, layer, position, c)
@@ -114,7 +108,7 @@ def consume_rows(
 
         heads = qkv + (parity * c.BATCH + attended_row) * PROJECTED
         used, results = attend(
-            ring, heads, vectors, cache, seen, position, before_it, slot, parts, logs, parity, counter,
+            ring, heads, vectors, cache, seen, position, num_earlier, slot, parts, logs, parity, counter,
             (layer + 1) * members, used, eps, scale, c,
         )  # fmt: skip
         given += results
@@ -137,9 +131,9 @@ def consume_rows(
         wait_grid(counter, arrivals, c.EARLY)
         vector = between + parity * (c.BATCH * c.HIDDEN)
         last = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
-        before = load_own(vector, own, last, c)
+        before = load_residual(vector, own, last, c)
         share_rows(ring, vector, offsets, c.HIDDEN, gl.constexpr(True), c)
-        before = receive_own(before, vector, own, last, c)
+        before = receive_residual(before, vector, own, last, c)
         norm_rows(ring, mlp_gains, eps, c)
         used = gate_rows(ring, inner, parity, first_tile(layer, c.HIDDEN // ROWS, c), used, c)
         arrive_published(counter, c)
@@ -162,9 +156,9 @@ def consume_rows(
         wait_grid(counter, arrivals, gl.constexpr(False))
         vector = hidden + parity * (c.BATCH * c.HIDDEN)
         first = first_tile(layer + 1, gl.constexpr(0), c)
-        before = load_own(vector, own, first, c)
+        before = load_residual(vector, own, first, c)
         share_rows(ring, vector, offsets, c.HIDDEN, gl.constexpr(True), c)
-        before = receive_own(before, vector, own, first, c)
+        before = receive_residual(before, vector, own, first, c)
 
     norm_rows(ring, gains, eps, c)
     score_rows(ring, logits, best, totals, used, c)
@@ -194,30 +188,30 @@ def token_of(ids, sampled, row):
 
 
 @gluon.jit
-def load_own(vectors, offsets, first, c):
+def load_residual(vectors, offsets, first, c):
     """Load the places of the hidden states that this program adds to, as OWN tensors of [SUMS].
 
     `offsets` are where the vectors of the sums' rows begin; `first` is the first tile of the matrix.
     """
     found = ()
     for i in gl.static_range(c.OWN):
-        place = own_place(vectors, offsets, first, i, c)
+        place = residual_places(vectors, offsets, first, i, c)
         found = found + (gl.load(place, cache_modifier=".cg"),)  # type: ignore[assignment]
     return found
 
 
 @gluon.jit
-def receive_own(loaded, vectors, offsets, first, c):
-    """Reload the numbers of `load_own` that had not arrived. Loads issued in between do not wait for them."""
+def receive_residual(loaded, vectors, offsets, first, c):
+    """Reload the numbers of `load_residual` that had not arrived. Loads issued in between do not wait for them."""
     found = ()
     for i in gl.static_range(c.OWN):
-        place = own_place(vectors, offsets, first, i, c)
+        place = residual_places(vectors, offsets, first, i, c)
         found = found + (received(loaded[i], place, 2, c),)  # type: ignore[assignment]
     return found
 
 
 @gluon.jit
-def own_place(vectors, offsets, first, i, c):
+def residual_places(vectors, offsets, first, i, c):
     """Return the addresses of this program's tile number `i` of the hidden states."""
     _, output = outputs_of_tile()
     tile = gl.minimum(first + i * gl.num_programs(0), c.HIDDEN // ROWS - 1)

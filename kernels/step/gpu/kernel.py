@@ -8,7 +8,7 @@ consumers synchronize with those of the other programs where an operation depend
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from triton.experimental.gluon import language as gl
 from kernels.step.gpu.consumer import consume
 from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
-from kernels.step.gpu.ring import FIELDS, INT4, MOST_PROGRAMS, StepConstants, make_ring
+from kernels.step.gpu.ring import make_ring
+from kernels.step.gpu.step_constants import FIELDS, INT4, MOST_PROGRAMS, StepConstants
 from kernels.step.packed_scales import MIDDLE, packed_scales
 from kernels.step.sizes import ROWS, part_scales, step_sizes
 from kernels.step.weights import MATRICES, StepWeights
@@ -51,8 +52,8 @@ def whole_step(
     launch.
 
     Args:
-        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names; with FP8_WEIGHTS or
-            POST_NORMS followed by as many second rows.
+        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.step_constants.FIELDS` names; with FP8_WEIGHTS
+            or POST_NORMS followed by as many second rows.
         ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
             `logprobs` and `sampled`.
         local_cos: of layers with a sliding window, as is `local_sin`; None without LOCAL_ROPE.
@@ -96,8 +97,12 @@ class BoundStep:
         scales: as in `bind_step`.
         arch: of their device.
         rows: of a step, 1 or one of `kernels.step.sizes.ROW_COUNTS`.
+
+    Attributes:
         of_rows: whether one row is computed as one of several is.
     """
+
+    of_rows: ClassVar = False
 
     def __init__(
         self,
@@ -106,18 +111,14 @@ class BoundStep:
         scales: tuple[Tensor | None, ...],
         arch: GPUArch,
         rows: int = 1,
-        *,
-        of_rows: bool = False,
     ) -> None:
         self._weights = weights
-        self._rows = rows
-        self._local = step_sizes(weights.shape, arch, rows).local
         packed = packed_scales(weights)
         self._in_table = caches, scales, packed
         self._grid = (arch.num_sms,)
         self._table = address_table(weights, caches, scales, packed)
-        self._buffers = exchange_buffers(weights, arch, rows, of_rows=of_rows)
-        self._constants = step_constants(weights, caches, scales, arch, rows, of_rows=of_rows)
+        self._buffers = exchange_buffers(weights, arch, rows, of_rows=self.of_rows)
+        self._constants = step_constants(weights, caches, scales, arch, rows, of_rows=self.of_rows)
 
 
 class StepKernel(BoundStep):
@@ -231,7 +232,7 @@ def step_constants(
     form = first.qkv.format
     sizes = step_sizes(shape, arch, rows, of_rows=of_rows, weight_format=form)
     little = shape.hidden_size <= _LITTLE_HIDDEN
-    return {
+    constants = {
         "LAYERS": len(weights.layers),
         "HIDDEN": shape.hidden_size,
         "INNER": shape.inner_size,
@@ -259,6 +260,9 @@ def step_constants(
         "num_warps": 8,
         "launch_cooperative_grid": True,
     }
+    if of_rows:
+        constants |= {"BATCH": rows, "LOCAL": sizes.local}
+    return constants
 
 
 def address_table(

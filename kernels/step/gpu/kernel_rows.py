@@ -15,13 +15,11 @@ from triton.experimental.gluon import language as gl
 from kernels.step.gpu.consumer_rows import consume_rows
 from kernels.step.gpu.kernel import BoundStep
 from kernels.step.gpu.producer import produce_rows
-from kernels.step.gpu.ring import StepConstants, make_ring
+from kernels.step.gpu.ring import make_ring
+from kernels.step.gpu.step_constants import StepConstants
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kernels.arch import GPUArch
-    from kernels.step.weights import StepWeights
 
 
 @gluon.jit(do_not_specialize=["columns"])
@@ -72,15 +70,7 @@ def step_of_rows(
 class RowsKernel(BoundStep):
     """The decode steps of B rows; arguments as for `BoundStep`."""
 
-    def __init__(
-        self,
-        weights: StepWeights,
-        caches: tuple[Tensor, ...],
-        scales: tuple[Tensor | None, ...],
-        arch: GPUArch,
-        rows: int,
-    ) -> None:
-        super().__init__(weights, caches, scales, arch, rows, of_rows=True)
+    of_rows = True
 
     def __call__(
         self,
@@ -116,5 +106,5 @@ class RowsKernel(BoundStep):
             self._table, weights.embedding, weights.norm, weights.head, ids, positions, earlier, slots, block_table,
             block_table.shape[1], *rope, *self._buffers, logits, tokens, logprobs, sampled, sampled_rows,
             weights.shape.eps, weights.shape.softmax_scale * math.log2(math.e),
-            BATCH=self._rows, LOCAL=self._local, FP8_WEIGHTS=weights.layers[0].qkv.scale is not None, **self._constants,
+            FP8_WEIGHTS=weights.layers[0].qkv.scale is not None, **self._constants,
         )  # fmt: skip

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.step.gpu.ring import (
+from kernels.step.gpu.ring import keys_of, parts_of, scales_of, sent, wait_empty
+from kernels.step.gpu.step_constants import (
     COLUMNS,
     DOWN,
     GATE_UP,
@@ -25,19 +26,14 @@ from kernels.step.gpu.ring import (
     flying_of,
     head_element,
     key_range,
-    keys_of,
     matrix_of,
-    parts_of,
     parts_per_stage,
     parts_sent,
     projected_row,
     projected_tiles,
     scale_stride,
-    scales_of,
-    sent,
     stages_of,
     stored_size,
-    wait_empty,
 )
 
 

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.widen import widen
 from kernels.step.gpu.grid_barrier import received
-from kernels.step.gpu.ring import (
+from kernels.step.gpu.ring import release, wait_full
+from kernels.step.gpu.step_constants import (
     COLUMNS,
     CONSUMER_WARPS,
     MOST_TILES,
@@ -29,10 +30,8 @@ from kernels.step.gpu.ring import (
     part_columns_log2,
     parts_in,
     parts_per_stage,
-    release,
     stages_of,
     stored_dtype,
-    wait_full,
 )
 
 WIDTH = gl.constexpr(PARTS.value * COLUMNS.value)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.products import rows_of_tile, tiles_of_program
-from kernels.step.gpu.ring import CONSUMER_WARPS, MOST_PROGRAMS, ROWS
+from kernels.step.gpu.step_constants import CONSUMER_WARPS, MOST_PROGRAMS, ROWS
 from kernels.step.gpu.tensor_products import multiply, tensor_tiles_at_once
+from kernels.step.gpu.vectors import rows_of_tile, tiles_of_program
 
 LOWEST_KEY = gl.constexpr(-(2**63))
 _MINUS_INFINITY = gl.constexpr(-0x7F800001)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.step.gpu.products import tiles_of_program
 from kernels.step.gpu.products_of_rows import (
     multiply,
     outputs_of_tile,
     row_tiles_at_once,
     sum_layout,
 )
-from kernels.step.gpu.ring import CONSUMER_WARPS, MOST_PROGRAMS, ROWS, SUMS
 from kernels.step.gpu.score import LOWEST_KEY, exponentials, ranking_keys
+from kernels.step.gpu.step_constants import CONSUMER_WARPS, MOST_PROGRAMS, ROWS, SUMS
+from kernels.step.gpu.vectors import tiles_of_program
 
 
 @gluon.jit

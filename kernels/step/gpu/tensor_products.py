@@ -24,7 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.unpack import number_bias, number_unit, unpack
-from kernels.step.gpu.ring import (
+from kernels.step.gpu.ring import parts_of, release, row_scales, wait_full
+from kernels.step.gpu.step_constants import (
     COLUMNS,
     CONSUMER_WARPS,
     INT4,
@@ -34,14 +35,10 @@ from kernels.step.gpu.ring import (
     WARP_SUMS,
     part_columns_log2,
     parts_in,
-    parts_of,
     parts_per_stage,
-    release,
-    row_scales,
     stages_of,
     stored_dtype,
     stored_size,
-    wait_full,
 )
 
 VECTOR_EXPONENT = gl.constexpr(4)

@@ -26,14 +26,15 @@ from kernels.step.gpu import (
     grid_barrier,
     kernel,
     kernel_rows,
+    merge_splits,
     producer,
-    products,
     products_of_rows,
-    residual,
     ring,
     score,
     score_rows,
+    step_constants,
     tensor_products,
+    vectors,
 )
 from kernels.step.packed_scales import packed_scales
 from tests.kernels.gluon_on_cpu import (
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MODULES = (
-    attend, consumer, consumer_rows, grid_barrier, producer, products, products_of_rows, residual, ring,
-    score, score_rows, tensor_products, unpack,
+    attend, consumer, consumer_rows, grid_barrier, merge_splits, producer, products_of_rows, ring, score, score_rows,
+    step_constants, tensor_products, unpack, vectors,
 )  # fmt: skip
 
 
@@ -344,7 +345,7 @@ class StepOnCPU:
 def _launch(
     programs: int, rows_of_table: list[Any], arguments: list[Any], constants: dict[str, Any]
 ) -> None:
-    made = ring.StepConstants(**constants, OF_ROWS="BATCH" in constants)
+    made = step_constants.StepConstants(**constants, OF_ROWS="BATCH" in constants)
     c = SimpleNamespace(**{name: constant(it) for name, it in vars(made).items()})
     given = [Pointer(it.view(-1)) if isinstance(it, torch.Tensor) else it for it in arguments]
     table, embedding, norm, head, ids, positions, *rest = given
@@ -412,26 +413,30 @@ def _shared_memory(dtype: torch.dtype, c: Any) -> SimpleNamespace:
         memory = torch.full((size,), 255, dtype=torch.uint8)
         return Shared(memory, kind, list(shape), ("swizzled", *swizzle))
 
-    columns, rows = ring.COLUMNS.value, ring.ROWS.value
+    columns, rows = step_constants.COLUMNS.value, step_constants.ROWS.value
     if c.OF_ROWS:
         sums = shared(
-            torch.float32, ring.MOST_TILES.value, rows, ring.SUMS.value, swizzle=(8, 1, 8)
+            torch.float32,
+            step_constants.MOST_TILES.value,
+            rows,
+            step_constants.SUMS.value,
+            swizzle=(8, 1, 8),
         )
     else:
-        tiles, each = ring.MOST_TENSOR_TILES.value, ring.WARP_SUMS.value
+        tiles, each = step_constants.MOST_TENSOR_TILES.value, step_constants.WARP_SUMS.value
         sums = shared(torch.float32, tiles, rows, each, swizzle=(4, 1, 8))
     if c.HEADS_IN_SUMS:
         heads = sums._reinterpret(dtype, [c.HEAD_ROWS, c.DP], ("swizzled", 1, 1, 1))
     else:
         heads = shared(dtype, c.HEAD_ROWS, c.DP)
     return SimpleNamespace(
-        data=shared(dtype, c.STAGES, ring.PARTS.value * rows * columns),
+        data=shared(dtype, c.STAGES, step_constants.PARTS.value * rows * columns),
         x=shared(dtype, c.INPUTS // columns, columns),
         heads=heads,
         sums=sums,
         maxima=shared(torch.float32, c.HELD_P, c.LINES),
         totals=shared(torch.float32, c.HELD_P, c.LINES),
-        scales=shared(torch.int32, c.STAGES, 2 * ring.PARTS.value * rows * c.PART_SCALES)
+        scales=shared(torch.int32, c.STAGES, 2 * step_constants.PARTS.value * rows * c.PART_SCALES)
         if c.PART_SCALES
         else shared(torch.float32, c.STAGES, rows),
         full=MBarriers(c.STAGES, 1),
