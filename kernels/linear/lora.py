@@ -1,4 +1,4 @@
-"""What low-rank adapters add to the outputs of linear layers, each row that of its own adapter or nothing.
+"""What low-rank adapters add to the outputs of linear layers: to each row what its adapter adds, or nothing.
 
     y[t, part p] += (x[t] A[slot of t, p]^T) B[slot of t]            the scale is part of B
 

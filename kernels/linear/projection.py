@@ -433,7 +433,7 @@ class _RowProjection:
 
 
 class _AdaptedRowProjection:
-    """On a GPU: a projection with adapters, all operations around whose product are launches of their own."""
+    """On a GPU: a projection with adapters, whose product and the operations around it are separate launches."""
 
     copies_weights = False
 

@@ -163,7 +163,7 @@ def _only_alone(shape: StepShape) -> Iterator[str]:
     if shape.float32_norms:
         yield "norms in float32"
     if shape.local_rope:
-        yield "rotation of its own for layers with a window"
+        yield "other rotation for layers with a window"
 
 
 def has_run(arch: GPUArch) -> bool:

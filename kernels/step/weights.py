@@ -21,7 +21,7 @@ class StepShape(NamedTuple):
         embedding_factor: factor on the embedding, which is rounded to the model's dtype.
         post_norms: whether the outputs of attention and MLP are normalized before they are added.
         float32_norms: whether the gains of norms are in float32 instead of the model's dtype.
-        local_rope: whether layers with a sliding window have a rotation of their own.
+        local_rope: whether layers with a sliding window have another rotation.
     """
 
     hidden_size: int

@@ -46,7 +46,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
         deterministic: whether a token's results must have the same bits in every step that could compute it: with any
             other tokens, as part of any chunk, and in any bucket with this field.
         chained: whether a row may be a token that follows those of the rows before it in one sequence. Such rows have
-            the bits of steps of their own where a single launch computes them.
+            the bits of separate steps where a single launch computes them.
         has_states: whether layers have a state of fixed size, so that the step has `state_slots`.
         extra_columns: names of the columns with a value per sequence that the step has; see `Column.value`.
         want: what is computed.

@@ -46,7 +46,7 @@ class Ring:
         scales: [STAGES, ROWS] float32, of the rows of weights in a stage, of FP8 weights; of weights in groups int32,
             [STAGES, 2 * PARTS * ROWS * PART_SCALES].
         heads: [HEAD_ROWS, DP], HELD queries, then BATCH keys and BATCH values: of the tokens of the step that the row
-            follows, and of its own.
+            follows, and of the row.
         maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
     """
 

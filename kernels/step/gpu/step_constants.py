@@ -79,7 +79,7 @@ class StepConstants:
         POST_NORMS: whether the outputs of attention and MLP are normalized before they are added to the residual stream
             (`kernels.step.gpu.vectors`).
         GELU_TANH: whether the MLP's activation is GELU, approximated by a hyperbolic tangent, instead of SiLU.
-        LOCAL_ROPE: whether layers with a sliding window have a rotation of their own.
+        LOCAL_ROPE: whether layers with a sliding window have another rotation.
         EMBEDDING_FACTOR: factor on the embedding.
         KEYS: keys per stage; values likewise.
         HELD_P: `HELD` rounded up to a power of two.
@@ -90,7 +90,7 @@ class StepConstants:
         DP: `D` rounded up to a power of two. A head is two halves of DP / 2 elements, each padded (`head_element`).
         BLOCK_D: largest power of two that divides `D`.
         W: register layout of a part [ROWS, COLUMNS]: one row per warp.
-        LINES: rows of lanes that attend keys of their own, 2 of a stage. A lane has 8 elements of a head.
+        LINES: rows of lanes, each of which attends 2 keys of a stage. A lane has 8 elements of a head.
         A: register layout of keys [LINES, 2, DP].
         M: register layout of partial results [HELD_P, LINES, DP]: a thread has all lines.
     """

@@ -62,7 +62,7 @@ class Sequence:
         sampling: how its tokens are chosen.
         matcher: state of its grammar after the tokens with known ids; None without a grammar.
         cache_salt: only sequences with equal salts share cached blocks. Deterministic sequences share none with others,
-            since steps that are not deterministic compute other bits, and each adapter has keys and values of its own.
+            since steps that are not deterministic compute other bits, and each adapter gives other keys and values.
         deterministic: whether the steps that compute it must be deterministic; see `Bucket`.
         max_draft_tokens, prediction: see `GenerateRequest`.
         client: who sent the request; the queue shares the engine among clients.

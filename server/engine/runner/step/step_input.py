@@ -43,7 +43,7 @@ def exact_bucket(
         block_size: tokens per block.
         shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
         has_states: see `Bucket`.
-        exact_rows: of `SchedulerConfig`. The tokens of drafts are rows of their own in a step of so many.
+        exact_rows: of `SchedulerConfig`. The tokens of drafts are separate rows in a step of so many.
     """
     deterministic = decode.batch.deterministic or any(s.sequence.deterministic for s in prefill)
     longest = max([s.start + s.num_tokens for s in prefill], default=0)
@@ -74,7 +74,7 @@ def exact_bucket(
 
 
 def is_exact(bucket: Bucket, exact_rows: int) -> bool:
-    """Return whether each row of a step of decode rows has the bits of a step of its own."""
+    """Return whether each row of a step of decode rows has the bits of a step of one row."""
     others = bucket.deterministic or bucket.prompt_seqs or bucket.extra_columns
     return not others and bucket.queries == 1 and bucket.rows <= exact_rows
 
@@ -212,7 +212,7 @@ class PackedStep:
         host.cu_seqlens[count + 1 :] = total
 
     def _pack_chains(self, decode: DecodeRows, sampled: SampledTokens) -> None:
-        """Write decode rows with drafts, each token as a row of its own."""
+        """Write decode rows with drafts, each token as a separate row."""
         host, total = self.input.host, decode.num_tokens
         _, rows, positions = self._pack_drafts(decode, sampled)
         sequences = decode.batch.sequences
