@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from model.errors import ModelError, without_paths
+from server.engine.core.messages import MAX_LISTED_ADAPTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +30,6 @@ _MOST_READS: Final = 2
 """Files that are read at a time."""
 _WAIT_SECONDS: Final = 0.002
 """How long `take` waits; messages of the front end wait as long."""
-_LISTED: Final = 32
-"""Names in the statistics."""
 
 
 class AdapterLoader(Protocol):
@@ -189,13 +188,13 @@ class AdapterPool:
 
     @property
     def running(self) -> list[str]:
-        """Names of adapters of sequences that may run, each once and at most `_LISTED`."""
-        return sorted({_adapter(it).name for it in self._held.values()})[:_LISTED]
+        """Names of adapters of sequences that may run, each once and at most `MAX_LISTED_ADAPTERS`."""
+        return sorted({_adapter(it).name for it in self._held.values()})[:MAX_LISTED_ADAPTERS]
 
     @property
     def waiting(self) -> list[str]:
         """Names of adapters of sequences that wait, likewise."""
-        return sorted({_adapter(it).name for it in self._waiting.values()})[:_LISTED]
+        return sorted({_adapter(it).name for it in self._waiting.values()})[:MAX_LISTED_ADAPTERS]
 
     def idle_violations(self) -> list[str]:
         """Return what contradicts the bookkeeping of a pool without sequences."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
 from server.engine.core.plan_report import PlanReport
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.settings import EngineSettings
+
+MAX_LISTED_ADAPTERS: Final = 32
+"""Names of adapters in a list of `EngineStats`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_draft_tokens, num_accepted_tokens: their tokens, and those of them that were kept.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
         block_seconds: blocks of the KV cache times seconds; a block counts for each sequence that holds it.
-        running_adapters, waiting_adapters: names of adapters that sequences have or wait for, at most 32 of each.
+        running_adapters, waiting_adapters: names of adapters that sequences have or wait for, sorted, at most
+            `MAX_LISTED_ADAPTERS` of each.
         num_adapter_reads, num_adapter_loads: adapters read from files, and written to slots on the device.
         num_adapter_evictions: adapters that lost their slot to another one.
         totals: encoded `EngineTotals`, at most a fraction of a second old, and current if the engine has no work.

@@ -9,7 +9,12 @@ from typing import Final
 
 import msgspec
 
-from server.engine.core.messages import EngineInfo, EngineStats, add_counters
+from server.engine.core.messages import (
+    MAX_LISTED_ADAPTERS,
+    EngineInfo,
+    EngineStats,
+    add_counters,
+)
 from server.engine.link.protocol import EngineReport, EngineState
 
 _SUMS: Final = (
@@ -18,6 +23,7 @@ _SUMS: Final = (
 )  # fmt: skip
 _RATES: Final = ("prompt_rate", "output_rate")
 _LIST_SUMS: Final = ("waiting_by_length", "waiting_tokens_by_length", "waiting_output_by_length")
+_NAMES: Final = ("running_adapters", "waiting_adapters")
 
 
 def combine_states(reports: Sequence[EngineReport]) -> tuple[EngineState, str]:
@@ -91,6 +97,12 @@ def combine_stats(reports: Sequence[EngineReport]) -> EngineStats:
         ]
         for name in _LIST_SUMS
     }
+    names = {
+        name: sorted({it for stats in all_stats for it in getattr(stats, name)})[
+            :MAX_LISTED_ADAPTERS
+        ]
+        for name in _NAMES
+    }
     # The engines of a service get requests of the same clients.
     means = zip(*(stats.output_means for stats in ready if stats.output_means), strict=True)
     return msgspec.structs.replace(
@@ -99,6 +111,7 @@ def combine_stats(reports: Sequence[EngineReport]) -> EngineStats:
         kv_usage=used / num_blocks if num_blocks else 0.0,
         **sums,
         **lists,
+        **names,
     )
 
 

@@ -117,6 +117,19 @@ def test_no_statistic_of_the_second_engine_is_left_out(field):
         assert getattr(combined, field) == expected
 
 
+def test_names_of_adapters_of_all_engines_are_listed_once():
+    a, b = (
+        EngineStats(num_blocks=1, running_adapters=names, waiting_adapters=names[:1])
+        for names in (["bank", "shop"], ["bank", "cafe"])
+    )
+
+    found = combine_stats([report(stats=a), report(stats=b)])
+
+    assert (found.running_adapters, found.waiting_adapters) == (["bank", "cafe", "shop"], ["bank"])
+    many = EngineStats(num_blocks=1, running_adapters=[f"{i:03}" for i in range(40)])
+    assert len(combine_stats([report(stats=a), report(stats=many)]).running_adapters) == 32
+
+
 def test_counters_of_earlier_processes_are_sums():
     reports = [report(past=EngineStats(num_steps=n)) for n in (1, 2)]
 
