@@ -216,8 +216,8 @@ class Dense:
         return 2 if self.activation == "xielu" else 0
 
 
-Mixer: TypeAlias = Attention
-"""What mixes tokens of a sequence in a layer."""
+Mixer: TypeAlias = Any
+"""What mixes tokens of a sequence in a layer: `Attention`, or one of `model.network.mixers`."""
 MLP: TypeAlias = Dense
 
 
@@ -248,12 +248,14 @@ class Layer:
         norms = (
             self.norm.num_parameters(hidden) * self._num_pre_norms + 2 * hidden * self.post_norms
         )
-        return self.mixer.num_parameters(hidden) + self.mlp.num_parameters(hidden) + norms
+        mixer: int = self.mixer.num_parameters(hidden)
+        return mixer + self.mlp.num_parameters(hidden) + norms
 
     def num_float32(self, hidden: int) -> int:
         """Return the number of those parameters that are float32 in a model of every dtype."""
         norms = hidden * (self._num_pre_norms + 2 * self.post_norms)
-        return self.mixer.num_float32 + norms * self.norm.float32
+        mixer: int = self.mixer.num_float32
+        return mixer + norms * self.norm.float32
 
     @property
     def _num_pre_norms(self) -> int:

@@ -64,10 +64,13 @@ class Fixed:
     Attributes:
         shapes: of the arrays of one sequence.
         dtypes: theirs, PyTorch's names.
+        chunk: a state after a multiple of so many tokens does not depend on how the tokens are divided into steps that
+            end at such multiples, not even in its rounding.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    chunk: int = 1
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
@@ -106,3 +109,8 @@ class StateSpec:
     def slot_bytes(self) -> int:
         """Bytes of a slot, for what does not depend on the number of tokens; 0 if no layer has such a state."""
         return sum(it.offsets[-1] for it in self.layers if isinstance(it, Fixed))
+
+    @property
+    def chunk(self) -> int:
+        """The least common multiple of `Fixed.chunk` of all layers."""
+        return math.lcm(*(it.chunk for it in self.layers if isinstance(it, Fixed)))

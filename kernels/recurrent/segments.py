@@ -1,0 +1,76 @@
+"""Which tokens of a packed step belong to which sequence, and the slots of their states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.recurrent.problem import RecurrentShape, RecurrentWeights
+
+
+class Segments:
+    """The sequences of a packed step: R decode rows of one token each, then Q prompts one after the other.
+
+    Sequence i < R has token i. Sequence R + j has the tokens R + cu_seqlens[j] up to R + cu_seqlens[j + 1] exclusive.
+    An unused row has slots -1 and any token. A sequence without tokens writes no state.
+
+    Args:
+        rows: R.
+        cu_seqlens: [Q + 1] int32, from 0.
+        positions: [T] int64, of each token in its sequence.
+        slots: [R + Q, 2] int32: from which the state of each sequence is read and to which it is written, which may be
+            the same; -1 reads zeros or writes nothing. No slot is written by one sequence and read by another.
+
+    Attributes: the arguments.
+    """
+
+    def __init__(self, rows: int, cu_seqlens: Tensor, positions: Tensor, slots: Tensor) -> None:
+        self.rows, self.cu_seqlens, self.positions, self.slots = rows, cu_seqlens, positions, slots
+        self._bounds: list[tuple[int, int, int, int]] | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """Q."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def bounds(self) -> list[tuple[int, int, int, int]]:
+        """Of each prompt: its first token, the token after its last, the slot read and the slot written.
+
+        Read from the device once, for kernels that PyTorch's operations make up.
+        """
+        if self._bounds is None:
+            ends = [self.rows + it for it in self.cu_seqlens.tolist()]
+            pairs = self.slots[self.rows :].tolist()
+            self._bounds = [
+                (first, end, read, write)
+                for first, end, (read, write) in zip(ends, ends[1:], pairs, strict=True)
+            ]
+        return self._bounds
+
+
+class RecurrentKernel(Protocol):
+    """Computes a recurrent mixer between its products; the target of a row of `kernels.recurrent.registry`."""
+
+    def __init__(self, shape: RecurrentShape, weights: RecurrentWeights) -> None: ...
+
+    def __call__(
+        self,
+        projected: Tensor,
+        gates: Tensor | None,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+    ) -> Tensor:
+        """Compute the tokens of a step; the states that are written replace those before.
+
+        Args:
+            projected: [T, ...], what the problem's shape lists; rows contiguous. May be overwritten.
+            gates: [T, 2 * H], [b | a] of the gated delta rule; None for others.
+            states: [S, ...] float32 each, as the problem's shape lists them.
+            segments: of the step.
+
+        Returns:
+            [T, inner] in the dtype of `projected`.
+        """
