@@ -106,7 +106,7 @@ class Mamba2:
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return z, the inputs of the convolution and dt."""
         shape = self.shape
-        z, mixed, dt = torch.split(projected, (shape.inner, shape.channels, shape.num_heads), -1)
+        z, mixed, dt = torch.split(projected, [shape.inner, shape.channels, shape.num_heads], -1)
         return z, mixed, dt
 
     def _inputs(self, mixed: Tensor, dt: Tensor) -> _Inputs:
@@ -115,7 +115,7 @@ class Mamba2:
         assert weights.a_log is not None
         assert weights.dt_bias is not None
         of_groups = shape.num_groups * shape.state_dim
-        x, b, c = torch.split(mixed, (shape.inner, of_groups, of_groups), -1)
+        x, b, c = torch.split(mixed, [shape.inner, of_groups, of_groups], -1)
         d = softplus(dt.float() + weights.dt_bias.float()).clamp(*shape.dt_limits)
         return _Inputs(
             torch.unflatten(x, -1, (shape.num_heads, shape.head_dim)),
