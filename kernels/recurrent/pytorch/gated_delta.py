@@ -16,12 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
-from kernels.recurrent.pytorch.convolution import causal_conv, dense_conv
-from kernels.recurrent.pytorch.functions import sigmoid, silu, softplus
-from kernels.recurrent.pytorch.slots import read_rows, write_rows
 from torch.nn import functional
 
 from kernels.recurrent.problem import CHUNK
+from kernels.recurrent.pytorch.convolution import causal_conv, dense_conv
+from kernels.recurrent.pytorch.functions import sigmoid, silu, softplus
+from kernels.recurrent.pytorch.slots import read_rows, write_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +126,7 @@ class GatedDelta:
         q, k, v = torch.split(convolved, [keys, keys, shape.inner], -1)
         each = shape.num_heads // shape.num_key_heads
         q, k = (
-            _unit(it.unflatten(-1, (shape.num_key_heads, shape.key_dim))).repeat_interleave(
+            _unit(it.unflatten(-1, [shape.num_key_heads, shape.key_dim])).repeat_interleave(
                 each, -2
             )
             for it in (q, k)
@@ -136,7 +136,7 @@ class GatedDelta:
         return _Heads(
             q * shape.key_dim**-0.5,
             k,
-            v.unflatten(-1, (shape.num_heads, shape.value_dim)),
+            v.unflatten(-1, [shape.num_heads, shape.value_dim]),
             g.clamp(min=LEAST_DECAY),
             sigmoid(b),
         )
