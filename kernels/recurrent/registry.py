@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kernels.cpu import recurrent
 from kernels.recurrent.problem import (
     GatedDeltaShape,
     Mamba2Shape,
@@ -43,6 +44,16 @@ class RecurrentSpec:
         return self.limits(problem, arch)
 
 
+CPU_LIBRARY: Final = RecurrentSpec(
+    "cpu_recurrent",
+    {
+        ShortConvShape: "kernels.cpu.recurrent:ShortConv",
+        GatedDeltaShape: "kernels.cpu.recurrent:GatedDelta",
+        Mamba2Shape: "kernels.cpu.recurrent:Mamba2",
+    },
+    recurrent.unsupported,
+)
+"""One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(
     "torch_recurrent",
     {
@@ -53,7 +64,7 @@ PYTORCH: Final = RecurrentSpec(
 )
 """Separate operations, on every device."""
 
-REGISTRY: Final = (PYTORCH,)
+REGISTRY: Final = (CPU_LIBRARY, PYTORCH)
 
 
 @functools.cache
