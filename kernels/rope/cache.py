@@ -40,7 +40,7 @@ class Rotation(Protocol):
         Over an FP8 cache, queries and keys are then also multiplied by `kernels.hadamard.hadamard_matrix`.
 
         Args:
-            qkv: [T, (H + 2 * K) * D] contiguous; may be overwritten.
+            qkv: [T, (H + 2 * K) * D], rows contiguous; may be overwritten.
             cache: cache and slots.
             norms: of queries and keys, over D; None where the family has none.
             ahead: weights of the next products, more than 127 bytes each: at most 24 MiB of them may be prefetched to

@@ -541,7 +541,7 @@ class _StoredTensors:
         part = self._parts[name]
         assert not (self._int8 and part.transposed), "the format has a scale for each output"
         # `transformers` cannot load compressed embeddings, nor a compressed head that is tied to them.
-        return self._int8 and len(part.stored_shape) > 1 and _IN_LAYER.search(name) is not None
+        return self._int8 and isinstance(part.values, Weight) and _IN_LAYER.search(name) is not None
 
 
 def _write_json(file: Path, value: dict[str, object]) -> None:

@@ -43,7 +43,7 @@ class BoundAttention(NamedTuple):
 
     Attributes:
         spec: what it computes, of this rank's heads.
-        qkv: includes the layer's first norm; reads the residual stream.
+        qkv: includes the layer's first norm; reads the residual stream. Its first outputs are the gate, if there is one.
         head_norms: per-head norms of queries and of keys before the rotation; None if the family has none.
         late_weights: weights of the norms of queries and of keys after the rotation; None if the family has none.
         joint_norms: norms of all query heads and of all key heads of a token, or with weights of each head; None if
@@ -124,13 +124,21 @@ class BoundAttention(NamedTuple):
     def read(self, index: int, residual: Residual, attend: Attend) -> tuple[Tensor, Residual]:
         """See `BoundMixer.read`."""
         qkv, residual = self.qkv.from_residual(residual)
+        if not self.spec.gate:
+            return attend(index, self, self._normalized(qkv)), residual
+        gate_size = self.spec.num_heads * self.spec.head_dim
+        gate, qkv = qkv[..., :gate_size], qkv[..., gate_size:]
+        return attend(index, self, self._normalized(qkv)) * torch.sigmoid(gate), residual
+
+    def _normalized(self, qkv: Tensor) -> Tensor:
+        """Return queries, keys and values with the norms that are of more than a head."""
         if self.joint_norms is not None:
             sizes = [
                 it * self.spec.head_dim for it in (self.spec.num_heads, self.spec.num_kv_heads)
             ]
             q, k, v = qkv.split_with_sizes([*sizes, sizes[1]], -1)
             qkv = torch.cat((self.joint_norms[0](q), self.joint_norms[1](k), v), -1)
-        return attend(index, self, qkv), residual
+        return qkv
 
 
 def _norm_by_head(weight: Tensor, norm: NormSpec, head_dim: int) -> BoundNorm:
@@ -193,7 +201,7 @@ class Attend(Protocol):
         Args:
             index: the layer's index.
             attention: of the layer.
-            qkv: [..., (H + 2 * K) * D]; may be overwritten.
+            qkv: [..., (H + 2 * K) * D], contiguous in its last dimension; may be overwritten.
 
         Returns:
             [..., H * D].
@@ -262,7 +270,7 @@ class PagedAttention:
         Args:
             index: the layer's index.
             attention: of the layer.
-            qkv: [T, (H + 2 * K) * D] contiguous, rows as [decode rows | prefill rows]; may be overwritten.
+            qkv: [T, (H + 2 * K) * D], contiguous rows as [decode rows | prefill rows]; may be overwritten.
 
         Returns:
             [T, H * D] contiguous.

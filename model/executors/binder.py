@@ -22,6 +22,7 @@ from kernels.linear.projection import (
 )
 from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
+from model.network.mixers import GatedDelta, Mamba2, ShortConv
 from model.network.spec import Attention, Dense
 from model.network.spec import Norm as NormSpec
 
@@ -53,6 +54,16 @@ class Binder:
         self._weights = sum(math.prod(matrix.shape) for matrix in layer.matrices.values())
         self._projections = projections(layer, model.communicator)
         self.bound: dict[str, ResidualWriter] = {}
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether results must be differentiable."""
+        return self._purpose is Purpose.TRAINING
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the bits of a row must not depend on the others."""
+        return self._purpose is Purpose.DETERMINISTIC_SERVING
 
     def reading(self, name: str) -> Projection:
         """Bind a product that reads the residual stream."""
@@ -114,6 +125,13 @@ def _of_dense(mlp: Dense) -> tuple[Product, ...]:
 
 PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
     Attention: lambda _mixer: (Product("qkv", "input_norm"), Product("output")),
+    ShortConv: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
+    GatedDelta: lambda _mixer: (
+        Product("gates", "input_norm"),
+        Product("input", "input_norm"),
+        Product("mixed"),
+    ),
+    Mamba2: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
     Dense: _of_dense,
 }
 """The products of a mixer or an MLP, in the order in which they are computed."""

@@ -24,6 +24,7 @@ from kernels.linear.projection import (
     bind_projection,
 )
 from kernels.norms.pytorch import xielu
+from kernels.errors import NoKernelError
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, reasons, select_vector
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
@@ -34,22 +35,34 @@ from model.executors.embedding import finish_embeddings, token_embeddings
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.head import Head, SoftcappedHead
 from model.executors.parallel import GatheredHead
+from model.executors.recurrent import (
+    BoundRecurrent,
+    PagedStates,
+    compute_dense,
+    recurrent_choice,
+    step_segments,
+)
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput, lora_rows
 from model.network import spec
 from model.network.attention_problems import attention_problems
 from model.network.matrix import Matrix
+from model.network.mixers import GatedDelta, Mamba2, ShortConv
 from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.arch import GPUArch
     from kernels.linear.lora import LoraWeights
-    from kernels.selection import VectorSpec
+    from kernels.recurrent.registry import RecurrentSpec
+    from kernels.recurrent.segments import Segments
+    from kernels.selection import Choice, VectorSpec
     from model.device.kv_cache import KVCache
     from model.executors.attention_plans import AttentionMetadata
     from model.executors.columns import Bucket
     from model.executors.executor import Bindings, ModelProblem
+    from model.executors.recurrent import Recur
     from model.executors.step import StepInput
     from model.network.parameters import DecoderParameters
 
@@ -179,6 +192,7 @@ class PagedStep(NamedTuple):
         bound: the model's kernels.
         deterministic: see `Bucket`.
         metadata: the plans of attention, if `step` is None.
+        segments: of recurrent mixers, if `step` is None.
     """
 
     step: StepInput | None
@@ -187,6 +201,7 @@ class PagedStep(NamedTuple):
     bound: BoundNetwork
     deterministic: bool
     metadata: AttentionMetadata | None = None
+    segments: Segments | None = None
 
 
 def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
@@ -210,6 +225,17 @@ def _begin_dense_attention(model: DecoderParameters, positions: Tensor, hidden: 
     return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes], positions)
 
 
+def _begin_recurrences(_model: DecoderParameters, it: PagedStep) -> Recur:
+    if it.step is None:
+        assert it.segments is not None, "the caller states the sequences"
+        return PagedStates(it.state, it.segments)
+    return PagedStates(it.state, step_segments(it.step))
+
+
+def _begin_dense_recurrences(_model: DecoderParameters, _positions: Tensor, _hidden: Tensor) -> Recur:
+    return compute_dense
+
+
 class MixerSpec(NamedTuple):
     """The implementation of a kind of mixer.
 
@@ -218,12 +244,15 @@ class MixerSpec(NamedTuple):
         begin: returns the context of a step over a state, once for all layers.
         begin_dense: the same for whole sequences without a state, [B, L, C] at positions [L]; differentiable.
         reads: the entry of its type in `READS`.
+        choice: chooses its kernel for a mixer, the name of a dtype and a processor, in deterministic steps or in others;
+            raises `NoKernelError`. None for a mixer whose kernels are chosen otherwise.
     """
 
     bind: Callable[[Any, Binder], BoundMixer]
     begin: Callable[[DecoderParameters, PagedStep], Any]
     begin_dense: Callable[[DecoderParameters, Tensor, Tensor], Any]
     reads: Mapping[str, Collection[Any] | None]
+    choice: Callable[..., Choice[RecurrentSpec]] | None = None
 
 
 class MLPSpec(NamedTuple):
@@ -235,15 +264,31 @@ class MLPSpec(NamedTuple):
 
 _FIELDS = (
     "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "late_qk_norm", "query_scale", "bias",
-    "output_bias",
+    "output_bias", "gate",
 )  # fmt: skip
+
+
+def _recurrent(*fields: str) -> MixerSpec:
+    """Return the row of a recurrent mixer, which reads all fields without a default and those that are given."""
+    return MixerSpec(
+        BoundRecurrent.bind,
+        _begin_recurrences,
+        _begin_dense_recurrences,
+        dict.fromkeys(fields, spec.ALL),
+        recurrent_choice,
+    )
+
+
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(
         BoundAttention.bind,
         _begin_attention,
         _begin_dense_attention,
         dict.fromkeys(_FIELDS, spec.ALL),
-    )
+    ),
+    ShortConv: _recurrent("bias"),
+    GatedDelta: _recurrent(),
+    Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias"),
 }
 MLPS: Final[dict[type, MLPSpec]] = {
     Dense: MLPSpec(BoundDense.bind, dict.fromkeys(("activation", "gated", "bias"), spec.ALL))
@@ -411,7 +456,12 @@ class Layers:
         return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
 
     def paged(
-        self, input_ids: Tensor, positions: Tensor, state: KVCache, metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        state: KVCache,
+        metadata: AttentionMetadata,
+        segments: Segments | None = None,
     ) -> Tensor:
         """Compute the hidden states of packed tokens, [T, C], whose attention the caller has planned.
 
@@ -420,11 +470,12 @@ class Layers:
             positions: [T] int64.
             state: written.
             metadata: from `AttentionPlanner.metadata`.
+            segments: of a network with recurrent mixers.
         """
-        return self.hidden_states(
-            PagedStep(None, state, positions, self.bound, deterministic=False, metadata=metadata),
-            input_ids,
+        it = PagedStep(
+            None, state, positions, self.bound, deterministic=False, metadata=metadata, segments=segments
         )
+        return self.hidden_states(it, input_ids)
 
     def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
@@ -475,9 +526,32 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *_late_norms(problem),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
-        *(f"no deterministic {name}" for name in others if bucket.deterministic),
+        *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1),
     )
+
+
+def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[str, ...]:
+    """List the mixers that have no kernel for deterministic steps on a processor.
+
+    Args:
+        network: the network.
+        dtype: name of the dtype of activations.
+        arch: the processor.
+    """
+    found = []
+    for mixer in dict.fromkeys(it.mixer for it in network.layers):
+        row = MIXERS.get(type(mixer))
+        if isinstance(mixer, Attention) or row is None:
+            continue
+        if row.choice is None:
+            found.append(f"no deterministic {type(mixer).__name__}")
+            continue
+        try:
+            row.choice(mixer, dtype, arch, deterministic=True)
+        except NoKernelError as error:
+            found.append(str(error))
+    return tuple(dict.fromkeys(found))
 
 
 def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
@@ -492,9 +566,11 @@ def _layer_norms(network: spec.Network) -> tuple[str, ...]:
     """List where only RMS norms are computed and the network has layer norms."""
     per_head = (it.qk_norm for it in network.attentions if not it.qk_norm_by_head)
     after = (it.norm for it in network.layers if it.post_norms)
+    others = any(it.post_norms and type(it.mixer) is not Attention for it in network.layers)
     return reasons(
         (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),
         (any(it.kind == "layer" for it in after), "no layer norms after attention and MLP"),
+        (others, "no norms after mixers other than attention"),
     )
 
 

@@ -24,6 +24,7 @@ def same_problem(mixer: Attention) -> Attention:
         query_scale=None,
         bias=False,
         output_bias=False,
+        gate=False,
     )
 
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from kernels.weight_format import WeightFormat, unquantized
 from model.network.matrix import Matrix
+from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.recurrent import add_gated_delta, add_mamba2, add_short_conv
 from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
@@ -28,14 +30,11 @@ def norm_dtype(norm: NormSpec, dtype: torch.dtype) -> torch.dtype:
 
 def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
-    mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, Attention) and parameter.startswith("qkv"):
-        return list(mixer.matrices(0)["qkv"][0])
-    if isinstance(mlp, Dense) and parameter.startswith("gate_up") and mlp.gated:
-        return list(mlp.matrices(0)["gate_up"][0])
     if parameter == "activation":
-        return [1] * mlp.num_activation
-    return None
+        return [1] * layer.mlp.num_activation
+    matrices = {**layer.mixer.matrices(0), **layer.mlp.matrices(0)}
+    rows, _ = matrices.get(parameter.removesuffix("_bias"), ((), 0))
+    return list(rows) if len(rows) > 1 else None
 
 
 def layer_formats(
@@ -67,9 +66,13 @@ class NewParameters:
         self._layer, self._dtype, self._device = layer, dtype, device
         self._weight_format = weight_format
 
-    def vector(self, size: int) -> nn.Parameter:
-        """Return a vector, such as a bias."""
-        return nn.Parameter(torch.empty(size, dtype=self._dtype, device=self._device))
+    def vector(self, *shape: int) -> nn.Parameter:
+        """Return a vector, such as a bias, or another array that is no matrix of a product."""
+        return nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def float32(self, size: int) -> nn.Parameter:
+        """Return a vector that is float32 in every model."""
+        return nn.Parameter(torch.empty(size, dtype=torch.float32, device=self._device))
 
     def norm(self, size: int, of: NormSpec | None = None) -> nn.Parameter:
         """Return the weight of a norm; None for one as those of the layer."""
@@ -90,8 +93,8 @@ class NewParameters:
 class DecoderLayer(nn.Module):
     """The parameters of one layer; executors compute with them.
 
-    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks are None.
+    `qkv` stacks the rows of the q, k and v projections, after those of a gate of the result if there is one; `gate_up`
+    stacks those of gate and up; without a gate it has only those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks are None.
     `PARAMETERS` has what each kind of part adds.
 
     Args:
@@ -130,7 +133,7 @@ class DecoderLayer(nn.Module):
     def add_attention(self, mixer: Attention, new: NewParameters) -> None:
         """Add the parameters of attention."""
         heads, key_heads = (it * mixer.head_dim for it in (mixer.num_heads, mixer.num_kv_heads))
-        stacked = heads + 2 * key_heads
+        stacked = sum(mixer.matrices(new.hidden)["qkv"][0])
         has_all = mixer.joint_qk_norm or mixer.qk_norm_by_head
         normalized = (heads, key_heads) if has_all else (mixer.head_dim,) * 2
         self.qkv = new.matrix("qkv", stacked, new.hidden)
@@ -168,6 +171,9 @@ class DecoderLayer(nn.Module):
 
 PARAMETERS: Final[dict[type, Callable[[DecoderLayer, Any, NewParameters], None]]] = {
     Attention: DecoderLayer.add_attention,
+    ShortConv: add_short_conv,
+    GatedDelta: add_gated_delta,
+    Mamba2: add_mamba2,
     Dense: DecoderLayer.add_dense,
 }
 """Adds the parameters of a mixer or an MLP to a layer."""

@@ -35,7 +35,7 @@ class ShortConv:
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
-        return {"input": ((self.channels,) * 3, hidden), "mixed": ((hidden,), self.channels)}
+        return {"input": ((3 * self.channels,), hidden), "mixed": ((hidden,), self.channels)}
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
@@ -150,7 +150,8 @@ class Mamba2:
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
-        rows = self.inner, self.channels, self.num_heads
+        group = self.num_groups * self.state_dim
+        rows = self.inner, self.inner, group, group, self.num_heads
         return {"input": (rows, hidden), "mixed": ((hidden,), self.inner)}
 
     def num_parameters(self, hidden: int) -> int:

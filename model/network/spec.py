@@ -126,6 +126,7 @@ class Attention:
         output_bias: whether the output projection has one.
         late_qk_norm: whether `qk_norm` is after the rotation instead.
         query_scale: multiplies the queries by position; None for no factor.
+        gate: whether the result is multiplied by the sigmoid of a projection of its size, before the output projection.
     """
 
     num_heads: int
@@ -150,18 +151,20 @@ class Attention:
     query_scale: QueryScale | None = field(
         default=None, metadata={_TEXT: "scale of queries by position beyond the original context"}
     )
+    gate: bool = field(default=False, metadata={_TEXT: "gate of the result of attention"})
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = self._num_norm if self.qk_norm else 0
-        biases = self.bias * (queries + 2 * keys) + self.output_bias * hidden
-        return hidden * (2 * queries + 2 * keys) + norms + biases
+        queries, norms = self.num_heads * self.head_dim, self._num_norm if self.qk_norm else 0
+        stacked = sum(self.matrices(hidden)["qkv"][0])
+        biases = self.bias * stacked + self.output_bias * hidden
+        return hidden * (stacked + queries) + norms + biases
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {"qkv": ((queries, keys, keys), hidden), "output": ((hidden,), queries)}
+        stacked = (*(queries,) * (1 + self.gate), keys, keys)
+        return {"qkv": (stacked, hidden), "output": ((hidden,), queries)}
 
     @property
     def num_float32(self) -> int:
