@@ -21,13 +21,14 @@ SOFTCAP: Final = Meta(gt=0, le=1e6)
 SCALAR: Final = Meta(ge=1, le=65_536)
 _VOCAB: Final = Meta(ge=1, le=2**21)
 _HIDDEN: Final = Meta(ge=1, le=65_536)
-_INNER: Final = Meta(ge=1, le=2**20)
+INNER: Final = Meta(ge=1, le=2**20)
 _LAYERS: Final = Meta(ge=1, le=1_024)
 _HEADS: Final = Meta(ge=1, le=1_024)
 _HEAD_DIM: Final = Meta(ge=1)
 _EPS: Final = Meta(ge=0, le=1)
 MULTIPLIER: Final = Meta(ge=1e-6, le=1e6)
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 
 GELUS: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu")
 _ACTIVATIONS: Final[dict[str, ActivationName]] = {
@@ -51,7 +52,7 @@ def hidden_size(keys: Keys) -> int:
 
 def inner_size(keys: Keys, default: int | None = None) -> int:
     """Read the elements between the matrices of an MLP."""
-    return keys.integer("intermediate_size", _INNER, default)
+    return keys.integer("intermediate_size", INNER, default)
 
 
 def num_layers(keys: Keys) -> int:
@@ -159,8 +160,8 @@ def same_windows(keys: Keys, window: int | None = None) -> Windows:
         UnsupportedModelError: `layer_types` states others.
     """
     windows = (window,) * num_layers(keys)
-    kind = _FULL if window is None else _SLIDING
-    if {*_layer_types(keys)} - {kind}:
+    kind = FULL if window is None else _SLIDING
+    if {*layer_types(keys)} - {kind}:
         raise UnsupportedModelError(
             f"layer_types that differ from {kind} everywhere are not supported with this architecture"
         )
@@ -206,7 +207,7 @@ def stated_windows(keys: Keys, window: int | None, has_window: list[bool]) -> Wi
         ModelFolderError: `layer_types` names windows, but there is none.
         UnsupportedModelError: `layer_types` names an unknown type.
     """
-    if stated := _layer_types(keys):
+    if stated := layer_types(keys):
         has_window = [kind == _SLIDING for kind in stated]
         if window is None and any(has_window):
             raise ModelFolderError(
@@ -234,8 +235,12 @@ def with_windows(layer: Layer, windows: Windows, local: Rotary | None = None) ->
     return tuple(dataclasses.replace(layer, mixer=it) for it in mixers)
 
 
-def _layer_types(keys: Keys) -> list[str]:
+def layer_types(keys: Keys, kinds: tuple[str, ...] = (FULL, _SLIDING)) -> list[str]:
     """Read `layer_types`; empty if it is absent.
+
+    Args:
+        keys: of config.json.
+        kinds: the types that the family has.
 
     Raises:
         ModelFolderError: it is not a list of as many types as layers.
@@ -250,9 +255,9 @@ def _layer_types(keys: Keys) -> list[str]:
             f" found {shorten(stated)}"
         )
     for kind in stated:
-        if kind not in (_FULL, _SLIDING):
+        if kind not in kinds:
             raise UnsupportedModelError(
-                f"layer type {shorten(kind)} is not supported; supported are {_FULL}, {_SLIDING}"
+                f"layer type {shorten(kind)} is not supported; supported are {', '.join(kinds)}"
             )
     return stated
 

@@ -28,6 +28,7 @@ from model.families import (
     helium,
     hunyuan_dense,
     internlm3,
+    lfm2,
     llama,
     llama_names,
     minicpm,
@@ -45,6 +46,8 @@ from model.families import (
     qwen2_5_vl,
     qwen2_vl,
     qwen3,
+    qwen3_5,
+    qwen3_5_text,
     qwen3_vl,
     seed_oss,
     smollm3,
@@ -98,6 +101,9 @@ _FILES: Final = (
     nemotron,
     internlm3,
     cwm,
+    qwen3_5,
+    qwen3_5_text,
+    lfm2,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family

@@ -6,7 +6,12 @@ A module of a layer, such as a projection, has one name here for its weight and 
     output_norm, down_norm      norms of their results
     q, k, v, output             projections of attention;  q_norm, k_norm: norms of queries and keys
     gate, up, down              matrices of the MLP; without a gate only up and down
-    alpha_p, alpha_n            the parameters of xIELU, whose tensors have no `.weight` after the name
+    q_gate                      the gate of attention's result, whose rows stand behind those of each head's query in q
+    mixed_in, z, beta, alpha    projections of the gated delta rule: to its convolution, its gate, its rate, its decay
+    z, x, b, c, dt              rows of the input projection of Mamba-2
+    input, conv, mixed          input projection of other recurrent mixers; convolution and output projection of all
+    gated_norm, a_log, dt_bias, d  their other parameters, of which the last three have no `.weight` after the name
+    alpha_p, alpha_n            the parameters of xIELU, which have none either
 
 Outside the layers there are embed_tokens, embed_positions, norm and lm_head.
 """

@@ -205,6 +205,16 @@ _MINICPM = _named(
 ) | dict.fromkeys(_minicpm(4).keys() - {"num_hidden_layers"})
 # The class has a list of end tokens for null.
 _CWM = _layers(5, head_dim=16, sliding_window=16, max_position_embeddings=16384, eos_token_id=2)
+_QWEN3_5 = _layers(
+    4,
+    head_dim=16,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+)
+_LFM2 = _layers(4, full_attn_idxs=[1], block_multiple_of=16, block_ffn_dim_multiplier=1.1)
 CASES = {
     "llama": Case("Llama"),
     "llama sharded": Case("Llama", shard_size="40KB"),
@@ -515,6 +525,26 @@ CASES = {
         named="LlamaForCausalLM",
     ),
     "cwm": Case("Cwm", _CWM),
+    "qwen3.5": Case("Qwen3_5Text", _QWEN3_5, in_half=True),
+    "qwen3.5 more value heads tied biases": Case(
+        "Qwen3_5Text",
+        _QWEN3_5
+        | _layers(3, layer_types=["full_attention", "linear_attention", "linear_attention"])
+        | {"linear_num_value_heads": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3.5 vl": Case(
+        "Qwen3_5",
+        _QWEN3_5 | _mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+        model="ForConditionalGeneration",
+        others={"vision_config": _QWEN_VISION | {"num_position_embeddings": 16}},
+    ),
+    "lfm2": Case("Lfm2", _LFM2, in_half=True),
+    "lfm2 untied biases": Case(
+        "Lfm2",
+        _LFM2
+        | _layers(3, layer_types=["conv", "full_attention", "conv"], full_attn_idxs=None)
+        | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
     "minicpm": Case("Granite", _minicpm(4), restated=_MINICPM),
     "minicpm longrope tied": Case(
         "Granite",
