@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from torch.nn import functional
 
+from kernels.errors import NoKernelError
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.lora import LoraLinear, StepLora
 from kernels.linear.projection import (
@@ -24,7 +25,6 @@ from kernels.linear.projection import (
     bind_projection,
 )
 from kernels.norms.pytorch import xielu
-from kernels.errors import NoKernelError
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, reasons, select_vector
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
@@ -232,7 +232,9 @@ def _begin_recurrences(_model: DecoderParameters, it: PagedStep) -> Recur:
     return PagedStates(it.state, step_segments(it.step))
 
 
-def _begin_dense_recurrences(_model: DecoderParameters, _positions: Tensor, _hidden: Tensor) -> Recur:
+def _begin_dense_recurrences(
+    _model: DecoderParameters, _positions: Tensor, _hidden: Tensor
+) -> Recur:
     return compute_dense
 
 
@@ -244,8 +246,7 @@ class MixerSpec(NamedTuple):
         begin: returns the context of a step over a state, once for all layers.
         begin_dense: the same for whole sequences without a state, [B, L, C] at positions [L]; differentiable.
         reads: the entry of its type in `READS`.
-        choice: chooses its kernel for a mixer, the name of a dtype and a processor, in deterministic steps or in others;
-            raises `NoKernelError`. None for a mixer whose kernels are chosen otherwise.
+        choice: `recurrent_choice` of a mixer with such a kernel; None for any other.
     """
 
     bind: Callable[[Any, Binder], BoundMixer]
@@ -473,7 +474,13 @@ class Layers:
             segments: of a network with recurrent mixers.
         """
         it = PagedStep(
-            None, state, positions, self.bound, deterministic=False, metadata=metadata, segments=segments
+            None,
+            state,
+            positions,
+            self.bound,
+            deterministic=False,
+            metadata=metadata,
+            segments=segments,
         )
         return self.hidden_states(it, input_ids)
 

@@ -1,4 +1,4 @@
-"""Recurrent mixers of a layer: over the states in the slots of the cache for serving, over whole sequences for training.
+"""Recurrent mixers of a layer: over states in the slots of the cache for serving, over whole sequences for training.
 
 What a mixer computes between its products is one kernel of `kernels.recurrent.registry`.
 """
@@ -135,7 +135,9 @@ class BoundRecurrent(NamedTuple):
 
 def _weights(layer: DecoderLayer) -> RecurrentWeights:
     names = {"norm": "gated_norm"}
-    found = {it: getattr(layer, names.get(it, it), None) for it in RecurrentWeights._fields}
+    found: dict[str, Any] = {
+        it: getattr(layer, names.get(it, it), None) for it in RecurrentWeights._fields
+    }
     return RecurrentWeights(**found)
 
 
@@ -176,7 +178,9 @@ class PagedStates:
         return kernel(projected, gates, self._states[index], self._segments)
 
 
-def compute_dense(_index: int, kernel: Kernel, projected: Tensor, gates: Tensor | None, /) -> Tensor:
+def compute_dense(
+    _index: int, kernel: Kernel, projected: Tensor, gates: Tensor | None, /
+) -> Tensor:
     """Compute whole sequences, [B, L, ...], without a cache; differentiable. See `Recur`."""
     return kernel.dense(projected, gates)
 

@@ -48,7 +48,12 @@ def network(keys: Keys) -> Network:
     heads, kv_heads, dim = parts.heads(keys)
     norm = parts.rms_norm(keys, 1e-5)
     attention = Attention(
-        heads, kv_heads, dim, dim**-0.5, rotary=read_rotary(keys, dim, theta=1_000_000.0), qk_norm=norm
+        heads,
+        kv_heads,
+        dim,
+        dim**-0.5,
+        rotary=read_rotary(keys, dim, theta=1_000_000.0),
+        qk_norm=norm,
     )
     convolution = ShortConv(
         parts.hidden_size(keys),
@@ -72,7 +77,9 @@ def _kinds(keys: Keys) -> list[str]:
     attention = keys.optional_integers("full_attn_idxs", _INDEX)
     if stated := parts.layer_types(keys, kinds):
         return stated
-    return [kinds[attention is not None and it not in attention] for it in range(parts.num_layers(keys))]
+    return [
+        kinds[attention is not None and it not in attention] for it in range(parts.num_layers(keys))
+    ]
 
 
 def _inner_size(keys: Keys) -> int:

@@ -33,7 +33,8 @@ def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     if parameter == "activation":
         return [1] * layer.mlp.num_activation
     matrices = {**layer.mixer.matrices(0), **layer.mlp.matrices(0)}
-    rows, _ = matrices.get(parameter.removesuffix("_bias"), ((), 0))
+    name = parameter.removesuffix(".numbers").removesuffix("_bias")
+    rows, _ = matrices.get(name, ((), 0))
     return list(rows) if len(rows) > 1 else None
 
 
@@ -93,9 +94,9 @@ class NewParameters:
 class DecoderLayer(nn.Module):
     """The parameters of one layer; executors compute with them.
 
-    `qkv` stacks the rows of the q, k and v projections, after those of a gate of the result if there is one; `gate_up`
-    stacks those of gate and up; without a gate it has only those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks are None.
-    `PARAMETERS` has what each kind of part adds.
+    `qkv` stacks the rows of the q, k and v projections, after those of a gate of the result if there is one, `gate_up`
+    those of gate and up; without a gate it has only those of up. `activation` has the two parameters of xIELU. Biases
+    and norms that a family lacks are None. `PARAMETERS` has what each kind of part adds.
 
     Args:
         layer: what the layer computes.

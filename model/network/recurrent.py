@@ -13,7 +13,7 @@ def add_short_conv(layer: DecoderLayer, mixer: ShortConv, new: NewParameters) ->
     """Add the parameters of a gated short convolution."""
     _add_products(layer, mixer, new, bias=mixer.bias)
     layer.conv = new.vector(mixer.channels, mixer.width)
-    layer.conv_bias = new.vector(mixer.channels) if mixer.bias else None
+    layer.register_parameter("conv_bias", new.vector(mixer.channels) if mixer.bias else None)
 
 
 def add_gated_delta(layer: DecoderLayer, mixer: GatedDelta, new: NewParameters) -> None:
@@ -29,11 +29,13 @@ def add_mamba2(layer: DecoderLayer, mixer: Mamba2, new: NewParameters) -> None:
     """Add the parameters of Mamba-2."""
     _add_products(layer, mixer, new, bias=mixer.bias)
     layer.conv = new.vector(mixer.channels, mixer.width)
-    layer.conv_bias = new.vector(mixer.channels) if mixer.conv_bias else None
+    bias = new.vector(mixer.channels) if mixer.conv_bias else None
+    layer.register_parameter("conv_bias", bias)
     layer.a_log = new.float32(mixer.num_heads)
     layer.dt_bias = new.float32(mixer.num_heads)
     layer.d = new.float32(mixer.num_heads)
-    layer.gated_norm = None if mixer.eps is None else new.vector(mixer.inner)
+    norm = None if mixer.eps is None else new.vector(mixer.inner)
+    layer.register_parameter("gated_norm", norm)
 
 
 def _add_products(
