@@ -235,6 +235,8 @@ def _rows(
     count: int, rewrite: Rewrite | None, suffix: str, order: tuple[int, ...] | None = None
 ) -> Rows:
     rewrite = rewrite or Rewrite()
+    if suffix == ".bias" and rewrite.bias is not None:
+        return Rows(count, rewrite.bias, order=order)
     return Rows(count, rewrite.factor, rewrite.offset if suffix == ".weight" else 0.0, order)
 
 

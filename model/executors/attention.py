@@ -43,7 +43,7 @@ class BoundAttention(NamedTuple):
 
     Attributes:
         spec: what it computes, of this rank's heads.
-        qkv: includes the layer's first norm; reads the residual stream. Its first outputs are those of the gate, if any.
+        qkv: includes the layer's first norm; reads the residual stream. Its first outputs are the gate, if any.
         head_norms: per-head norms of queries and of keys before the rotation; None if the family has none.
         late_weights: weights of the norms of queries and of keys after the rotation; None if the family has none.
         joint_norms: norms of all query heads and of all key heads of a token, or with weights of each head; None if

@@ -289,7 +289,7 @@ MIXERS: Final[dict[type, MixerSpec]] = {
     ),
     ShortConv: _recurrent("bias"),
     GatedDelta: _recurrent(),
-    Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias"),
+    Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias", "output_bias"),
 }
 MLPS: Final[dict[type, MLPSpec]] = {
     Dense: MLPSpec(BoundDense.bind, dict.fromkeys(("activation", "gated", "bias"), spec.ALL))

@@ -150,7 +150,10 @@ class Multipliers(NamedTuple):
     def rewrites(self) -> dict[str, Rewrite]:
         """Return what loading changes."""
         added = Rewrite(self.residual / self.embedding)
-        return {"output": added, "down": added, "norm": Rewrite(self.logits)}
+        return {
+            **dict.fromkeys(("output", "mixed", "down"), added),
+            "norm": Rewrite(self.logits),
+        }
 
 
 def same_windows(keys: Keys, window: int | None = None) -> Windows:

@@ -25,6 +25,7 @@ from model.families import (
     gpt_neox,
     gptj,
     granite,
+    granite4,
     helium,
     hunyuan_dense,
     internlm3,
@@ -104,6 +105,7 @@ _FILES: Final = (
     qwen3_5,
     qwen3_5_text,
     lfm2,
+    granite4,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family

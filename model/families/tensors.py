@@ -32,10 +32,12 @@ class Rewrite:
     Attributes:
         factor: multiplies weight and bias.
         offset: added to the weight, after the factor.
+        bias: multiplies the bias; None for `factor`.
     """
 
     factor: float = 1.0
     offset: float = 0.0
+    bias: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,3 +91,14 @@ LLAMA: Final = Tensors(
     },
 )
 """The tensors of Llama's checkpoints and of those like them."""
+
+MAMBA2: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("z", "x", "b", "c", "dt"), "mamba.in_proj"),
+    "conv": "mamba.conv1d",
+    "a_log": "mamba.A_log",
+    "dt_bias": "mamba.dt_bias",
+    "d": "mamba.D",
+    "gated_norm": "mamba.norm",
+    "mixed": "mamba.out_proj",
+}
+"""The modules of Mamba-2 in a layer of hybrids that have attention too."""

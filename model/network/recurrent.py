@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 def add_short_conv(layer: DecoderLayer, mixer: ShortConv, new: NewParameters) -> None:
     """Add the parameters of a gated short convolution."""
-    _add_products(layer, mixer, new, bias=mixer.bias)
+    _add_products(layer, mixer, new, input=mixer.bias, mixed=mixer.bias)
     layer.conv = new.vector(mixer.channels, mixer.width)
     layer.register_parameter("conv_bias", new.vector(mixer.channels) if mixer.bias else None)
 
 
 def add_gated_delta(layer: DecoderLayer, mixer: GatedDelta, new: NewParameters) -> None:
     """Add the parameters of the gated delta rule."""
-    _add_products(layer, mixer, new, bias=False)
+    _add_products(layer, mixer, new)
     layer.conv = new.vector(mixer.channels, mixer.width)
     layer.a_log = new.float32(mixer.num_heads)
     layer.dt_bias = new.float32(mixer.num_heads)
@@ -27,7 +27,7 @@ def add_gated_delta(layer: DecoderLayer, mixer: GatedDelta, new: NewParameters) 
 
 def add_mamba2(layer: DecoderLayer, mixer: Mamba2, new: NewParameters) -> None:
     """Add the parameters of Mamba-2."""
-    _add_products(layer, mixer, new, bias=mixer.bias)
+    _add_products(layer, mixer, new, input=mixer.bias, mixed=mixer.output_bias)
     layer.conv = new.vector(mixer.channels, mixer.width)
     bias = new.vector(mixer.channels) if mixer.conv_bias else None
     layer.register_parameter("conv_bias", bias)
@@ -39,8 +39,12 @@ def add_mamba2(layer: DecoderLayer, mixer: Mamba2, new: NewParameters) -> None:
 
 
 def _add_products(
-    layer: DecoderLayer, mixer: ShortConv | GatedDelta | Mamba2, new: NewParameters, *, bias: bool
+    layer: DecoderLayer,
+    mixer: ShortConv | GatedDelta | Mamba2,
+    new: NewParameters,
+    **biases: bool,
 ) -> None:
+    """Add the matrices; `biases` has those with a bias by name."""
     for name, (rows, inputs) in mixer.matrices(new.hidden).items():
         setattr(layer, name, new.matrix(name, sum(rows), inputs))
-        setattr(layer, f"{name}_bias", new.vector(sum(rows)) if bias else None)
+        setattr(layer, f"{name}_bias", new.vector(sum(rows)) if biases.get(name) else None)

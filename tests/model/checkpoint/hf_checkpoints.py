@@ -214,6 +214,8 @@ _QWEN3_5 = _layers(
     linear_num_key_heads=2,
     linear_num_value_heads=2,
 )
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 96, **_MAMBA, **_GRANITE}
 _LFM2 = _layers(4, full_attn_idxs=[1], block_multiple_of=16, block_ffn_dim_multiplier=1.1)
 CASES = {
     "llama": Case("Llama"),
@@ -537,6 +539,22 @@ CASES = {
         _QWEN3_5 | _mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
         model="ForConditionalGeneration",
         others={"vision_config": _QWEN_VISION | {"num_position_embeddings": 16}},
+    ),
+    "granite4": Case(
+        "GraniteMoeHybrid",
+        _layers(3, layer_types=["mamba", "attention", "mamba"], **_GRANITE4),
+        in_half=True,
+    ),
+    "granite4 rope tied biases groups": Case(
+        "GraniteMoeHybrid",
+        _layers(2, layer_types=["attention", "mamba"], **_GRANITE4)
+        | {"position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True}
+        | {"mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "granite4 without mamba": Case(
+        "GraniteMoeHybrid",
+        _layers(2, layer_types=["attention"] * 2, **_GRANITE4)
+        | {"position_embedding_type": "rope"},
     ),
     "lfm2": Case("Lfm2", _LFM2, in_half=True),
     "lfm2 untied biases": Case(
