@@ -20,17 +20,21 @@ from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer, stacked_rows
 from model.network.matrix import Matrix
-from model.network.matrix_shapes import STACKED
+from model.network.matrix_shapes import stacked_modules
 from model.network.parallel import shard
 from model.network.spec import Attention
 
 if TYPE_CHECKING:
     from model.decoder import DecoderLM
-    from model.network.spec import Attention
+    from model.network.spec import Network
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
-_STACKED: Final = {**STACKED, "activation": ("alpha_p", "alpha_n")}
-"""The modules whose rows a parameter stacks; without a gate it has those of the last one."""
+_ACTIVATION: Final = ("alpha_p", "alpha_n")
+"""The modules of the parameters of xIELU."""
+_STREAMS: Final = ("streams_in", "streams_out")
+"""Parameters that stack square matrices of modules with the name of one and a number."""
+_OF_KEYS: Final = ("k", "v", "k_norm", "v_norm")
+"""Modules that a layer with the keys and values of another one does not have."""
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 _ROTATED: Final = ("q", "k", *_HEAD_NORMS)
 """Modules whose rows have the order of the pairs that rotate."""
@@ -189,7 +193,16 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             name = f"{prefix}{tensors.modules[module]}{suffix}"
             parts[name] = ParameterPart(parameter, values, (rows,))
 
-    add("embed_tokens", "embed_positions")
+    def add_stacked(parameter: str) -> None:
+        values = Weight.full(outside[parameter].detach())
+        count, size = values.shape[0] // model.network.hidden, model.network.hidden
+        for index, part in enumerate(values.split_with_sizes([size] * count)):
+            name = f"{tensors.prefix}{tensors.modules[parameter]}.{index}.weight"
+            parts[name] = ParameterPart(parameter, part, (Rows(size),))
+
+    add("embed_tokens", "embed_positions", "embed_per_layer", "per_layer_projection", "per_layer_norm")
+    for parameter in filter(outside.__contains__, _STREAMS):
+        add_stacked(parameter)
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
         for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
@@ -206,7 +219,7 @@ def _values(held: Tensor | Matrix) -> Weight | Tensor:
 
 def _module(parameter: str) -> tuple[str, str]:
     """Return the module of a parameter, and what follows the module's name in a checkpoint."""
-    if parameter == "activation":
+    if parameter in ("activation", "scale", "altup_scale"):
         return parameter, ""
     module = parameter.removesuffix("_bias")
     return module, ".weight" if module == parameter else ".bias"
@@ -232,10 +245,11 @@ def _layer_parts(
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
-        values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
+        values = _values(matrix if isinstance(matrix, Matrix) else tensor.detach())
         base, suffix = _module(parameter)
         counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
-        modules = dict(zip(_STACKED.get(base, (base,))[-len(counts) :], counts, strict=True))
+        names = _ACTIVATION if base == "activation" else stacked_modules(base, len(counts))
+        modules = dict(zip(names, counts, strict=True))
         grouped_by = head_dim if base == "qkv" else None
         start = 0
         for name, same in itertools.groupby(modules, tensors.layer_modules.__getitem__):
@@ -251,6 +265,17 @@ def _layer_parts(
                 ParameterPart(prefix + parameter, part, rows, transposed, grouped_by, row_size),
             )
             start += count
+
+
+def unread_names(network: Network, tensors: Tensors) -> frozenset[str]:
+    """Return the modules that files may have of layers which read the keys and values of another one."""
+    names = [tensors.layer_modules.get(it, f"self_attn.{it}") for it in _OF_KEYS]
+    return frozenset(
+        f"{tensors.prefix}{tensors.layers}{index}.{name}"
+        for index, layer in enumerate(network.layers)
+        if isinstance(layer.mixer, Attention) and layer.mixer.kv_layer is not None
+        for name in names
+    )
 
 
 def head_order(mixer: Attention, tensors: Tensors) -> tuple[int, ...] | None:

@@ -150,6 +150,18 @@ class Keys:
             del unread["no_rope_layers"]  # every layer rotates
         refuse(unread, _UNSUPPORTED, self._prefix)
 
+    def refuse_others(self) -> None:
+        """Check that all keys were read.
+
+        Raises:
+            UnsupportedModelError: one was not.
+        """
+        refuse(
+            {key: it for key, it in self._content.items() if key not in self._read},
+            (((), tuple(self._content)),),
+            self._prefix,
+        )
+
     def name(self, key: str) -> str:
         """Return the name of a key in errors."""
         return self._prefix + self._renamed.get(key, key)

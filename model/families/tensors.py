@@ -7,8 +7,13 @@ A module of a layer, such as a projection, has one name here for its weight and 
     q, k, v, output             projections of attention;  q_norm, k_norm: norms of queries and keys
     gate, up, down              matrices of the MLP; without a gate only up and down
     alpha_p, alpha_n            the parameters of xIELU, whose tensors have no `.weight` after the name
+    scale                       of the stream after the layer, likewise
+    per_layer_gate, per_layer_output, per_layer_output_norm     of per-layer inputs
+    laurel_in, laurel_out, laurel_out_norm                      of LAuReL
+    altup_norm, altup_router, altup_predict, altup_correct, altup_scale     of AltUp; the last one without `.weight`
 
-Outside the layers there are embed_tokens, embed_positions, norm and lm_head.
+Outside the layers there are embed_tokens, embed_positions, norm and lm_head; embed_per_layer, per_layer_projection and
+per_layer_norm; streams_in and streams_out, whose modules have a number after the name.
 """
 
 from __future__ import annotations

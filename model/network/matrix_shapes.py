@@ -8,8 +8,18 @@ if TYPE_CHECKING:
     from model.network.spec import Network
 
 
-STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""The modules whose rows a matrix of a layer stacks; without a gate it has those of the last one."""
+_STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+def stacked_modules(matrix: str, count: int) -> tuple[str, ...]:
+    """Return the modules whose rows a matrix of a layer stacks.
+
+    Args:
+        matrix: its name.
+        count: how many they are: fewer than there may be without a gate, or without projections of keys and values.
+    """
+    modules = _STACKED.get(matrix, (matrix,))
+    return modules[:count] if matrix == "qkv" else modules[-count:]
 
 
 class MatrixShape(NamedTuple):
@@ -25,7 +35,8 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
     return [
         {
             name: MatrixShape(*shape)
-            for name, shape in {**it.mixer.matrices(hidden), **it.mlp.matrices(hidden)}.items()
+            for part in it.parts
+            for name, shape in part.matrices(hidden).items()
         }
         for it in network.layers
     ]
