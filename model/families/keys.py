@@ -83,6 +83,24 @@ class Keys:
         """Return a list of numbers."""
         return tuple(self._required(key, list[Annotated[float, limits]], None))
 
+    def for_layers(self, key: str, limits: Meta, default: list[float]) -> list[float]:
+        """Return the numbers of all layers, from a list or one number for all; `default` has as many as layers.
+
+        Raises:
+            ModelFolderError: the list has another length.
+        """
+        value = self._find(key)
+        if value is None:
+            return default
+        if not isinstance(value, list):
+            return [check(value, Annotated[float, limits], self.name(key))] * len(default)
+        found: list[float] = check(value, list[Annotated[float, limits]], self.name(key))
+        if len(found) != len(default):
+            raise ModelFolderError(
+                f"{self.name(key)} must have a number for each of {len(default)} layers, found {len(found)}"
+            )
+        return found
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """Return true or false."""
         return bool(self._required(key, bool, default))

@@ -21,7 +21,7 @@ SOFTCAP: Final = Meta(gt=0, le=1e6)
 SCALAR: Final = Meta(ge=1, le=65_536)
 _VOCAB: Final = Meta(ge=1, le=2**21)
 _HIDDEN: Final = Meta(ge=1, le=65_536)
-_INNER: Final = Meta(ge=1, le=2**20)
+INNER: Final = Meta(ge=1, le=2**20)
 _LAYERS: Final = Meta(ge=1, le=1_024)
 HEADS: Final = Meta(ge=1, le=1_024)
 HEAD_DIM: Final = Meta(ge=1)
@@ -51,7 +51,7 @@ def hidden_size(keys: Keys) -> int:
 
 def inner_size(keys: Keys, default: int | None = None) -> int:
     """Read the elements between the matrices of an MLP."""
-    return keys.integer("intermediate_size", _INNER, default)
+    return keys.integer("intermediate_size", INNER, default)
 
 
 def num_layers(keys: Keys) -> int:
