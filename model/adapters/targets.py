@@ -18,7 +18,7 @@ class Target(NamedTuple):
 
     Attributes:
         layer: its index.
-        matrix: of the layer that has its rows: qkv, output, gate_up or down.
+        matrix: of the layer that has its rows, such as qkv, output, gate_up or down.
         parts: which of the parts that the matrix stacks, from the first to before the last.
         inputs, outputs: its sizes.
     """

@@ -26,14 +26,19 @@ from model.network.spec import Attention
 
 if TYPE_CHECKING:
     from model.decoder import DecoderLM
-    from model.network.spec import Attention
+    from model.network.spec import Network
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
 _XIELU: Final = ("alpha_p", "alpha_n")
 """The modules whose rows `activation` stacks."""
-_WITHOUT_SUFFIX: Final = ("activation", "a_log", "dt_bias", "d")
+_WITHOUT_SUFFIX: Final = ("activation", "scale", "altup_scale", "a_log", "dt_bias", "d")
 """Parameters whose tensors have no `.weight` or `.bias` after the name of the module."""
+_CONV: Final = "conv"
 _GATED: Final = ("q_gate", "q")
+_STREAMS: Final = ("streams_in", "streams_out")
+"""Parameters that stack square matrices of modules with the name of one and a number."""
+_OF_KEYS: Final = ("k", "v", "k_norm", "v_norm")
+"""Modules that a layer with the keys and values of another one does not have."""
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 _ROTATED: Final = ("q", "k", *_HEAD_NORMS)
 """Modules whose rows have the order of the pairs that rotate."""
@@ -141,8 +146,8 @@ class ParameterPart:
             matrix: Any = stored if isinstance(stored, Tensor) else stored.dequantize()
             stored = matrix.flatten()
         if self.depthwise:
-            assert isinstance(stored, Tensor), "not quantized"
-            stored = stored.flatten(1)
+            taps: Any = stored if isinstance(stored, Tensor) else stored.dequantize()
+            stored = taps.flatten(1)
         columns: tuple[int, ...] = tuple(self.values.shape[1:])
         return [
             rows.loaded(shard(module, (rows.count, *columns), rank))
@@ -208,7 +213,22 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             name = f"{prefix}{tensors.modules[module]}{suffix}"
             parts[name] = ParameterPart(parameter, values, (rows,))
 
-    add("embed_tokens", "embed_positions")
+    def add_stacked(parameter: str) -> None:
+        values = Weight.full(outside[parameter].detach())
+        count, size = values.shape[0] // model.network.hidden, model.network.hidden
+        for index, part in enumerate(values.split_with_sizes([size] * count)):
+            name = f"{tensors.prefix}{tensors.modules[parameter]}.{index}.weight"
+            parts[name] = ParameterPart(parameter, part, (Rows(size),))
+
+    add(
+        "embed_tokens",
+        "embed_positions",
+        "embed_per_layer",
+        "per_layer_projection",
+        "per_layer_norm",
+    )
+    for parameter in filter(outside.__contains__, _STREAMS):
+        add_stacked(parameter)
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
         for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
@@ -254,7 +274,9 @@ def _layer_parts(
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
-        values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
+        values = _values(matrix if isinstance(matrix, Matrix) else tensor.detach())
+        if parameter == _CONV:
+            values = tensor.detach()
         base, suffix = _module(parameter)
         counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
         stacked = _XIELU if base == "activation" else stacked_modules(base, len(counts))
@@ -279,11 +301,22 @@ def _layer_parts(
                     transposed,
                     grouped_by,
                     row_size,
-                    depthwise=parameter == "conv",
+                    depthwise=parameter == _CONV,
                     gated_by=gate_dim if same == _GATED else None,
                 ),
             )
             start += count
+
+
+def unread_names(network: Network, tensors: Tensors) -> frozenset[str]:
+    """Return the modules that files may have of layers which read the keys and values of another one."""
+    names = [tensors.layer_modules.get(it, f"self_attn.{it}") for it in _OF_KEYS]
+    return frozenset(
+        f"{tensors.prefix}{tensors.layers}{index}.{name}"
+        for index, layer in enumerate(network.layers)
+        if isinstance(layer.mixer, Attention) and layer.mixer.kv_layer is not None
+        for name in names
+    )
 
 
 def head_order(mixer: Attention, tensors: Tensors) -> tuple[int, ...] | None:

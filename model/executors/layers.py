@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from torch.nn import functional
@@ -23,8 +24,9 @@ from kernels.linear.projection import (
     add_both,
     bind_norm,
     bind_projection,
+    settled,
 )
-from kernels.norms.pytorch import xielu
+from kernels.norms.pytorch import activate, sparse_gate, xielu
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, reasons, select_vector
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
@@ -44,11 +46,14 @@ from model.executors.recurrent import (
 )
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput, lora_rows
+from model.executors.sublayers.altup import BoundAltUp, BoundLaurel, BoundStreams, add_laurel
+from model.executors.sublayers.per_layer import BoundPerLayerInput, BoundTable
 from model.network import spec
 from model.network.attention_problems import attention_problems
 from model.network.matrix import Matrix
 from model.network.mixers import GatedDelta, Mamba2, ShortConv
 from model.network.spec import Attention, Dense
+from model.network.sublayers import AltUp, Laurel, PerLayerInput, PerLayerTable, Streams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,24 +106,32 @@ class BoundMLP(Protocol):
 
 
 Contexts: TypeAlias = dict[type, Any]
-"""The context of each kind of bound mixer in a step."""
+"""The context of each kind of bound mixer in a step, and of other sublayers."""
 RunLayers: TypeAlias = "Callable[[Sequence[BoundLayer], Residual, Contexts], Residual]"
 
 
 class BoundLayer(NamedTuple):
-    """The two halves of a layer.
+    """The sublayers of a layer.
 
     Attributes:
         mixer: the first half.
         mlp: the second half.
         projections: their products, by the names of the matrices.
         parallel: whether both read the same residual stream.
+        per_layer: adds what tokens are for the layer, after the two halves; None for none.
+        scale: [1], multiplies the stream at the end; None for none.
+        laurel: beside the mixer of a layer with `altup`; None for none.
+        altup: what is done with several streams; None for one stream.
     """
 
     mixer: BoundMixer
     mlp: BoundMLP
     projections: dict[str, ResidualWriter]
     parallel: bool
+    per_layer: BoundPerLayerInput | None = None
+    scale: Tensor | None = None
+    laurel: BoundLaurel | None = None
+    altup: BoundAltUp | None = None
 
     def adapted(self, matrices: Mapping[str, LoraWeights], step: StepLora) -> BoundLayer:
         """Return the layer with the adapters of the step's rows; `matrices` has the slots by the names of matrices."""
@@ -128,10 +141,16 @@ class BoundLayer(NamedTuple):
         }
 
         def replaced(part: Any) -> Any:  # noqa: ANN401 - a named tuple of bound products and others
+            if part is None:
+                return None
             return part._replace(**{it: products[it] for it in part._fields if it in products})
 
         return self._replace(
-            mixer=replaced(self.mixer), mlp=replaced(self.mlp), projections=products
+            mixer=replaced(self.mixer),
+            mlp=replaced(self.mlp),
+            projections=products,
+            per_layer=replaced(self.per_layer),
+            laurel=replaced(self.laurel),
         )
 
 
@@ -139,6 +158,41 @@ def layer_forward(
     index: int, layer: BoundLayer, residual: Residual, contexts: Contexts
 ) -> Residual:
     """Compute one layer: mixer and MLP read the normalized residual stream and add their results to it."""
+    if layer.altup is not None:
+        return Residual(_altup_forward(index, layer, layer.altup, residual.hidden, contexts))
+    residual = _halves_forward(index, layer, residual, contexts)
+    if layer.per_layer is not None:
+        inputs: Tensor = contexts[BoundPerLayerInput]
+        residual = layer.per_layer.to_residual(residual, inputs[index])
+    if layer.scale is not None:
+        residual = Residual(settled(residual) * layer.scale)
+    return residual
+
+
+def _altup_forward(
+    index: int, layer: BoundLayer, altup: BoundAltUp, streams: Tensor, contexts: Contexts
+) -> Tensor:
+    """Compute one layer of several streams, [A, ..., C]."""
+    predicted = altup.predicted(streams)
+    # A copy, because products may add to it in place.
+    residual = Residual(predicted[altup.spec.active].clone())
+    beside = None if layer.laurel is None else layer.laurel.result(residual.hidden)
+    mixed, residual = layer.mixer.read(index, residual, contexts[type(layer.mixer)])
+    residual = layer.mixer.output.to_residual(mixed, residual)
+    if beside is not None:
+        residual = Residual(add_laurel(settled(residual), beside))
+    widened, residual = layer.mlp.read(residual)
+    streams = altup.corrected(predicted, settled(layer.mlp.down.to_residual(widened, residual)))
+    per_layer = layer.per_layer
+    if per_layer is None:
+        return streams
+    inputs = contexts[BoundPerLayerInput][index]
+    return altup.with_inputs(streams, lambda it: per_layer.to_residual(it, inputs))
+
+
+def _halves_forward(
+    index: int, layer: BoundLayer, residual: Residual, contexts: Contexts
+) -> Residual:
     mixer, mlp = layer.mixer, layer.mlp
     mixed, residual = mixer.read(index, residual, contexts[type(mixer)])
     if layer.parallel:
@@ -160,25 +214,36 @@ class BoundDense(NamedTuple):
     """A multi-layer perceptron.
 
     Attributes:
-        gate_up: includes the MLP's norm and, unless it has parameters, its activation; reads the residual stream.
+        gate_up: includes the MLP's norm and, unless it is computed apart, its activation; reads the residual stream.
         down: adds to the residual stream, after a norm if the family has one there.
         activation: parameters of xIELU; None for an activation without parameters.
+        sparse: name of the activation of a sparse gate, and the multiple of `sparse_gate`; None for any other.
     """
 
     gate_up: Projection
     down: ResidualWriter
     activation: Tensor | None = None
+    sparse: tuple[Any, float] | None = None
 
     @classmethod
-    def bind(cls, _spec: Dense, binder: Binder) -> BoundDense:
+    def bind(cls, spec: Dense, binder: Binder) -> BoundDense:
         """Bind a layer's MLP."""
-        return cls(binder.reading("gate_up"), binder.adding("down"), binder.layer.activation)
+        sparse = None
+        if spec.sparsity:
+            sparse = spec.activation, NormalDist().inv_cdf(spec.sparsity)
+        return cls(
+            binder.reading("gate_up"), binder.adding("down"), binder.layer.activation, sparse
+        )
 
     def read(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `BoundMLP.read`."""
         gated, residual = self.gate_up.from_residual(residual)
         if self.activation is not None:
             gated = xielu(gated, self.activation)
+        if self.sparse is not None:
+            function, multiplier = self.sparse
+            gate, up = gated.chunk(2, -1)
+            gated = activate(sparse_gate(gate, multiplier), function, gated=False) * up
         return gated, residual
 
 
@@ -222,7 +287,9 @@ def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
 
 
 def _begin_dense_attention(model: DecoderParameters, positions: Tensor, hidden: Tensor) -> Attend:
-    return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes], positions)
+    ropes = [it.dense(positions, hidden.dtype) for it in model.ropes]
+    sources = {it.kv_layer for it in model.network.attentions if it.kv_layer is not None}
+    return DenseAttention(ropes, positions, sources)
 
 
 def _begin_recurrences(_model: DecoderParameters, it: PagedStep) -> Recur:
@@ -265,7 +332,7 @@ class MLPSpec(NamedTuple):
 
 _FIELDS = (
     "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "late_qk_norm", "query_scale", "bias",
-    "output_bias", "gate",
+    "output_bias", "gate", "value_norm", "tied_values", "kv_layer",
 )  # fmt: skip
 
 
@@ -292,19 +359,42 @@ MIXERS: Final[dict[type, MixerSpec]] = {
     Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias", "output_bias"),
 }
 MLPS: Final[dict[type, MLPSpec]] = {
-    Dense: MLPSpec(BoundDense.bind, dict.fromkeys(("activation", "gated", "bias"), spec.ALL))
+    Dense: MLPSpec(
+        BoundDense.bind, dict.fromkeys(("activation", "gated", "bias", "sparsity"), spec.ALL)
+    )
 }
 READS: Final[spec.Reads] = {
     spec.Network: dict.fromkeys(
-        ("embedding_factor", "positions", "logit_softcap", "tied", "head_bias"), spec.ALL
+        (
+            "embedding_factor", "positions", "logit_softcap", "tied", "head_bias", "per_layer",
+            "streams",
+        ),
+        spec.ALL,
     ),
     spec.Positions: {"offset": spec.ALL},
-    spec.Layer: dict.fromkeys(("post_norms", "pre_norms", "parallel", "shared_norm"), spec.ALL),
+    spec.Layer: dict.fromkeys(
+        (
+            "post_norms", "pre_norms", "parallel", "shared_norm", "per_layer", "scaled", "laurel",
+            "altup",
+        ),
+        spec.ALL,
+    ),
     spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL, "bias": spec.ALL},
     spec.Rotary: spec.ALL,
     spec.QueryScale: spec.ALL,
-}
+    PerLayerTable: spec.ALL,
+    PerLayerInput: spec.ALL,
+    Laurel: spec.ALL,
+    AltUp: spec.ALL,
+    Streams: spec.ALL,
+}  # fmt: skip
 """What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
+
+
+_OTHERS: Final[dict[str, Any]] = {
+    "per_layer": BoundPerLayerInput, "laurel": BoundLaurel, "altup": BoundAltUp
+}  # fmt: skip
+"""What binds the other sublayers of a layer, by their fields."""
 
 
 class BoundNetwork(NamedTuple):
@@ -316,6 +406,8 @@ class BoundNetwork(NamedTuple):
         attentions: from `attention_problems`.
         norm: the final norm.
         head: the projection to the vocabulary.
+        table: what tokens are for each layer; None for nothing.
+        streams: how several streams begin and end; None for one stream.
         rotation: the row of `kernels.rope.registry` that the layers take.
         pdl: whether its kernel may start before the previous one ends (programmatic dependent launch).
     """
@@ -327,6 +419,33 @@ class BoundNetwork(NamedTuple):
     head: Head
     rotation: VectorSpec
     pdl: bool
+    table: BoundTable | None = None
+    streams: BoundStreams | None = None
+
+    def begin(
+        self,
+        contexts: Contexts,
+        ids: Tensor,
+        sampled: Tensor | None,
+        hidden: Tensor,
+    ) -> Residual:
+        """Return what the first layer reads, and add to the contexts what depends on the tokens alone.
+
+        Args:
+            contexts: of the step; written.
+            ids: [...] int64, or -1 - i for the token `sampled[i]`.
+            sampled: [R] int64; None where no id is below 0.
+            hidden: [..., C], embeddings.
+        """
+        if self.table is not None:
+            contexts[BoundPerLayerInput] = self.table.of(ids, sampled, hidden)
+        return Residual(hidden if self.streams is None else self.streams.split(hidden))
+
+    def end(self, residual: Residual) -> Tensor:
+        """Return the hidden states after the last norm, [..., C]."""
+        if self.streams is not None:
+            residual = Residual(self.streams.joined(residual.hidden))
+        return self.norm(residual)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -365,7 +484,13 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         mixer = row.bind(layer.mixer, binder)
         kinds[type(mixer)] = row
         mlp = MLPS[type(layer.mlp)].bind(layer.mlp, binder)
-        layers.append(BoundLayer(mixer, mlp, binder.bound, layer.parallel))
+        others = {
+            name: kind.bind(getattr(layer, name), binder)
+            for name, kind in _OTHERS.items()
+            if getattr(layer, name) is not None
+        }
+        bound = BoundLayer(mixer, mlp, binder.bound, layer.parallel, scale=parameters.scale)
+        layers.append(bound._replace(**others))
         for name, product in binder.bound.items():
             if product.copies_weights:
                 parameters.drop_matrix(name)
@@ -377,6 +502,10 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         head=bound_head,
         rotation=rotation,
         pdl=rotation is rope.TRITON and may_depend(arch, model.device),
+        table=None
+        if network.per_layer is None
+        else BoundTable.bind(network.per_layer, model, purpose),
+        streams=None if network.streams is None else BoundStreams.bind(model),
     )
 
 
@@ -454,7 +583,8 @@ class Layers:
                 rotary.reserve(capacity, hidden.dtype, hidden.device)
         hidden = finish_embeddings(model.network, hidden, it.positions, model.embed_positions)
         contexts = {kind: row.begin(model, it) for kind, row in bound.kinds.items()}
-        return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
+        residual = bound.begin(contexts, input_ids, sampled, hidden)
+        return bound.end(self._run(bound.layers, residual, contexts))
 
     def paged(
         self,
@@ -495,7 +625,8 @@ class Layers:
             kind: row.begin_dense(model, positions, hidden) for kind, row in bound.kinds.items()
         }
         hidden = finish_embeddings(model.network, hidden, positions, model.embed_positions)
-        return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
+        residual = bound.begin(contexts, input_ids, None, hidden)
+        return bound.end(self._run(bound.layers, residual, contexts))
 
     def kernels(self, *, deterministic: bool, adapters: bool = False) -> BoundNetwork:
         """Return the bound parameters."""
@@ -531,6 +662,8 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *spec.unread(network, {**READS, **tables}),
         *_layer_norms(network),
         *_late_norms(problem),
+        *_value_norms(network),
+        *_sublayers(problem, bucket),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
@@ -596,6 +729,22 @@ def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
             "no norms of all queries and of all keys after the rotation",
         ),
     )
+
+
+def _value_norms(network: spec.Network) -> tuple[str, ...]:
+    """List where norms of values cannot be computed, because the rotation does not include those of queries and keys."""
+    others = (
+        it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
+        for it in network.attentions
+        if it.value_norm
+    )
+    return reasons((any(others), "no norms of values without norms of queries and keys per head"))
+
+
+def _sublayers(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
+    """List why steps of a network with several streams cannot be computed."""
+    has_streams = problem.network.streams is not None
+    return reasons((has_streams and bucket.deterministic, "no deterministic AltUp"))
 
 
 def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfState:

@@ -103,6 +103,24 @@ class Keys:
             )
         return low, high
 
+    def for_layers(self, key: str, limits: Meta, default: list[float]) -> list[float]:
+        """Return the numbers of all layers, from a list or one number for all; `default` has as many as layers.
+
+        Raises:
+            ModelFolderError: the list has another length.
+        """
+        value = self._find(key)
+        if value is None:
+            return default
+        if not isinstance(value, list):
+            return [check(value, Annotated[float, limits], self.name(key))] * len(default)
+        found: list[float] = check(value, list[Annotated[float, limits]], self.name(key))
+        if len(found) != len(default):
+            raise ModelFolderError(
+                f"{self.name(key)} must have a number for each of {len(default)} layers, found {len(found)}"
+            )
+        return found
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """Return true or false."""
         return bool(self._required(key, bool, default))
@@ -169,6 +187,18 @@ class Keys:
         if _all_are_one(unread.get("no_rope_layers")):
             del unread["no_rope_layers"]  # every layer rotates
         refuse(unread, _UNSUPPORTED, self._prefix)
+
+    def refuse_others(self) -> None:
+        """Check that all keys were read.
+
+        Raises:
+            UnsupportedModelError: one was not.
+        """
+        refuse(
+            {key: it for key, it in self._content.items() if key not in self._read},
+            (((), tuple(self._content)),),
+            self._prefix,
+        )
 
     def name(self, key: str) -> str:
         """Return the name of a key in errors."""

@@ -23,8 +23,8 @@ _VOCAB: Final = Meta(ge=1, le=2**21)
 _HIDDEN: Final = Meta(ge=1, le=65_536)
 INNER: Final = Meta(ge=1, le=2**20)
 _LAYERS: Final = Meta(ge=1, le=1_024)
-_HEADS: Final = Meta(ge=1, le=1_024)
-_HEAD_DIM: Final = Meta(ge=1)
+HEADS: Final = Meta(ge=1, le=1_024)
+HEAD_DIM: Final = Meta(ge=1)
 _EPS: Final = Meta(ge=0, le=1)
 MULTIPLIER: Final = Meta(ge=1e-6, le=1e6)
 FULL: Final = "full_attention"
@@ -73,20 +73,34 @@ def heads(
     Raises:
         ModelFolderError: a number is missing or outside its limits, or they do not fit each other.
     """
-    count = keys.integer("num_attention_heads", _HEADS)
-    kv_count = keys.integer("num_key_value_heads", _HEADS, num_kv_heads or count)
+    count = keys.integer("num_attention_heads", HEADS)
+    kv_count = keys.integer("num_key_value_heads", HEADS, num_kv_heads or count)
+    stated = keys.optional_integer("head_dim", HEAD_DIM) or head_dim
+    dim = _head_dim(keys, count, stated)
+    check_heads(count, kv_count, dim)
+    return count, kv_count, dim
+
+
+def check_heads(count: int, kv_count: int, dim: int) -> None:
+    """Check that numbers of heads and the head dim fit each other.
+
+    Raises:
+        ModelFolderError: they do not.
+    """
     if count % kv_count:
         raise ModelFolderError(
             f"num_attention_heads = {count} must be a multiple of num_key_value_heads = {kv_count}"
         )
-    stated = keys.optional_integer("head_dim", _HEAD_DIM) or head_dim
-    return count, kv_count, _head_dim(keys, count, stated)
+    if dim % 2 or not 4 <= dim <= 1_024:
+        raise ModelFolderError(f"head_dim must be an even number from 4 to 1024, found {dim}")
 
 
 def equal_heads(keys: Keys) -> tuple[int, int, int]:
     """Read the heads, as `heads` does, of a family that has neither fewer key-value heads nor another head dim."""
-    count = keys.integer("num_attention_heads", _HEADS)
-    return count, count, _head_dim(keys, count)
+    count = keys.integer("num_attention_heads", HEADS)
+    dim = _head_dim(keys, count)
+    check_heads(count, count, dim)
+    return count, count, dim
 
 
 def _head_dim(keys: Keys, num_heads: int, stated: int | None = None) -> int:
@@ -96,10 +110,7 @@ def _head_dim(keys: Keys, num_heads: int, stated: int | None = None) -> int:
             f"{keys.name('hidden_size')} = {hidden} must be a multiple of"
             f" {keys.name('num_attention_heads')} = {num_heads} where head_dim is not given"
         )
-    dim = hidden // num_heads if stated is None else stated
-    if dim % 2 or not 4 <= dim <= 1_024:
-        raise ModelFolderError(f"head_dim must be an even number from 4 to 1024, found {dim}")
-    return dim
+    return hidden // num_heads if stated is None else stated
 
 
 def activation(keys: Keys, names: tuple[str, ...] = ("silu", "swish")) -> ActivationName:

@@ -12,8 +12,13 @@ A module of a layer, such as a projection, has one name here for its weight and 
     input, conv, mixed          input projection of other recurrent mixers; convolution and output projection of all
     gated_norm, a_log, dt_bias, d  their other parameters, of which the last three have no `.weight` after the name
     alpha_p, alpha_n            the parameters of xIELU, which have none either
+    scale                       of the stream after the layer, likewise
+    per_layer_gate, per_layer_output, per_layer_output_norm     of per-layer inputs
+    laurel_in, laurel_out, laurel_out_norm                      of LAuReL
+    altup_norm, altup_router, altup_predict, altup_correct, altup_scale     of AltUp; the last one without `.weight`
 
-Outside the layers there are embed_tokens, embed_positions, norm and lm_head.
+Outside the layers there are embed_tokens, embed_positions, norm and lm_head; embed_per_layer, per_layer_projection and
+per_layer_norm; streams_in and streams_out, whose modules have a number after the name.
 """
 
 from __future__ import annotations

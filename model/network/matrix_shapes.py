@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 
 _STACKED: Final = {
+    ("qkv", 1): ("q",),
+    ("qkv", 2): ("q", "k"),
     ("qkv", 3): ("q", "k", "v"),
     ("qkv", 4): ("q_gate", "q", "k", "v"),
     ("gate_up", 1): ("up",),
@@ -25,7 +27,7 @@ def stacked_modules(matrix: str, count: int) -> tuple[str, ...]:
 
     Args:
         matrix: its name.
-        count: number of modules.
+        count: how many they are: fewer than there may be without a gate, or without projections of keys and values.
     """
     return _STACKED.get((matrix, count), (matrix,))
 
@@ -43,7 +45,8 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
     return [
         {
             name: MatrixShape(*shape)
-            for name, shape in {**it.mixer.matrices(hidden), **it.mlp.matrices(hidden)}.items()
+            for part in it.parts
+            for name, shape in part.matrices(hidden).items()
         }
         for it in network.layers
     ]

@@ -9,6 +9,8 @@ import transformers
 from model.families.table import find_architecture
 
 VOCAB_SIZE = 128
+_LESS_1 = ("Gemma", "Gemma2", "Gemma3", "Gemma3Text", "Nemotron")
+"""Families whose weights of norms are stored less 1."""
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -77,12 +79,15 @@ class Case:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
-                    low = -0.5 if self.family.startswith(("Gemma", "Nemotron")) else 0.5
+                    low = -0.5 if self.family in _LESS_1 else 0.5
                     parameter.uniform_(low, low + 1)
                 else:
                     parameter.normal_(0, 0.2)
                 if self.rounded:
                     parameter.copy_(parameter.bfloat16())
+            for name, buffer in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
         return model.eval()
 
     def save(self, folder):
@@ -114,6 +119,18 @@ def _gemma(**changes):
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+
+
+def _gemma_nano(per_layer, **changes):
+    """Layers of two types, of which the last ones read the keys and values of others."""
+    return _layers(
+        6,
+        layer_types=_KINDS[:2] * 3,
+        head_dim=16,
+        sliding_window=16,
+        hidden_size_per_layer_input=per_layer,
+        **changes,
+    )
 
 
 _VISION = {
@@ -162,6 +179,36 @@ def longrope(pairs, original):
 
 def _layers(count, **changes):
     return {"num_hidden_layers": count, **changes}
+
+
+_GEMMA4 = _gemma_nano(
+    8,
+    global_head_dim=32,
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    vocab_size_per_layer_input=VOCAB_SIZE,
+    final_logit_softcapping=5.0,
+)
+_GEMMA4_LARGE = _gemma_nano(
+    0, global_head_dim=24, attention_k_eq_v=True, num_global_key_value_heads=1
+)
+_GEMMA3N = _gemma_nano(
+    8,
+    num_kv_shared_layers=2,
+    vocab_size_per_layer_input=100,
+    laurel_rank=8,
+    intermediate_size=[96, 96, 64, 96, 32, 96],
+    activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.8, 0.0],
+)
+_GEMMA_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 16,
+}
 
 
 def _mrope(section, **changes):
@@ -332,6 +379,33 @@ CASES = {
         },
     ),
     "gemma3 by pattern": Case("Gemma3Text", _gemma(sliding_window_pattern=2)),
+    "gemma4": Case("Gemma4Text", _GEMMA4, in_half=True),
+    "gemma4 large": Case("Gemma4Text", _GEMMA4_LARGE, in_half=True),
+    "gemma4 large untied biases": Case(
+        "Gemma4Text",
+        _GEMMA4_LARGE | {"tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gemma4 values from keys biases": Case(
+        "Gemma4Text", _GEMMA4 | {"attention_k_eq_v": True, "attention_bias": True}
+    ),
+    "gemma4 ropes": Case(
+        "Gemma4Text",
+        _GEMMA4
+        | {"rope_parameters": {"full_attention": _LINEAR_ROPE, "sliding_attention": _LOCAL_ROPE}},
+    ),
+    "gemma4 multimodal": Case(
+        "Gemma4",
+        _GEMMA4,
+        model="ForConditionalGeneration",
+        others={"vision_config": _GEMMA_ENCODER, "audio_config": None},
+    ),
+    "gemma3n": Case("Gemma3nText", _GEMMA3N, in_half=True),
+    "gemma3n second stream untied biases": Case(
+        "Gemma3nText",
+        _GEMMA3N
+        | {"altup_active_idx": 1, "altup_num_inputs": 3, "altup_correct_scale": False}
+        | {"tie_word_embeddings": False, "attention_bias": True, "num_kv_shared_layers": 0},
+    ),
     "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),
     "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),
     "gpt2 untied": Case(
