@@ -264,9 +264,10 @@ def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
-    mixer, head_dim, norm_dim, gate_dim = layer.spec.mixer, None, None, None
+    head_dim = norm_dim = gate_dim = None
     orders: dict[str, tuple[int, ...] | None] = {}
-    if isinstance(mixer, Attention):
+    mixer = next((it for it in layer.spec.mixers if isinstance(it, Attention)), None)
+    if mixer is not None:
         orders = dict.fromkeys(_ROTATED, head_order(mixer, tensors))
         head_dim = mixer.head_dim if tensors.grouped_qkv else None
         norm_dim = mixer.head_dim if mixer.qk_norm_by_head else None

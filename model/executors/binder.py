@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from kernels.linear.projection import (
 )
 from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
-from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention, Dense
 from model.network.spec import Norm as NormSpec
 from model.network.sublayers import AltUp, Laurel, PerLayerInput
@@ -144,6 +145,9 @@ PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
         Product("mixed"),
     ),
     Mamba2: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
+    Parallel: lambda mixer: tuple(
+        itertools.chain.from_iterable(PRODUCTS[type(it)](it) for it in mixer.mixers)
+    ),
     Dense: _of_dense,
     PerLayerInput: _of_per_layer_input,
     Laurel: lambda _part: (Product("laurel_in", STREAM), Product("laurel_out")),

@@ -16,6 +16,7 @@ from model.families import (
     exaone,
     exaone4,
     falcon,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -114,6 +115,7 @@ _FILES: Final = (
     qwen3_5_text,
     lfm2,
     granite4,
+    falcon_h1,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family

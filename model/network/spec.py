@@ -281,6 +281,11 @@ class Layer:
     altup: AltUp | None = field(default=None, metadata={_TEXT: "AltUp"})
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its mixer, or those that are beside each other."""
+        return getattr(self.mixer, "mixers", (self.mixer,))
+
+    @property
     def parts(self) -> tuple[Any, ...]:
         """The sublayers that it has, mixer and MLP first."""
         others = (self.laurel, self.altup, self.per_layer)
@@ -413,13 +418,13 @@ class Network:
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """The mixers of the layers with attention, in order."""
-        mixers = (layer.mixer for layer in self.layers)
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
     def other_mixers(self) -> tuple[str, ...]:
         """The kinds of the other mixers."""
-        kinds = (type(layer.mixer) for layer in self.layers)
+        kinds = (type(mixer) for layer in self.layers for mixer in layer.mixers)
         return tuple(dict.fromkeys(kind.__name__ for kind in kinds if kind is not Attention))
 
     @property
