@@ -57,10 +57,10 @@ def gated_delta(
         total = total + weights.conv_bias.to(dtype)
     q, k, v = torch.split(functional.silu(total), [groups * size, groups * size, shape.inner], -1)
     q, k = (
-        _unit(it.unflatten(-1, [groups, size])).repeat_interleave(heads // groups, 1)
+        _unit(torch.unflatten(it, -1, (groups, size))).repeat_interleave(heads // groups, 1)
         for it in (q, k)
     )
-    v = v.unflatten(-1, [heads, shape.value_dim])
+    v = torch.unflatten(v, -1, (heads, shape.value_dim))
     b, a = gates.to(dtype).chunk(2, -1)
     g = -weights.a_log.to(dtype).exp() * functional.softplus(a + weights.dt_bias.to(dtype))
     beta, state = b.sigmoid(), state.to(dtype)
