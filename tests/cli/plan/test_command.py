@@ -218,7 +218,7 @@ def test_without_arch_the_plan_is_for_this_machine(tessera):
 
     assert status == 0
     assert "peaks not known" in out
-    assert "torch_decode" in out
+    assert "decode: torch_decode" in out or "decode: cpu_decode" in out
 
 
 def test_weights_on_a_cpu_are_int8_by_default_where_the_cpu_library_supports_the_model(
@@ -229,7 +229,11 @@ def test_weights_on_a_cpu_are_int8_by_default_where_the_cpu_library_supports_the
 
     assert plan["weight_dtype"] == "int8"
     assert [phase["kernel"] for phase in plan["phases"]] == ["cpu_step", "cpu_step"]
-    assert json.loads(odd[1])["weight_dtype"] == "float32"
+    by_layers = json.loads(odd[1])
+    assert by_layers["weight_dtype"] == "int8"
+    assert [phase["kernel"] for phase in by_layers["phases"]] == ["cpu_prefill", "cpu_decode"]
+    products = [it for it in by_layers["steps"][0]["operations"] if "product" in it["operation"]]
+    assert {it["kernel"] for it in products} == {"cpu_integers"}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -253,7 +257,8 @@ def test_ranks_on_a_cpu_are_planned_without_the_library_as_the_service_runs_them
     text = " ".join(tessera(*asked)[1].split())
 
     assert (plan["dtype"], plan["weight_dtype"], plan["kv_dtype"]) == ("float32",) * 3
-    assert [phase["kernel"] for phase in plan["phases"]] == ["torch_prefill", "torch_decode"]
+    row = "torch" if isinstance(load(), str) else "cpu"
+    assert [phase["kernel"] for phase in plan["phases"]] == [f"{row}_prefill", f"{row}_decode"]
     assert (plan["num_ranks"], plan["num_heads"], plan["num_kv_heads"]) == (2, 3, 1)
     assert "3 query heads, 1 key-value heads" in text
     assert "this is one of 2 ranks" in text
