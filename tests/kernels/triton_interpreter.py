@@ -42,6 +42,8 @@ _MODULES = (
     "kernels.linear.gpu.invariant",
     "kernels.linear.gpu.lora",
     "kernels.collective.one_shot",
+    "kernels.recurrent.gpu.mamba2",
+    "kernels.recurrent.gpu.short_conv",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 
