@@ -313,7 +313,9 @@ MIXERS: Final[dict[type, MixerSpec]] = {
     )
 }
 MLPS: Final[dict[type, MLPSpec]] = {
-    Dense: MLPSpec(BoundDense.bind, dict.fromkeys(("activation", "gated", "bias", "sparsity"), spec.ALL))
+    Dense: MLPSpec(
+        BoundDense.bind, dict.fromkeys(("activation", "gated", "bias", "sparsity"), spec.ALL)
+    )
 }
 READS: Final[spec.Reads] = {
     spec.Network: dict.fromkeys(
@@ -647,7 +649,7 @@ def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
 
 
 def _value_norms(network: spec.Network) -> tuple[str, ...]:
-    """List where norms of values cannot be computed, because the rotation does not include those of queries and keys."""
+    """List where norms of values cannot be computed, because the rotation includes no norms of queries and keys."""
     others = (
         it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
         for it in network.attentions

@@ -24,9 +24,7 @@ _DIVISOR: Final = Meta(ge=1e-3, le=1e6)
 _FREQUENCY: Final = Meta(ge=1e-6, le=1e6)
 _SHARE: Final = Meta(gt=0, le=1)
 _PROPORTIONAL: Final = "proportional"
-_TYPES: Final[Mapping[str, RopeType]] = {
-    it: it for it in get_args(RopeType) if it != _PROPORTIONAL
-}
+_TYPES: Final[Mapping[str, RopeType]] = {it: it for it in get_args(RopeType) if it != _PROPORTIONAL}
 """Those of most families."""
 
 

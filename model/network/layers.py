@@ -95,8 +95,9 @@ class NewParameters:
 class DecoderLayer(nn.Module):
     """The parameters of one layer; executors compute with them.
 
-    `qkv` stacks the rows of the q, k and v projections that there are, `gate_up` those of gate and up; without a gate it
-    has only those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks are None.
+    `qkv` stacks the rows of those of the q, k and v projections that there are, `gate_up` those of gate and up; without
+    a gate it has only those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks
+    are None.
     `PARAMETERS` has what each kind of part adds.
 
     Args:
@@ -144,9 +145,7 @@ class DecoderLayer(nn.Module):
         self.qkv = new.matrix("qkv", stacked, new.hidden)
         self.qkv_bias = new.vector(stacked) if mixer.bias else None
         self.q_norm = new.norm(normalized[0], mixer.qk_norm) if mixer.qk_norm else None
-        self.k_norm = (
-            new.norm(normalized[1], mixer.qk_norm) if mixer.qk_norm and has_keys else None
-        )
+        self.k_norm = new.norm(normalized[1], mixer.qk_norm) if mixer.qk_norm and has_keys else None
         self.output = new.matrix("output", new.hidden, heads)
         self.output_bias = new.vector(new.hidden) if mixer.output_bias else None
 

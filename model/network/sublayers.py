@@ -1,8 +1,8 @@
 """Sublayers beside mixer and MLP, as parts of a `Network`. As `model.network.spec`, this imports no kernels.
 
-    per-layer inputs    stream + norm(W_output (f(W_gate stream) * e_l))            e_l: what the token is for layer l
-    LAuReL              norm(stream) + norm(W_out W_in norm(stream)), added to the stream with the mixer's result
-    AltUp               several streams: a layer changes one and predicts how the others change with it
+per-layer inputs    stream + norm(W_output (f(W_gate stream) * e_l))            e_l: what the token is for layer l
+LAuReL              norm(stream) + norm(W_out W_in norm(stream)), added to the stream with the mixer's result
+AltUp               several streams: a layer changes one and predicts how the others change with it
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ class PerLayerTable:
     size: int
     eps: float
 
+    def num_table(self, num_layers: int) -> int:
+        """Return the number of elements of the table of a network of L layers, of which a token reads a row."""
+        return self.vocab * num_layers * self.size
+
     def num_parameters(self, hidden: int, num_layers: int) -> int:
         """Return the number of parameters of a network of L layers."""
-        return (self.vocab + hidden) * num_layers * self.size + self.size
+        return self.num_table(num_layers) + hidden * num_layers * self.size + self.size
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ class PerLayerInput:
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
-        return {"per_layer_gate": ((self.size,), hidden), "per_layer_output": ((hidden,), self.size)}
+        return {
+            "per_layer_gate": ((self.size,), hidden),
+            "per_layer_output": ((hidden,), self.size),
+        }
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
