@@ -85,16 +85,16 @@ def convolve_prompts(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=is_token)
         if (tile == 0) & (write >= 0):
             tap = tl.arange(0, TAPS)[:, None]
-            place = length - (W - 1) + tap
+            source = length - (W - 1) + tap
             is_tap = exists & (tap < W - 1)
-            value = load_inputs(
-                x, place.to(tl.int64) * x_stride, channel, is_tap & (place >= 0), C, GATED
+            newest = load_inputs(
+                x, source.to(tl.int64) * x_stride, channel, is_tap & (source >= 0), C, GATED
             )
-            kept = is_tap & (place < 0) & (read >= 0)
-            value += tl.load(old + (place + W - 1) * C, mask=kept, other=0.0)
+            of_state = is_tap & (source < 0) & (read >= 0)
+            newest += tl.load(old + (source + W - 1) * C, mask=of_state, other=0.0)
             # All threads have read the state.
             tl.debug_barrier()
-            tl.store(state + (write * (W - 1) + tap) * C + channel, value, mask=is_tap)
+            tl.store(state + (write * (W - 1) + tap) * C + channel, newest, mask=is_tap)
 
 
 @triton.jit
