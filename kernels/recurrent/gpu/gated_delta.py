@@ -71,7 +71,8 @@ class GatedDelta:
             "W": shape.width,
             "BK": max(16, triton.next_power_of_2(shape.key_dim)),
         }
-        self._slice = _SLICE if self._sizes["BK"] <= _MOST_KEYS else _SLICE // 2
+        keys = self._sizes["BK"] * (2 if conv.dtype is torch.float32 else 1)
+        self._slice = _SLICE if keys <= _MOST_KEYS else _SLICE // 2
         self._padded = {"BV": max(self._slice, triton.next_power_of_2(shape.value_dim))}
         self._has_bias = {"BIAS": has_bias}
 
@@ -150,7 +151,8 @@ class GatedDelta:
         solve_blocks[groups, count](
             gates, *decay, *where[:2], keys_of, squares, factors, *counts, gates.stride(0),
             H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
-            OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16, num_warps=4,
+            OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
+            num_warps=8 if dtype is torch.float32 else 4,
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry_states[slices, heads, segments.num_prompts](

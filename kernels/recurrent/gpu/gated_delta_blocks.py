@@ -76,8 +76,8 @@ def invert(lower, C: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr)
         inside = (row >> level != column >> level) & (row >> level + 1 == column >> level + 1)
         between = tl.where(inside, lower, 0.0)
         before = inverse.to(OPERANDS)
-        product = tl.dot(before, between.to(OPERANDS), input_precision="ieee")
-        inverse -= tl.dot(product.to(OPERANDS), before, input_precision="ieee")
+        product = tl.dot(before, between.to(OPERANDS), input_precision="tf32x3")
+        inverse -= tl.dot(product.to(OPERANDS), before, input_precision="tf32x3")
     return inverse
 
 
@@ -173,8 +173,8 @@ def solve_blocks(
         dtype: tl.constexpr = keys.dtype.element_ty
         q = tl.load(at_key)
         k = tl.load(at_key + G * (CHUNK * BK))
-        kk = tl.dot(k, tl.trans(k), input_precision="ieee")
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        kk = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         for i in tl.static_range(H // G):
             head = group * (H // G) + i
             address = gates + (first + place).to(tl.int64) * gates_stride

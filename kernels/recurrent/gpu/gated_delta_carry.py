@@ -97,13 +97,13 @@ def carry_states(
         remaining = tl.load(factor + 2 * CHUNK + token)
         whole = tl.load(factor + 2 * CHUNK - 1)
         rounded = carried.to(dtype)
-        known = tl.dot(k, rounded, input_precision="ieee")
+        known = tl.dot(k, rounded, input_precision="tf32x3")
         wanted = beta[:, None] * (wanted.to(tl.float32) - decay[:, None] * known)
-        new = tl.dot(inverse, wanted.to(dtype), input_precision="ieee")
-        o = tl.dot(q, rounded, input_precision="ieee") * decay[:, None]
-        o = tl.dot(scores, new.to(dtype), o, input_precision="ieee")
+        new = tl.dot(inverse, wanted.to(dtype), input_precision="tf32x3")
+        o = tl.dot(q, rounded, input_precision="tf32x3") * decay[:, None]
+        o = tl.dot(scores, new.to(dtype), o, input_precision="tf32x3")
         new = (new * remaining[:, None]).to(dtype)
-        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision="ieee")
+        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision="tf32x3")
         place = tl.maximum(block * CHUNK - begin, 0) + token
         is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
         at_out = ((first + place).to(tl.int64)[:, None] * H + head) * DV + value[None, :]

@@ -33,7 +33,7 @@ def find_tile(cu_seqlens, num_prompts, number, TOKENS: tl.constexpr, SEQS: tl.co
 
 @triton.jit
 def find_block(cu_seqlens, positions, num_prompts, number, CHUNK: tl.constexpr, SEQS: tl.constexpr):
-    """Return what `find_tile` does, of blocks that begin at multiples of CHUNK, and where the first token is in its own.
+    """Return what `find_tile` does, of blocks that begin at multiples of CHUNK, and the first token's place in one.
 
     Args:
         cu_seqlens: as in `Segments`.
@@ -73,9 +73,10 @@ def softplus(x):
     """Return log(1 + exp(x)) of float32, exact for small results too."""
     small = tl.exp(-tl.abs(x))
     total = 1.0 + small
+    is_small = total == 1.0
     # The quotient undoes the rounding of the sum.
-    exact = tl.log(total) * (small / (total - 1.0))
-    return tl.maximum(x, 0.0) + tl.where(total == 1.0, small, exact)
+    exact = tl.log(total) * (small / tl.where(is_small, 1.0, total - 1.0))
+    return tl.maximum(x, 0.0) + tl.where(is_small, small, exact)
 
 
 @triton.jit
