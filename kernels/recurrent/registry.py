@@ -49,6 +49,9 @@ _MOST_TAPS: Final = 8
 _MOST_STATE: Final = 256
 """Columns of the state of a head of Mamba-2, which a program keeps in registers."""
 _MOST_FLOAT32_STATE: Final = 128
+_MOST_HEAD: Final = 256
+"""Elements of a head of keys or values of the gated delta rule, of which a program keeps 64 tokens."""
+_MOST_FLOAT32_HEAD: Final = 128
 
 
 def _triton_limits(problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
@@ -66,6 +69,10 @@ def _triton_limits(problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
 
 
 def _state_limits(problem: RecurrentProblem) -> tuple[tuple[bool, str], ...]:
+    if isinstance(problem.shape, GatedDeltaShape):
+        size = max(problem.shape.key_dim, problem.shape.value_dim)
+        most = _MOST_FLOAT32_HEAD if problem.dtype == "float32" else _MOST_HEAD
+        return ((size > most, f"heads of up to {most} elements in {problem.dtype}, not {size}"),)
     if not isinstance(problem.shape, Mamba2Shape):
         return ()
     size = problem.shape.state_dim
@@ -77,6 +84,7 @@ TRITON: Final = RecurrentSpec(
     "triton_recurrent",
     {
         ShortConvShape: "kernels.recurrent.gpu.short_conv:ShortConv",
+        GatedDeltaShape: "kernels.recurrent.gpu.gated_delta:GatedDelta",
         Mamba2Shape: "kernels.recurrent.gpu.mamba2:Mamba2",
     },
     _triton_limits,
