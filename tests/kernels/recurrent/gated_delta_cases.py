@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,28 @@ def make_weights(shape, dtype=torch.float32, decay=0.0):
     )
 
 
+def empty_states(shape, num_slots):
+    """Return states of NaN: views of slots that hold both, and what is of other layers between them."""
+    sizes = (
+        (shape.width - 1, shape.channels),
+        (shape.num_heads, shape.key_dim, shape.value_dim),
+    )
+    first, second = (math.prod(it) for it in sizes)
+    slots = torch.full((num_slots, 32 + first + 32 + second), torch.nan)
+    return (
+        slots[:, 32 : 32 + first].view(num_slots, *sizes[0]),
+        slots[:, 64 + first :].view(num_slots, *sizes[1]),
+    )
+
+
+def copied(shape, states):
+    """Return copies of states in slots of their own."""
+    found = empty_states(shape, len(states[0]))
+    for it, state in zip(found, states, strict=True):
+        it.copy_(state)
+    return found
+
+
 class Step:
     """A packed step: decode rows, then prompts.
 
@@ -60,10 +83,7 @@ class Step:
         total = sum(it.length for it in self.sequences)
         self.projected = torch.randn(total, shape.channels + shape.inner).to(dtype)
         self.gates = (torch.randn(total, 2 * shape.num_heads) * spread).to(dtype)
-        self.states = (
-            torch.full((num_slots, shape.width - 1, shape.channels), torch.nan),
-            torch.full((num_slots, shape.num_heads, shape.key_dim, shape.value_dim), torch.nan),
-        )
+        self.states = empty_states(shape, num_slots)
         for it in self.sequences:
             if it.read >= 0:
                 for state in self.states:
@@ -84,7 +104,7 @@ class Step:
 
     def run(self, kernel: Any):
         """Return the result and the states after, of copies of the arguments."""
-        states = tuple(state.clone() for state in self.states)
+        states = copied(self.shape, self.states)
         out = kernel(self.shape, self.weights)(
             self.projected.clone(), self.gates.clone(), states, self.segments
         )

@@ -9,7 +9,13 @@ import torch
 
 from kernels.recurrent.problem import CHUNK
 from kernels.recurrent.pytorch.gated_delta import GatedDelta
-from tests.kernels.recurrent.gated_delta_cases import Sequence, Step, make_shape, make_weights
+from tests.kernels.recurrent.gated_delta_cases import (
+    Sequence,
+    Step,
+    copied,
+    make_shape,
+    make_weights,
+)
 from tests.kernels.references.gated_delta import gated_delta
 from tests.kernels.references.problems import assert_no_worse_than
 
@@ -91,7 +97,7 @@ def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends):
     whole = Step(make_shape(3, 3, 40, 56), prompts=[Sequence(250, 0, -1, 0)])
     out, states = whole.run(GatedDelta)
     parts, kernel = [], GatedDelta(whole.shape, whole.weights)
-    now = tuple(state.clone() for state in whole.states)
+    now = copied(whole.shape, whole.states)
 
     for first, end in itertools.pairwise((0, *ends)):
         slots = (1, 1) if first else (-1, 1)
@@ -112,7 +118,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
     kernel = GatedDelta(shape, many.weights)
 
     for i in range(7):
-        now = tuple(state.clone() for state in many.states)
+        now = copied(shape, many.states)
         alone = Step(shape, [(i, i)])
         found = kernel(
             many.projected[i : i + 1].clone(), many.gates[i : i + 1], now, alone.segments
