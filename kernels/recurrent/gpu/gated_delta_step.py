@@ -59,7 +59,9 @@ def convolve_row(
     # One tile, whose loads each thread does for few channels; the threads exchange the sums.
     tap = tl.arange(0, TAPS)[:, None]
     channels = channel[None, :]
-    old = tl.load(before + tap * C + channels, mask=exists[None, :] & (tap < W - 1) & has_state, other=0.0)
+    old = tl.load(
+        before + tap * C + channels, mask=exists[None, :] & (tap < W - 1) & has_state, other=0.0
+    )
     new = tl.load(x + channels, mask=exists[None, :] & (tap == W - 1), other=0.0).to(tl.float32)
     factors = tl.load(conv + tap * C + channels, mask=exists[None, :] & (tap < W), other=0.0)
     total = tl.sum((old + new) * factors.to(tl.float32), 0)
@@ -186,7 +188,7 @@ def gated_delta_step(
             at = part * BV + value
             channel = 2 * G * DK + head * DV + at
             replace_inputs(x, before, after, has_state, channel, at < DV, C, W)
-    if is_last(arrivals + row * G + group, H // G):
-        if write >= 0:
-            replace_inputs(x, before, after, has_state, q_channel, is_key, C, W)
-            replace_inputs(x, before, after, has_state, k_channel, is_key, C, W)
+    last = is_last(arrivals + row * G + group, H // G)
+    if last & (write >= 0):
+        replace_inputs(x, before, after, has_state, q_channel, is_key, C, W)
+        replace_inputs(x, before, after, has_state, k_channel, is_key, C, W)

@@ -138,11 +138,12 @@ class FusedJob:
             "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
             of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
             "lora" "rank 64", "rank 256" or "float32"; of
-            "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "training" some of "all", "window", "softcap", "alibi",
-            "dropout", "mask", "float32", "float16", "one head a group".
+            "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "training" some of "all",
+            "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: the kernel to compile, of those that "argmax", "chosen", "lora", "sample" and "training" launch.
+        function: the kernel to compile, of those that "argmax", "chosen", "gated_delta", "lora", "sample" and "training"
+            launch.
         vocabulary: tokens of a row, for "argmax", "chosen" and "sample".
     """
 
