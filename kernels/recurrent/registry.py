@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import TENSOR_CORES
+from kernels.cpu import recurrent
 from kernels.recurrent.problem import (
     GatedDeltaShape,
     Mamba2Shape,
@@ -92,6 +93,16 @@ TRITON: Final = RecurrentSpec(
 )
 """One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 
+CPU_LIBRARY: Final = RecurrentSpec(
+    "cpu_recurrent",
+    {
+        ShortConvShape: "kernels.cpu.recurrent:ShortConv",
+        GatedDeltaShape: "kernels.cpu.recurrent:GatedDelta",
+        Mamba2Shape: "kernels.cpu.recurrent:Mamba2",
+    },
+    recurrent.unsupported,
+)
+"""One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(
     "torch_recurrent",
     {
@@ -102,7 +113,7 @@ PYTORCH: Final = RecurrentSpec(
 )
 """Separate operations, on every device."""
 
-REGISTRY: Final = (TRITON, PYTORCH)
+REGISTRY: Final = (TRITON, CPU_LIBRARY, PYTORCH)
 
 
 @functools.cache

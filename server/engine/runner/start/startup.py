@@ -17,13 +17,14 @@ import torch
 from kernels import KernelError, detect
 from kernels.collective.connect import connect
 from kernels.cpu.library import instructions
+from kernels.cpu.workers import set_num_threads
 from model.adapters.targets import find_targets
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.memory import free_bytes
-from model.device.quantizations import loaded_format, quantization_name
+from model.device.quantizations import quantization_name
 from model.errors import AdapterError, ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
@@ -247,9 +248,13 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
         limits = step_limits(config, model_config, detect(device))
-        quantization, in_library = resolved_quantization(config, model_config, detect(device))
-        dtype = resolve_dtype(config.dtype, model_config, device)
-        threads = _set_threads(config, device, in_library=in_library)
+        resolved = resolved_quantization(config, model_config, detect(device))
+        quantization, in_library, has_products = resolved
+        dtype = torch.float32
+        if not has_products:
+            dtype = resolve_dtype(config.dtype, model_config, device)
+        threads = _set_threads(config, device, native=in_library or has_products)
+        set_num_threads(threads)
     communicator = None
     if endpoint is not None:
         with phases("connecting the ranks"):
@@ -264,7 +269,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
                 device,
                 config.load_format,
                 progress,
-                weight_format=loaded_format(quantization, model_config.stored_format),
+                weight_format=resolved.loaded(model_config),
                 communicator=communicator,
             )
         else:
@@ -324,7 +329,7 @@ def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _set_threads(config: EngineConfig, device: torch.device, *, in_library: bool) -> int:
+def _set_threads(config: EngineConfig, device: torch.device, *, native: bool) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
     PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks, and the
@@ -342,7 +347,7 @@ def _set_threads(config: EngineConfig, device: torch.device, *, in_library: bool
     )
     torch.set_num_threads(torch_threads)
     if device.type == "cpu":
-        threads = native_threads if in_library else torch_threads
+        threads = native_threads if native else torch_threads
         log.info("threads: %d, for %s", threads, cpus)
     return native_threads
 
