@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
     "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_projection", "linear_problem",
+    "settled",
 ]  # fmt: skip
 
 
@@ -172,8 +173,15 @@ def add_both(
         return Residual(two.hidden, one.partials, one.ranks)
     if one.ranks is two.ranks and one.partials.dtype is two.partials.dtype:
         return Residual(two.hidden, torch.cat((one.partials, two.partials)), one.ranks)
-    hidden = add_and_normalize(None, two.hidden, one.partials, one.ranks, pdl=False)
+    hidden = settled(Residual(two.hidden, one.partials, one.ranks))
     return Residual(hidden, two.partials, two.ranks)
+
+
+def settled(residual: Residual) -> Tensor:
+    """Return the residual stream with its partial sums added, in place."""
+    if residual.partials is None:
+        return residual.hidden
+    return add_and_normalize(None, *residual, pdl=False)
 
 
 def bind_projection(

@@ -29,6 +29,7 @@ class Segments:
     def __init__(self, rows: int, cu_seqlens: Tensor, positions: Tensor, slots: Tensor) -> None:
         self.rows, self.cu_seqlens, self.positions, self.slots = rows, cu_seqlens, positions, slots
         self._bounds: list[tuple[int, int, int, int]] | None = None
+        self._starts: list[int] | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -46,9 +47,17 @@ class Segments:
             pairs = self.slots[self.rows :].tolist()
             self._bounds = [
                 (first, end, read, write)
-                for first, end, (read, write) in zip(ends, ends[1:], pairs, strict=True)
+                for first, end, (read, write) in zip(ends[:-1], ends[1:], pairs, strict=True)
             ]
         return self._bounds
+
+    @property
+    def starts(self) -> list[int]:
+        """Position of the first token of each prompt; any number for one without tokens. Read as `bounds` is."""
+        if self._starts is None:
+            firsts = [min(first, len(self.positions) - 1) for first, *_ in self.bounds]
+            self._starts = self.positions[firsts].tolist() if firsts else []
+        return self._starts
 
 
 class RecurrentKernel(Protocol):

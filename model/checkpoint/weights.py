@@ -23,7 +23,7 @@ from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_c
 from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.implied import are_equal, different_buffers
-from model.checkpoint.parameter_parts import ParameterPart, named_parts
+from model.checkpoint.parameter_parts import ParameterPart, named_parts, unread_names
 from model.checkpoint.shards import (
     check_dtypes,
     read_headers,
@@ -288,8 +288,15 @@ def _checked_headers(
     head = f"{family.tensors.modules[HEAD]}.weight"
     if network.tied:
         names.add(head)
+    unread = unread_names(network, family.tensors)
+    for module in unread:
+        names.add(f"{module}.weight")
     # What is ignored is not looked at any further, whatever its dtype is.
-    ignored = [name for name in headers if names.is_ignored(name)]
+    ignored = [
+        name
+        for name in headers
+        if names.is_ignored(name) or names.full(name).rpartition(".")[0] in unread
+    ]
     beyond = [name for name in headers if names.is_beyond_layers(name)]
     buffers = {
         name: (kind, entry)
@@ -541,7 +548,7 @@ class _StoredTensors:
         part = self._parts[name]
         assert not (self._int8 and part.transposed), "the format has a scale for each output"
         # `transformers` cannot load compressed embeddings, nor a compressed head that is tied to them.
-        return self._int8 and len(part.stored_shape) > 1 and _IN_LAYER.search(name) is not None
+        return self._int8 and isinstance(part.values, Weight) and _IN_LAYER.search(name) is not None
 
 
 def _write_json(file: Path, value: dict[str, object]) -> None:

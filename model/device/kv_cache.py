@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import FP8
-from model.network.state import Fixed, Paged, StateSpec
+from model.network.state import Fixed, Paged, Shared, StateSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +45,9 @@ class KVCache:
         dtype: of keys and values.
         kv_dtype: its name if it has scales, else None.
         device: see above.
-        layers: every layer's keys and values; without elements for a layer that has none.
-        scales: every layer's scales; None if there are none.
+        layers: every layer's keys and values; without elements for a layer that has none. A layer that reads those of
+            an earlier layer has the same tensor.
+        scales: every layer's scales, likewise; None if there are none.
         fixed: every layer's arrays of fixed size; none for a layer with keys and values.
     """
 
@@ -63,9 +64,17 @@ class KVCache:
         device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.kv_dtype = FP8 if spec.dtype == FP8 else None
-        self.layers = tuple(self._keys_and_values(it, device) for it in spec.layers)
+        layers: list[Tensor] = []
+        scales: list[Tensor | None] = []
+        for it in spec.layers:
+            if isinstance(it, Shared):
+                layers.append(layers[it.layer])
+                scales.append(scales[it.layer])
+            else:
+                layers.append(self._keys_and_values(it, device))
+                scales.append(self._scales(it, device))
+        self.layers, self.scales = tuple(layers), tuple(scales)
         self.device = self.layers[0].device
-        self.scales = tuple(self._scales(it, device) for it in spec.layers)
         self._slots = _zeros((self.num_slots, spec.slot_bytes), torch.uint8, device)
         self.fixed = tuple(self._arrays())
 
@@ -91,7 +100,7 @@ class KVCache:
         """Yield the arrays of each layer, views of the slots."""
         end = 0
         for it in self.spec.layers:
-            if isinstance(it, Paged):
+            if not isinstance(it, Fixed):
                 yield ()
                 continue
             first, end = end, end + it.offsets[-1]

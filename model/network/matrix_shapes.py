@@ -8,8 +8,28 @@ if TYPE_CHECKING:
     from model.network.spec import Network
 
 
-STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""The modules whose rows a matrix of a layer stacks; without a gate it has those of the last one."""
+_STACKED: Final = {
+    ("qkv", 1): ("q",),
+    ("qkv", 2): ("q", "k"),
+    ("qkv", 3): ("q", "k", "v"),
+    ("qkv", 4): ("q_gate", "q", "k", "v"),
+    ("gate_up", 1): ("up",),
+    ("gate_up", 2): ("gate", "up"),
+    ("input", 2): ("mixed_in", "z"),
+    ("gates", 2): ("beta", "alpha"),
+    ("input", 5): ("z", "x", "b", "c", "dt"),
+}
+"""The modules whose rows a matrix of a layer stacks, by the number of them."""
+
+
+def stacked_modules(matrix: str, count: int) -> tuple[str, ...]:
+    """Return the modules whose rows a matrix of a layer stacks, by the names of `model.families.tensors`.
+
+    Args:
+        matrix: its name.
+        count: how many they are: fewer than there may be without a gate, or without projections of keys and values.
+    """
+    return _STACKED.get((matrix, count), (matrix,))
 
 
 class MatrixShape(NamedTuple):
@@ -25,7 +45,8 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
     return [
         {
             name: MatrixShape(*shape)
-            for name, shape in {**it.mixer.matrices(hidden), **it.mlp.matrices(hidden)}.items()
+            for part in it.parts
+            for name, shape in part.matrices(hidden).items()
         }
         for it in network.layers
     ]

@@ -59,6 +59,10 @@ class DecoderParameters(nn.Module):
         is_in_library: whether the C library for CPUs computes the model.
         head_format: of the head, if `weight_format` has it; else None.
         ropes: the tables of each of `Network.rotaries`.
+        embed_per_layer, per_layer_projection, per_layer_norm: of `Network.per_layer`, if there is one: [vocab, L * E],
+            [L * E, C] and [E].
+        streams_in, streams_out: the matrices of all but the first of `Network.streams`, if there are any, one above the
+            other, [(A - 1) * C, C] each.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
         adapters: slots of adapters; None until they are reserved.
     """
@@ -92,6 +96,15 @@ class DecoderParameters(nn.Module):
         self.embed_positions = (
             empty(positions.offset + positions.count, hidden) if positions else None
         )
+        table_of_layers, streams, count = network.per_layer, network.streams, len(network.layers)
+        if table_of_layers is not None:
+            size = table_of_layers.size
+            self.embed_per_layer = empty(table_of_layers.vocab, count * size)
+            self.per_layer_projection = empty(count * size, hidden)
+            self.per_layer_norm = empty(size)
+        if streams is not None:
+            self.streams_in = empty((streams.count - 1) * hidden, hidden)
+            self.streams_out = empty((streams.count - 1) * hidden, hidden)
         self.layers = nn.ModuleList(
             DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
             for index, layer in enumerate(network.layers)

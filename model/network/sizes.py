@@ -53,6 +53,7 @@ def _weight_bytes(network: Network, dtype: str, form: WeightFormat, num_ranks: i
     total = table_bytes(network, dtype, num_ranks)
     total += _norm_bytes(network.norm, hidden, element)
     total += network.head_bias * head_rows(network.vocab, num_ranks) * element
+    total += network.num_others * element
     for layer in network.layers:
         others = layer.num_parameters(hidden)
         for rows, inputs in _matrices(layer, hidden):
@@ -70,5 +71,5 @@ def _norm_bytes(norm: Norm, hidden: int, element: int) -> int:
 
 
 def _matrices(layer: Layer, hidden: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    for part in (layer.mixer, layer.mlp):
+    for part in layer.parts:
         yield from part.matrices(hidden).values()

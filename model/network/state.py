@@ -85,7 +85,18 @@ class Fixed:
         return tuple(itertools.accumulate(aligned, initial=0))
 
 
-MixerState: TypeAlias = Paged | Fixed
+@dataclass(frozen=True)
+class Shared:
+    """What an earlier layer keeps, which this one reads too and does not write.
+
+    Attributes:
+        layer: index of that layer, whose state is `Paged`.
+    """
+
+    layer: int
+
+
+MixerState: TypeAlias = Paged | Fixed | Shared
 
 
 @dataclass(frozen=True)

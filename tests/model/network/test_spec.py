@@ -45,6 +45,7 @@ OTHERS = {
         "output_bias": True,
         "late_qk_norm": True,
         "query_scale": QueryScale(0.1, 8),
+        "gate": True,
     },
     Dense: {"activation": "relu", "gated": False, "bias": True},
 }

@@ -1,0 +1,165 @@
+"""The gated delta rule in PyTorch's operations against its formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kernels.recurrent.problem import CHUNK
+from kernels.recurrent.pytorch.gated_delta import GatedDelta
+from tests.kernels.recurrent.gated_delta_cases import Sequence, Step, make_shape, make_weights
+from tests.kernels.references.gated_delta import gated_delta
+from tests.kernels.references.problems import assert_no_worse_than
+
+LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 200)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_agrees_with_the_formula(length, dtype):
+    Step(make_shape(), prompts=[Sequence(length, 0, -1, 2)], dtype=dtype).check(GatedDelta)
+
+
+@pytest.mark.parametrize("start", [1, 37, 63, 64, 65, 1000])
+def test_a_part_of_a_prompt_continues_from_its_state(start):
+    for length in (1, 27, 64, 130):
+        Step(make_shape(), prompts=[Sequence(length, start, 5, 5)]).check(GatedDelta)
+
+
+def test_sequences_of_a_step_are_independent():
+    prompts = [
+        Sequence(70, 0, -1, 0),
+        Sequence(0, 64, 1, 6),
+        Sequence(5, 128, 2, 3),
+        Sequence(1, 0, -1, -1),
+        Sequence(129, 63, 4, 4),
+        Sequence(0, 0, -1, -1),
+    ]
+    rows = [(5, 5), (-1, -1), (7, 8), (-1, 9), (10, -1), (-1, -1)]
+
+    Step(make_shape(), rows, prompts, num_slots=12).check(GatedDelta)
+
+
+def test_a_step_of_nothing_gives_nothing():
+    out, _ = Step(make_shape()).run(GatedDelta)
+
+    assert out.shape == (0, make_shape().inner)
+
+
+def test_unused_rows_write_nothing():
+    Step(make_shape(), [(-1, -1)] * 3).check(GatedDelta)
+
+
+@pytest.mark.parametrize("spread", [0.1, 30.0])
+@pytest.mark.parametrize("decay", [-12.0, 0.0, 3.0, 100.0])
+def test_weak_and_strong_decays_beside_each_other_are_exact(decay, spread):
+    rows, prompts = [(0, 0), (1, 2)], [Sequence(150, 10, 3, 4)]
+
+    Step(make_shape(), rows, prompts, decay=decay, spread=spread).check(GatedDelta)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 64, 64),
+        (2, 2, 128, 128),
+        (4, 1, 32, 48),
+        (2, 1, 96, 256),
+        (6, 3, 256, 64),
+        (3, 3, 24, 8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [2, 4])
+def test_sizes(sizes, width):
+    shape = make_shape(*sizes, width=width)
+
+    Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4), Sequence(1, 0, -1, 5)]).check(GatedDelta)
+
+
+@pytest.mark.parametrize(
+    "ends", [(64, 128, 192, 250), (128, 250), (192, 250), (64, 192, 250)], ids=str
+)
+def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends):
+    whole = Step(make_shape(3, 3, 40, 56), prompts=[Sequence(250, 0, -1, 0)])
+    out, states = whole.run(GatedDelta)
+    parts, kernel = [], GatedDelta(whole.shape, whole.weights)
+    now = tuple(state.clone() for state in whole.states)
+
+    for first, end in itertools.pairwise((0, *ends)):
+        slots = (1, 1) if first else (-1, 1)
+        step = Step(whole.shape, [(-1, -1)], [Sequence(3, 0), Sequence(end - first, first, *slots)])
+        step.projected[4:], step.gates[4:] = whole.projected[first:end], whole.gates[first:end]
+        parts.append(kernel(step.projected, step.gates, now, step.segments)[4:])
+
+    assert torch.equal(torch.cat(parts), out)
+    for state, other in zip(now, states, strict=True):
+        assert torch.equal(state[1], other[0])
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
+def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
+    shape = make_shape(*sizes)
+    many = Step(shape, [(i, i) for i in range(7)], [Sequence(9, 0, -1, 7)])
+    out, states = many.run(GatedDelta)
+    kernel = GatedDelta(shape, many.weights)
+
+    for i in range(7):
+        now = tuple(state.clone() for state in many.states)
+        alone = Step(shape, [(i, i)])
+        found = kernel(
+            many.projected[i : i + 1].clone(), many.gates[i : i + 1], now, alone.segments
+        )
+
+        assert torch.equal(found[0], out[i])
+        for state, other in zip(now, states, strict=True):
+            assert torch.equal(state[i], other[i])
+
+
+def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
+    shape = make_shape()
+    weights = make_weights(shape)
+    leaves = [it for it in weights if it is not None]
+    projected = torch.randn(2, CHUNK + 6, shape.channels + shape.inner)
+    gates = torch.randn(2, CHUNK + 6, 2 * shape.num_heads)
+    target = torch.randn(2, CHUNK + 6, shape.inner)
+
+    def gradients(dtype, compute):
+        given = iter([it.to(dtype).requires_grad_() for it in leaves])
+        named = {
+            name: next(given) if value is not None else None
+            for name, value in weights._asdict().items()
+        }
+        inputs = [it.to(dtype).requires_grad_() for it in (projected, gates)]
+        used = type(weights)(**named)
+        out = compute(used, *inputs)
+        wanted = [*inputs, *(it for it in used if it is not None)]
+        return out.detach(), torch.autograd.grad((out * target).sum(), wanted)
+
+    def formula(dtype):
+        def compute(used, projected, gates):
+            state = torch.zeros(shape.num_heads, shape.key_dim, shape.value_dim)
+            conv = torch.zeros(shape.width - 1, shape.channels)
+            pairs = zip(projected, gates, strict=True)
+            return torch.stack(
+                [gated_delta(shape, used, *pair, conv, state, dtype).out for pair in pairs]
+            )
+
+        return gradients(dtype, compute)
+
+    out, found = gradients(
+        torch.float32, lambda used, *inputs: GatedDelta(shape, used).dense(*inputs)
+    )
+    truth, exact = formula(torch.float64)
+    same, rounded = formula(torch.float32)
+
+    assert_no_worse_than(out, truth, same)
+    for pair in zip(found, exact, rounded, strict=True):
+        assert_no_worse_than(*pair, atol=1e-4)
