@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
-from server.engine.core.memory.state_slots import StateSlots, interval_of
+from server.engine.core.memory.state_slots import StateSlots, interval_of, marks_of
 from server.engine.core.sequence import CacheSalt, Sequence
 
 Link: TypeAlias = int | CacheSalt
@@ -85,6 +85,8 @@ class BlockManager:
             have been used; use it for kernels that read scattered blocks at the same speed.
         num_slots: for states of fixed size; 0 if the network has none.
         state_chunk: of `StateSpec`.
+        keeps_inside: whether steps write states that are kept within the tokens that they compute of a prompt; else
+            they end there.
 
     Attributes:
         slots: for states of fixed size; None if the network has none.
@@ -98,6 +100,7 @@ class BlockManager:
         contiguity_reserve: float = 0.0,
         num_slots: int = 0,
         state_chunk: int = 1,
+        keeps_inside: bool = False,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -114,7 +117,9 @@ class BlockManager:
         self._key_of: dict[int, Key] = {}
         self._link_of: dict[int, int] = {}
         self._num_links = 0
-        self.slots = StateSlots(num_slots, state_chunk, block_size) if num_slots else None
+        self.slots: StateSlots | None = None
+        if num_slots:
+            self.slots = StateSlots(num_slots, state_chunk, block_size, keeps_inside=keeps_inside)
         self._only_prompts = num_slots > 0 and state_chunk > 1
         self._pending: dict[Sequence, None] = {}  # of which a snapshot will probably be taken
 
@@ -247,6 +252,13 @@ class BlockManager:
                 slots.keep(sequence.slots, stop, link)
                 if not sequence.slots.is_pending:
                     self._pending.pop(sequence, None)
+
+    def plan_state(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Take slots for the states that a step keeps within the tokens `start .. stop`; see `StateSlots.plan`."""
+        held = sequence.slots
+        if held is not None and held.keeps_inside and (held.cuts or held.marks):
+            assert self.slots is not None
+            self.slots.plan(held, start, stop)
 
     def advance_state(self, sequence: Sequence, num_tokens: int) -> bool:
         """Note that a step was launched that computes the first `num_tokens` tokens; see `StateSlots.advance`."""
@@ -421,7 +433,11 @@ class BlockManager:
             held.num_chunked = sequence.num_prompt_tokens
         if looks_up:
             held.last, held.stop = num_cached, stop
-            held.interval = interval_of(sequence.num_tokens)
+            if held.keeps_inside:
+                held.marks = marks_of(sequence.num_tokens, num_cached, stop, unit)
+                held.marks = [count for count in held.marks if count not in cuts]
+            else:
+                held.interval = interval_of(sequence.num_tokens)
             if held.cuts:
                 self._pending[sequence] = None
         return True

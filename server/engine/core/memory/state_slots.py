@@ -6,6 +6,8 @@ writing the next one elsewhere: nothing is copied.
     first step          reads nothing, or a snapshot     writes a slot of its own
     next steps          read and write that slot
     step after a cut    reads that slot                  writes a new one; the old one becomes a snapshot
+
+Kernels that can write a state in the middle of a prompt write it to a further slot there, so that the step goes on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,23 @@ _LEAST_INTERVAL: Final = 512
 _MOST_INTERVALS: Final = 8
 """Tokens between two states that are kept within a prompt, and how many of them; a longer prompt has longer intervals.
 A snapshot is as large as the keys and values of 1,000 to 2,000 tokens of the same model."""
+
+
+def marks_of(num_tokens: int, start: int, stop: int, unit: int) -> list[int]:
+    """Return the numbers of tokens after which a state is kept within a prompt, apart from its end.
+
+    Args:
+        num_tokens: of the prompt.
+        start: they are larger.
+        stop: they are smaller.
+        unit: they are multiples of it.
+    """
+    interval = interval_of(num_tokens)
+    counts = [*range(interval, stop, interval)]
+    while interval > _LEAST_INTERVAL:
+        interval //= 2
+        counts.append(interval)
+    return sorted({it for count in counts if start < (it := count // unit * unit) < stop})
 
 
 def interval_of(num_tokens: int) -> int:
@@ -72,25 +91,32 @@ class SequenceSlots:
     Attributes:
         read: from which its next step reads the state; `NO_SLOT` for a sequence without one.
         write: to which its next step writes the state; no other sequence reads or writes it.
-        cuts: numbers of tokens, ascending, after which the state is kept: a step computes no tokens beyond the first.
+        cuts: numbers of tokens, ascending, after which the state is kept: a step computes no tokens beyond the first
+            unless `keeps_inside`.
+        marks: likewise, of states that do not last; of use only if `keeps_inside`.
+        keeps_inside: whether a step writes states that are kept also within the tokens that it computes of a prompt.
         num_chunked: leading tokens that steps may compute together, however many; those after them come one by one.
         align: a step ends at a multiple of so many tokens, at a cut, after `num_chunked` or the last known token.
         last: number of tokens after which its state was kept last, or at which it began.
-        interval: tokens after which a state at the end of a step may be kept; 0 if none is.
+        interval: tokens after which a state at the end of a step may be kept; 0 if none is, or `marks` say which.
         stop: most tokens after which a state may be kept.
         start: link of the snapshot that it began at; None if there is none.
-        kept: by number of tokens, until their blocks are in the prefix cache.
+        planned: by number of tokens, what the scheduled step keeps within the tokens that it computes.
+        kept: by number of tokens, what launched steps keep, until the blocks are in the prefix cache.
     """
 
     read: int
     write: int
     cuts: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    keeps_inside: bool = False
     num_chunked: int = 1 << 62
     align: int = 1
     last: int = 0
     interval: int = 0
     stop: int = 0
     start: int | None = None
+    planned: dict[int, Kept] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
 
     def cut(self, start: int, num_tokens: int) -> int:
@@ -98,14 +124,14 @@ class SequenceSlots:
         if start >= self.num_chunked:
             return 1
         stop = min(start + num_tokens, self.num_chunked)
-        if self.cuts:
+        if self.cuts and not self.keeps_inside:
             stop = min(stop, self.cuts[0])
         return stop - start
 
     @property
     def is_pending(self) -> bool:
         """Whether a snapshot will probably be taken of it."""
-        return bool(self.cuts or self.kept)
+        return bool(self.cuts or self.planned or self.kept)
 
 
 class StateSlots:
@@ -124,18 +150,21 @@ class StateSlots:
         num_slots: at least as many as sequences run at the same time.
         chunk: of `StateSpec`.
         block_size: tokens in a block of the cache.
+        keeps_inside: see `SequenceSlots`.
 
     Attributes:
-        num_slots, chunk: see above.
+        num_slots, chunk, keeps_inside: see above.
         unit: snapshots are taken after multiples of so many tokens.
         num_taken: snapshots taken so far.
         num_hits: sequences that began at one.
         num_evicted: snapshots that have left.
     """
 
-    def __init__(self, num_slots: int, chunk: int = 1, block_size: int = 1) -> None:
+    def __init__(
+        self, num_slots: int, chunk: int = 1, block_size: int = 1, *, keeps_inside: bool = False
+    ) -> None:
         assert num_slots > 0
-        self.num_slots, self.chunk = num_slots, chunk
+        self.num_slots, self.chunk, self.keeps_inside = num_slots, chunk, keeps_inside
         self.unit = math.lcm(chunk, block_size)
         self.num_taken = self.num_hits = self.num_evicted = 0
         self._free = list(range(num_slots))
@@ -179,7 +208,23 @@ class StateSlots:
             return None
         if link is not None:
             self._use(link)
-        return SequenceSlots(read, write, sorted(cuts), align=self.chunk, start=link)
+        return SequenceSlots(
+            read, write, sorted(cuts), keeps_inside=self.keeps_inside, align=self.chunk, start=link
+        )
+
+    def plan(self, slots: SequenceSlots, start: int, stop: int) -> None:
+        """Take slots for the states that a step keeps within the tokens `start .. stop` of a prompt.
+
+        The step may be scheduled again instead of being launched.
+        """
+        for counts, is_lasting in ((slots.cuts, True), (slots.marks, False)):
+            for count in counts:
+                if count >= stop:
+                    break
+                if count > start and count not in slots.planned:
+                    slot = self._take(for_lasting=is_lasting)
+                    if slot is not None:
+                        slots.planned[count] = Kept(slot, is_lasting)
 
     def advance(self, slots: SequenceSlots, num_tokens: int) -> bool:
         """Note that a step was launched, which writes the state after the leading `num_tokens` tokens of a sequence.
@@ -191,7 +236,9 @@ class StateSlots:
         if slots.read != slots.write:
             self._drop(slots.read)
             slots.read = slots.write
-        if slots.cuts and slots.cuts[0] == num_tokens:
+        if slots.keeps_inside:
+            self._advance_inside(slots, num_tokens)
+        elif slots.cuts and slots.cuts[0] == num_tokens:
             del slots.cuts[0]
             self._keep_after(slots, num_tokens, is_lasting=True)
         elif slots.interval and num_tokens - slots.last >= slots.interval:
@@ -235,7 +282,7 @@ class StateSlots:
         if slots.read != slots.write:
             self._drop(slots.read)
         self._drop(slots.write)
-        for kept in slots.kept.values():
+        for kept in (*slots.kept.values(), *slots.planned.values()):
             self._drop(kept.slot)
 
     def idle_violations(self) -> list[str]:
@@ -260,8 +307,10 @@ class StateSlots:
         assert not set(written) & set(holds), "a sequence writes a snapshot"
         for it in running:
             assert it.cuts == sorted(set(it.cuts))
-            assert all(count % self.unit == 0 for count in (*it.cuts, *it.kept))
-            kept = [state.slot for state in it.kept.values()]
+            counts = (*it.cuts, *it.marks, *it.kept, *it.planned)
+            assert all(count % self.unit == 0 for count in counts)
+            assert it.keeps_inside or not it.planned
+            kept = [state.slot for state in (*it.kept.values(), *it.planned.values())]
             assert it.write not in kept, "a sequence writes the state that it keeps"
             holds.update((it.write, *kept))
             if it.read not in (NO_SLOT, it.write):
@@ -276,6 +325,20 @@ class StateSlots:
         assert all(it.is_lasting == (link in lasting) for link, it in self._snapshots.items())
         assert len(passing) + len(lasting) == len(self._snapshots)
         assert self.num_taken - self.num_evicted == len(self._snapshots)
+
+    def _advance_inside(self, slots: SequenceSlots, num_tokens: int) -> None:
+        """Note which states a launched step keeps within its tokens and after the last of them."""
+        counts = (slots.cuts, slots.marks)
+        for count in [it for it in slots.planned if it <= num_tokens]:
+            kept = slots.planned.pop(count)
+            if count == num_tokens:  # planned for a longer step, which was not launched
+                self._drop(kept.slot)
+            else:
+                slots.kept[count] = kept
+        for marks, is_lasting in zip(counts, (True, False), strict=True):
+            while marks and marks[0] <= num_tokens:
+                if marks.pop(0) == num_tokens:
+                    self._keep_after(slots, num_tokens, is_lasting=is_lasting)
 
     def _keep_after(self, slots: SequenceSlots, num_tokens: int, *, is_lasting: bool) -> None:
         """Keep the state that a launched step writes, if there is a slot for the next one."""

@@ -313,6 +313,7 @@ class Scheduler:
             self.num_prefill_tokens += num_left
             if row.num_tokens > 1:
                 prefill.append(row)
+                self.block_manager.plan_state(row.sequence, row.start, row.start + row.num_tokens)
                 continue
             at = num_logits if row.num_logits else len(decoding)
             num_logits += row.num_logits
@@ -455,7 +456,7 @@ class Scheduler:
         assert decode.drafts is None, "states of fixed size cannot be taken back"
         for sequence, start in zip(decode.batch.sequences, decode.starts, strict=True):
             held = sequence.slots
-            if held is not None and (held.cuts or held.read != held.write):
+            if held is not None and (held.cuts or held.planned or held.read != held.write):
                 moved |= advance(sequence, start + 1)
         for row in output.prefill:
             advance(row.sequence, row.start + row.num_tokens)

@@ -110,6 +110,7 @@ def start_engine(
         contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
         num_slots=runner.kv_cache.num_slots,
         state_chunk=runner.kv_cache.spec.chunk,
+        keeps_inside=runner.keeps_states,
     )
     if config.state_snapshots is not None:
         _check_snapshots(config, runner)
