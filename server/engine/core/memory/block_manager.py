@@ -434,8 +434,8 @@ class BlockManager:
         if looks_up:
             held.last, held.stop = num_cached, stop
             if held.keeps_inside:
-                held.marks = marks_of(sequence.num_tokens, num_cached, stop, unit)
-                held.marks = [count for count in held.marks if count not in cuts]
+                marks = marks_of(sequence.num_tokens, num_cached, stop, unit, slots.num_free)
+                held.marks = [count for count in marks if count not in cuts]
             else:
                 held.interval = interval_of(sequence.num_tokens)
             if held.cuts:
