@@ -352,7 +352,9 @@ class BlockManager:
         assert len(set(table)) == len(table), f"{sequence} owns a block twice"
         assert sequence.num_computed_tokens <= len(table) * self.block_size
         assert sequence.capacity == min(len(table) * self.block_size, sequence.max_num_tokens - 1)
-        assert sequence.num_linked_blocks * self.block_size <= sequence.num_computed_tokens
+        num_linked = sequence.num_linked_blocks * self.block_size
+        assert num_linked <= sequence.num_computed_tokens
+        assert not self._only_prompts or num_linked <= sequence.num_prompt_tokens
         for index, block in enumerate(table):
             if block in self._key_of:
                 at = index * self.block_size
