@@ -31,12 +31,15 @@ class RecurrentSpec:
         targets: "module:Class" of a `RecurrentKernel` by the type of the shape.
         limits: returns the reasons why it cannot compute a problem on a processor, apart from `targets`.
         note: a remark about this row, shown in plans.
+        keeps: whether it writes states within prompts, see `Segments.kept_slots`. Where a kernel does not, a step ends
+            where a state is kept.
     """
 
     name: str
     targets: dict[type, str]
     limits: Callable[[RecurrentProblem, GPUArch], tuple[str, ...]] = lambda *_: ()
     note: str = ""
+    keeps: bool = False
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -110,6 +113,7 @@ PYTORCH: Final = RecurrentSpec(
         GatedDeltaShape: "kernels.recurrent.pytorch.gated_delta:GatedDelta",
         Mamba2Shape: "kernels.recurrent.pytorch.mamba2:Mamba2",
     },
+    keeps=True,
 )
 """Separate operations, on every device."""
 

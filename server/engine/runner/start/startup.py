@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from kernels import KernelError, detect
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from server.engine.core.engine import EngineChannel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineMessage, FrontEndMessage
+    from server.engine.core.plan_report import PlanReport
+    from server.engine.runner.step.model_runner import ModelRunner
     from server.engine.runner.step.ranks import FollowingExecutor, Ranks
 
 log = logging.getLogger("tessera.engine")
@@ -107,7 +110,11 @@ def start_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
         num_slots=runner.kv_cache.num_slots,
+        state_chunk=runner.kv_cache.spec.chunk,
+        keeps_inside=runner.keeps_states,
     )
+    if config.state_snapshots is not None:
+        _check_snapshots(config, runner)
     info = EngineInfo(
         model_id=config.model_id,
         device=str(device),
@@ -123,7 +130,7 @@ def start_engine(
         num_blocks=num_blocks,
         kv_cache_dtype=runner.cache_dtype,
         num_parameters=model_config.network.num_parameters,
-        plan=runner.describe_plan(),
+        plan=_plan(runner, limits),
         startup_seconds=phases.seconds,
         versions=_versions(model),
         max_draft_tokens=config.max_draft_tokens,
@@ -153,6 +160,24 @@ def start_engine(
         most = max(config.max_loras, config.max_cpu_loras or _CPU_LORAS * config.max_loras)
         adapters = AdapterPool(config.max_loras, most, loader)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
+
+
+def _plan(runner: ModelRunner, limits: SchedulerConfig) -> PlanReport:
+    """Return the plan of an engine, with what its cache has."""
+    plan, num_slots = runner.describe_plan(), runner.kv_cache.num_slots
+    if not num_slots:
+        return plan
+    memory = msgspec.structs.replace(plan.memory, state_snapshots=num_slots - limits.max_num_seqs)
+    return msgspec.structs.replace(plan, memory=memory)
+
+
+def _check_snapshots(config: EngineConfig, runner: ModelRunner) -> None:
+    """Log why a number of snapshots that the operator set has no effect, if it has none."""
+    why = "" if config.enable_prefix_caching else "prefixes are not cached"
+    if not runner.kv_cache.num_slots:
+        why = "no layer has a state of fixed size"
+    if why:
+        log.warning("--state-snapshots %d has no effect: %s", config.state_snapshots, why)
 
 
 def _reserve_adapters(model: DecoderLM, config: EngineConfig) -> None:
