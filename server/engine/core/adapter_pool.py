@@ -137,7 +137,9 @@ class AdapterPool:
             else:
                 self._stop_waiting(sequence)
                 self._returned.discard(sequence.request_id)
-                ended.append((sequence, failure))
+                if not adapter.shows_paths:
+                    failure = without_paths(failure, adapter.path)
+                ended.append((sequence, f"the adapter cannot be loaded: {failure}"))
         placed: set[str] = set()
         idle = iter([it for it in self._slots if not self._holders[it]])
         for digest, sequences in groups.items():
@@ -262,12 +264,10 @@ class AdapterPool:
             if error is None:
                 self._contents[digest] = future.result()
             elif isinstance(error, ModelError):
-                failures[digest, path] = (
-                    f"the adapter cannot be loaded: {without_paths(str(error), path)}"
-                )
+                failures[digest, path] = str(error)
                 log.error("an adapter cannot be loaded: %s", error)
             else:
-                failures[digest, path] = "the adapter cannot be loaded: an internal error"
+                failures[digest, path] = "an internal error"
                 log.error("reading an adapter failed", exc_info=error)
         return failures
 
