@@ -121,12 +121,11 @@ def _lora_folder(settings: Settings) -> str | None:
         return None
     try:
         folder = Path(settings.lora_folder).expanduser()
-        is_folder = folder.is_dir()
+        if folder.is_dir():
+            return str(folder)
     except (OSError, RuntimeError, ValueError):  # RuntimeError: no such user
-        is_folder = False
-    if not is_folder:
-        raise AdapterError(f"--lora-folder {settings.lora_folder} is not a folder")
-    return str(folder)
+        pass
+    raise AdapterError(f"--lora-folder {settings.lora_folder} is not a folder")
 
 
 def tokenizer_path(settings: Settings, model_path: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from model.errors import ModelError, without_paths
 from server.engine.core.messages import MAX_LISTED_ADAPTERS
+from server.engine.core.queue.length_counts import LengthCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -65,11 +66,13 @@ class AdapterPool:
         num_reads: adapters read from files.
         num_writes: adapters written to slots.
         num_evictions: adapters that lost their slot to another one.
+        by_length: counts of the waiting sequences.
     """
 
     def __init__(self, num_slots: int, capacity: int, loader: AdapterLoader) -> None:
         assert 0 < num_slots <= capacity
         self.num_reads = self.num_writes = self.num_evictions = 0
+        self.by_length = LengthCounts.zeros()
         self._capacity, self._loader = capacity, loader
         # By digest, those used longest ago first.
         self._contents: OrderedDict[str, Any] = OrderedDict()
@@ -223,13 +226,16 @@ class AdapterPool:
         assert not self._contents.keys() & self._reading.keys()
         assert len(self._contents) + len(self._reading) <= self._capacity
         assert len(self._reading) <= _MOST_READS
+        assert self.by_length == LengthCounts.of(self._waiting.values())
 
     def _wait(self, sequence: Sequence) -> None:
         self._waiting[sequence.request_id] = sequence
         self._wanted[_adapter(sequence).digest] += 1
+        self.by_length.add(sequence)
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         del self._waiting[sequence.request_id]
+        self.by_length.add(sequence, -1)
         digest = _adapter(sequence).digest
         self._wanted[digest] -= 1
         if not self._wanted[digest]:

@@ -442,8 +442,10 @@ class RemoteEngine(EngineHandle):
                 if stream := self._streams.get(request_id):
                     stream.abort()
         elif (reply := self._replies.get(message.serial)) and not reply.done():
-            is_verdict = isinstance(message, AdapterVerdict)
-            reply.set_result(message.refusal if is_verdict else set(message.external_ids))
+            if isinstance(message, AdapterVerdict):
+                reply.set_result(message.refusal)
+            else:
+                reply.set_result(set(message.external_ids))
 
     def _update(self, status: EngineStatus) -> None:
         for old, new in zip(self.reports, status.engines, strict=False):
