@@ -1,4 +1,4 @@
-"""The sizes of the matrices of layers. Imports no PyTorch."""
+"""The sizes of the matrices of layers, and of the adapters that change them. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 
 STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """The modules whose rows a matrix of a layer stacks; without a gate it has those of the last one."""
+
+
+_RANK_ALIGNMENT: Final = 16
+"""Ranks are rounded up to a power of two from this number on, as kernels for GPUs multiply them."""
 
 
 class MatrixShape(NamedTuple):
@@ -29,3 +33,21 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
         }
         for it in network.layers
     ]
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of a slot for adapters of up to `rank`."""
+    return max(_RANK_ALIGNMENT, 1 << (rank - 1).bit_length())
+
+
+def slot_bytes(network: Network, rank: int, item_bytes: int) -> int:
+    """Return the bytes of a slot for an adapter.
+
+    Args:
+        network: of the model, or of what a rank computes of it.
+        rank: the largest of an adapter.
+        item_bytes: of a number.
+    """
+    matrices = (it for layer in matrix_shapes(network) for it in layer.values())
+    numbers = sum(len(it.parts) * it.inputs + sum(it.parts) for it in matrices)
+    return numbers * slot_rank(rank) * item_bytes

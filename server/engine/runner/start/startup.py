@@ -17,7 +17,6 @@ import torch
 from kernels import KernelError, detect
 from kernels.collective.connect import connect
 from kernels.cpu.library import instructions
-from model.adapters.targets import find_targets
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
@@ -27,7 +26,7 @@ from model.device.quantizations import loaded_format, quantization_name
 from model.errors import AdapterError, ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
-from model.network.adapter_slots import slot_bytes
+from model.network.matrix_shapes import slot_bytes
 from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
 from server.engine.core.adapter_pool import AdapterPool
@@ -162,11 +161,10 @@ def _reserve_adapters(model: DecoderLM, config: EngineConfig) -> None:
         StartupError: memory does not suffice.
     """
     assert config.max_loras
-    find_targets(model.config)
     if config.tensor_parallel > 1:
         raise AdapterError("--max-loras: no adapters with --tensor-parallel")
     dtype = torch.float32 if model.device.type == "cpu" else model.dtype
-    num_bytes = config.max_loras * slot_bytes(model.network, config.max_lora_rank, dtype)
+    num_bytes = config.max_loras * slot_bytes(model.network, config.max_lora_rank, dtype.itemsize)
     wanted = (
         f"{config.max_loras} slots for adapters of rank {config.max_lora_rank} need"
         f" {num_bytes / 2**30:.2f} GiB"
