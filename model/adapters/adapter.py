@@ -131,6 +131,10 @@ class AdapterReader:
                 raise AdapterError(
                     f"the module {shorten(match['module'])} cannot have an adapter{self._reason(plain)}"
                 )
+            if not config.changes(self._targets[module].layer):
+                raise AdapterError(
+                    f"{shorten(name)} is in a layer that layers_to_transform of {CONFIG} leaves out"
+                )
             matrices = found.setdefault(module, {})
             if (other := matrices.setdefault(match["matrix"], name)) != name:
                 raise AdapterError(f"{shorten(name)} and {shorten(other)} are the same matrix")

@@ -98,8 +98,12 @@ class RequestPrompt(msgspec.Struct, frozen=True, tag="generate"):
     @property
     def part(self) -> Hashable:
         """The part of the prefix cache that it uses."""
-        digest = None if self.adapter is None else self.adapter.digest
-        return self.cache_salt, self.deterministic, digest
+        return self.cache_salt, self.deterministic, self.digest
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of its adapter; None for none."""
+        return None if self.adapter is None else self.adapter.digest
 
 
 class AbortTarget(msgspec.Struct, frozen=True):

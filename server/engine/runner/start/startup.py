@@ -64,10 +64,6 @@ log = logging.getLogger("tessera.engine")
 _CPU_CONTIGUITY_RESERVE = 0.2
 
 
-_CPU_LORAS = 4
-"""Adapters in host memory for each slot."""
-
-
 class _Loaded(NamedTuple):
     """A model on its device, and what was decided while it was loaded."""
 
@@ -148,8 +144,7 @@ def start_engine(
     adapters = None
     if config.max_loras:
         loader = SlotLoader(model, config.max_lora_rank)
-        most = max(config.max_loras, config.max_cpu_loras or _CPU_LORAS * config.max_loras)
-        adapters = AdapterPool(config.max_loras, most, loader)
+        adapters = AdapterPool(config.max_loras, config.num_host_adapters, loader)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
 
 
