@@ -58,7 +58,10 @@ class UpdateReader:
             start = sum(shape.parts[:first])
             update.a[first:stop, : module.rank] = a
             update.b[: module.rank, start : start + len(rows)] = rows.t()
-        if not all(bool(it.isfinite().all()) for update in updates.values() for it in update):
+        ends = torch.stack(
+            [end for update in updates.values() for it in update for end in it.aminmax()]
+        )
+        if not bool(ends.isfinite().all()):
             raise AdapterError(
                 f"{str(dtype).removeprefix('torch.')} cannot hold the adapter's numbers: set --dtype to bfloat16 or"
                 " float32"
