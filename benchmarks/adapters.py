@@ -8,8 +8,8 @@ have random matrices for all linear layers of the model. The loads:
     distinct    each request has the next adapter: more are asked for at a time than there are slots, so requests wait
     model       no adapter
 
-A gap is the time between two tokens of one stream. All loads are measured in turns, and the figures are those of all
-rounds together. The times of a single adapter are the medians of `--samples`: read from a file that the operating
+A gap is the time between two tokens of one stream, and has the prompts of other streams in it. All loads are measured
+in turns, and the figures are those of all rounds together. The times of a single adapter are the medians of `--samples`: read from a file that the operating
 system has to fetch from the disk or has in memory, and written from memory to a slot.
 
     python -m benchmarks.adapters [--adapters 1000] [--slots 16] [--streams 32]
@@ -115,8 +115,11 @@ class Streams:
         Returns:
             The times to the first tokens and the gaps in seconds, and those of the whole.
         """
-        channel, engine, sent = self._local.channel, self._local.engine, {}
-        first, gaps, newest = [], [], {}
+        channel, engine = self._local.channel, self._local.engine
+        first: list[float] = []
+        gaps: list[float] = []
+        sent: dict[int, float] = {}
+        newest: dict[int, float] = {}
 
         def send() -> None:
             number = next(self._numbers)
@@ -203,6 +206,7 @@ def summary(name: str, host: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def single(engine: Engine, adapters: list[AdapterRef], samples: int) -> list[dict[str, Any]]:
     """Return the times to read an adapter and to write it to a slot."""
+    assert engine._adapters is not None  # noqa: SLF001
     loader = engine._adapters._loader  # noqa: SLF001
     assert isinstance(loader, SlotLoader)
     chosen = adapters[-samples:]
@@ -284,10 +288,9 @@ def measure(
     local = LocalEngine(config)
     streams, kinds = Streams(local, options), loads(adapters, options)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
-    for kind in kinds.values():  # the first steps of a kind take longer
-        streams.run(kind, 2 * options.streams)
     for _ in range(options.rounds):
         for name, kind in kinds.items():
+            streams.run(kind, 2 * options.streams)  # the slots have adapters of another load
             runs[name].append(streams.run(kind, options.requests))
     found = [summary(name, host, runs[name]) for name in kinds]
     found += single(local.engine, adapters, options.samples)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from model.adapters.config import CONFIG
 from model.adapters.file import WEIGHTS
+from model.device.niceness import give_way
 from model.errors import ModelError
 from server.errors import OverloadedError
 from server.http.adapters.names import NAME, name_problem
@@ -60,7 +61,7 @@ class AdapterFolder:
         self._failed: Recent[tuple[_Signature, ModelError]] = Recent()
         self._lists: Recent[list[str]] = Recent()
         # Apart, so that a request for an adapter that was read waits for no other one.
-        self._readers = ThreadPoolExecutor(_THREADS, "adapter-folder")
+        self._readers = ThreadPoolExecutor(_THREADS, "adapter-folder", give_way)
         self._lookers = ThreadPoolExecutor(1, "adapter-files")
 
     def close(self) -> None:

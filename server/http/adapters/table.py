@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from model.device.niceness import give_way
 from model.errors import ModelError, without_paths
 from server.engine.link.front_end.adapter_names import MAX_ADAPTERS
 from server.engine.link.protocol import AdapterChange, AdapterRefusal
@@ -60,7 +61,7 @@ class AdapterTable:
         path = None if config.lora_folder is None else Path(config.lora_folder)
         self._folder = AdapterFolder(path, self._served, self._read)
         # Downloads take long; neither reads of the folder nor anything else waits for them.
-        self._threads = ThreadPoolExecutor(_THREADS, "adapter-loads")
+        self._threads = ThreadPoolExecutor(_THREADS, "adapter-loads", give_way)
         self._failed_downloads: Recent[ModelError] = Recent()
         self._reader: AdapterReader | None = None
         client.share_adapters(self._adapters, self._apply)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model.errors import AdapterError
+from server.engine.core import adapter_pool
 from server.engine.core.adapter_pool import AdapterPool
 from server.engine.core.queue.length_counts import LengthCounts, length_class
 from server.engine.core.request import AdapterRef, GenerateRequest
@@ -19,6 +20,8 @@ NAMES = "abcdef"
 
 class Loader:
     """A loader whose reads end when a test says so, and a device that remembers what is in its slots."""
+
+    bytes_each = 1
 
     def __init__(self, *, at_once=False):
         self.slots, self.reads, self._at_once = {}, {}, at_once
@@ -40,6 +43,9 @@ class Loader:
 
     def write(self, slot, content):
         self.slots[slot] = content
+
+    def num_bytes(self, content):
+        return self.bytes_each
 
 
 def sequence(number, name, priority=0, digest=None, *, shows_paths=False):
@@ -340,6 +346,21 @@ def test_weights_that_replace_others_in_place_take_another_slot_while_those_are_
     assert loader.slots[old.adapter_slot] == "content of first"
 
 
+def test_few_adapters_are_written_between_two_steps_of_running_sequences(monkeypatch):
+    monkeypatch.setattr(adapter_pool, "_MOST_READS", 4)
+    it, loader = pool(slots=4, at_once=True)
+    loader.bytes_each = adapter_pool._MOST_WRITTEN
+    for number, name in enumerate("ab"):
+        it.add(sequence(number, name))
+    assert len(settle(it)) == 2, "nothing ran before"
+
+    for number, name in enumerate("cd", 2):
+        it.add(sequence(number, name))
+    assert [len(ready(it)) for _ in range(2)] == [0, 1]
+    assert it.add(sequence(4, "a")), "no slot drains, for d gets a free one"
+    assert [len(ready(it)) for _ in range(2)] == [1, 0]
+
+
 def test_waiting_sequences_are_counted_by_the_lengths_of_their_prompts():
     it, _ = pool(slots=1, at_once=True)
     it.add(sequence(0, "a"))
@@ -381,9 +402,10 @@ class Counted(OrderedDict):
 class PoolMachine(RuleBasedStateMachine):
     """Requests, ends, aborts, reads that succeed or fail, and adapters that change, in any order."""
 
-    @initialize(slots=st.integers(1, 3), more=st.integers(0, 2))
-    def start(self, slots, more):
+    @initialize(slots=st.integers(1, 3), more=st.integers(0, 2), large=st.booleans())
+    def start(self, slots, more, large):
         self.pool, self.loader = pool(slots, slots + more)
+        self.loader.bytes_each = adapter_pool._MOST_WRITTEN if large else 1
         self.num, self.version = 0, dict.fromkeys(NAMES, 0)
         self.waiting, self.running = {}, {}
 

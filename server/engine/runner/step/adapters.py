@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from model.adapters.adapter import AdapterReader
 from model.adapters.updates import UpdateReader
+from model.device.niceness import give_way
 from model.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class SlotLoader:
         self._pins = model.device.type == "cuda"
         self._reader = AdapterReader(model.config, max_rank)
         self._updates = UpdateReader(model.config)
-        self._threads = ThreadPoolExecutor(_THREADS, "adapters")
+        self._threads = ThreadPoolExecutor(_THREADS, "adapters", give_way)
 
     def read(self, adapter: AdapterRef) -> Future[Updates]:
         """See `AdapterLoader.read`; its error is an `AdapterError` if the files are not those of the digest."""
@@ -41,6 +42,10 @@ class SlotLoader:
     def write(self, slot: int, content: Updates, /) -> None:
         """See `AdapterLoader.write`."""
         self._slots.write(slot, content)
+
+    def num_bytes(self, content: Updates, /) -> int:
+        """See `AdapterLoader.num_bytes`."""
+        return sum(tensor.nbytes for update in content.values() for tensor in update)
 
     def _read(self, adapter: AdapterRef) -> Updates:
         found = self._reader.read(Path(adapter.path))
