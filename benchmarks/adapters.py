@@ -9,8 +9,9 @@ have random matrices for all linear layers of the model. The loads:
     model       no adapter
 
 A gap is the time between two tokens of one stream, and has the prompts of other streams in it. All loads are measured
-in turns, and the figures are those of all rounds together. The times of a single adapter are the medians of `--samples`: read from a file that the operating
-system has to fetch from the disk or has in memory, and written from memory to a slot.
+in turns, and the figures are those of all rounds together. The times of a single adapter are the medians of
+`--samples`: read from a file that the operating system has to fetch from the disk or has in memory, and written from
+memory to a slot.
 
     python -m benchmarks.adapters [--adapters 1000] [--slots 16] [--streams 32]
 """
