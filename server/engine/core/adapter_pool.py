@@ -45,6 +45,9 @@ class AdapterLoader(Protocol):
     def write(self, slot: int, content: Any, /) -> None:  # noqa: ANN401 - the loader's own
         """Queue the copy of an adapter to a slot that no sequence holds."""
 
+    def drop(self, content: Any, /) -> None:  # noqa: ANN401 - likewise
+        """Forget an adapter that `write` gets no more."""
+
     def num_bytes(self, content: Any, /) -> int:  # noqa: ANN401 - likewise
         """Return the bytes that `write` copies."""
 
@@ -375,7 +378,7 @@ class AdapterPool:
             victim = max(behind, key=ranks.__getitem__, default=None)
         if victim is None:
             return False
-        del self._contents[victim]
+        self._loader.drop(self._contents.pop(victim))
         return True
 
 

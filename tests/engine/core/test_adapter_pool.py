@@ -25,6 +25,7 @@ class Loader:
 
     def __init__(self, *, at_once=False):
         self.slots, self.reads, self._at_once = {}, {}, at_once
+        self.dropped = []
         self.started = []
 
     def read(self, adapter):
@@ -43,6 +44,9 @@ class Loader:
 
     def write(self, slot, content):
         self.slots[slot] = content
+
+    def drop(self, content):
+        self.dropped.append(content)
 
     def num_bytes(self, content):
         return self.bytes_each

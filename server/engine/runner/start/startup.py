@@ -23,7 +23,7 @@ from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.memory import free_bytes
 from model.device.quantizations import loaded_format, quantization_name
-from model.errors import AdapterError, ModelError
+from model.errors import ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
 from model.network.matrix_shapes import slot_bytes
@@ -43,9 +43,10 @@ from server.engine.runner.start.runner_start import start_follower, start_runner
 from server.engine.runner.start.startup_progress import Phases
 from server.engine.runner.start.step_limits import step_limits
 from server.engine.runner.step.adapters import SlotLoader
+from server.engine.runner.step.rank_adapters import FollowingLoader, LeadingLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kernels.collective.endpoint import RankEndpoint
     from kernels.weight_format import WeightFormat
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from server.engine.core.engine import EngineChannel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineMessage, FrontEndMessage
+    from server.engine.runner.step.rank_adapters import AdapterReport
     from server.engine.runner.step.ranks import FollowingExecutor, Ranks
 
 log = logging.getLogger("tessera.engine")
@@ -143,7 +145,8 @@ def start_engine(
     scheduler.drafts.has_exact_rows = lambda: runner.exact_rows > 1
     adapters = None
     if config.max_loras:
-        loader = SlotLoader(model, config.max_lora_rank)
+        own = SlotLoader(model, config.max_lora_rank)
+        loader = own if ranks is None else LeadingLoader(own, ranks)
         adapters = AdapterPool(config.max_loras, config.num_host_adapters, loader)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
 
@@ -152,12 +155,9 @@ def _reserve_adapters(model: DecoderLM, config: EngineConfig) -> None:
     """Allocate the slots of adapters.
 
     Raises:
-        AdapterError: the model cannot have adapters here.
         StartupError: memory does not suffice.
     """
     assert config.max_loras
-    if config.tensor_parallel > 1:
-        raise AdapterError("--max-loras: no adapters with --tensor-parallel")
     dtype = torch.float32 if model.device.type == "cpu" else model.dtype
     num_bytes = config.max_loras * slot_bytes(model.network, config.max_lora_rank, dtype.itemsize)
     wanted = (
@@ -180,20 +180,26 @@ def _versions(model: DecoderLM) -> dict[str, str]:
     return versions
 
 
-def start_rank(config: EngineConfig, endpoint: RankEndpoint) -> FollowingExecutor:
+def start_rank(
+    config: EngineConfig, endpoint: RankEndpoint, report: Callable[[AdapterReport], None]
+) -> FollowingExecutor:
     """Load this rank's part of the model, allocate its KV cache and warm up.
 
     Args:
         config: of the engine.
         endpoint: of this process, whose rank is 1 or more.
+        report: sends what became of a read of an adapter to the leader; called by any thread.
 
     Raises:
         StartupError: as for `start_engine`.
     """
     phases = Phases(_Silent(), shown=False)
     with _errors_explained(phases):
-        loaded = _load(config, phases, endpoint)
-        return start_follower(loaded.model, config, loaded.limits, phases)
+        model, _, limits, _ = _load(config, phases, endpoint)
+        adapters = None
+        if config.max_loras:
+            adapters = FollowingLoader(SlotLoader(model, config.max_lora_rank), report)
+        return start_follower(model, config, limits, phases, adapters)
 
 
 class _Silent:
