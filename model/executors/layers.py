@@ -722,7 +722,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
-        *(f"no {name} of drafts" for name in others if bucket.queries > 1),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
     )
 
 
@@ -752,7 +752,6 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
 def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
     """List why the layers cannot have adapters."""
     return reasons(
-        (problem.num_ranks > 1, "no adapters with tensor parallelism"),
         *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
     )
 
@@ -787,7 +786,7 @@ def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
 
 
 def _value_norms(network: spec.Network) -> tuple[str, ...]:
-    """List where norms of values cannot be computed, because the rotation does not include those of queries and keys."""
+    """List where norms of values cannot be computed, because the rotation includes no norms of queries and keys."""
     others = (
         it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
         for it in network.attentions

@@ -56,6 +56,9 @@ class EngineSettings:
         cuda_graphs: on a GPU, record steps and replay each with one launch instead of hundreds.
         overlap: on a GPU, schedule and launch a step while the previous one is computed.
         enable_prefix_caching: keep computed blocks for later prompts with the same prefix.
+        state_snapshots: states of recurrent layers that the prefix cache keeps beside those of the running sequences,
+            at which later prompts begin; default: up to four for each of --max-num-seqs, in at most a quarter of the
+            memory of the KV cache; without effect for models without such layers.
         deterministic: give the tokens and log-probabilities of all requests, not only of those with the field
             `deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights,
             slower on a GPU.
@@ -100,6 +103,7 @@ class EngineSettings:
     cuda_graphs: bool = True
     overlap: bool = True
     enable_prefix_caching: Annotated[bool, Setting("memory")] = True
+    state_snapshots: Annotated[int | None, Setting("memory", ge=0, le=1 << 20)] = None
     deterministic: bool = False
     max_draft_tokens: Annotated[int, Setting(ge=0, le=MAX_DRAFT_TOKENS)] = 7
     max_loras: Annotated[int | None, Setting("model", ge=0, le=256)] = None
