@@ -11,7 +11,7 @@ import torch
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu import workers
 from kernels.cpu.library import load
-from kernels.cpu.recurrent import GatedDelta, Mamba2, ShortConv, unsupported
+from kernels.recurrent.cpu_library import GatedDelta, Mamba2, ShortConv, unsupported
 from kernels.recurrent.problem import GatedDeltaShape, Mamba2Shape, RecurrentProblem, ShortConvShape
 from kernels.recurrent.registry import CPU_LIBRARY, PYTORCH, select
 from kernels.recurrent.segments import Segments
@@ -281,7 +281,7 @@ def test_other_mixers_are_refused_with_the_reason(shape, changes, arch, reason):
 
 
 def test_without_the_library_pytorch_computes_the_mixer(monkeypatch):
-    monkeypatch.setattr("kernels.cpu.recurrent.load", lambda: "there is none")
+    monkeypatch.setattr("kernels.recurrent.cpu_library.load", lambda: "there is none")
     problem = RecurrentProblem(ShortConvShape(64, 5), "float32")
 
     assert unsupported(problem, CPU) == ("there is none",)
