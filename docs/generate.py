@@ -191,7 +191,7 @@ def rows_table() -> str:
         cells = (
             f"`{spec.name}`",
             "PyTorch" if spec.flash_attention is None else f"FlashAttention-{spec.flash_attention}",
-            f"sm_{_listed(spec.sm)}" if spec.sm else "CPU, every GPU",
+            f"sm_{_listed(spec.sm)}" if spec.sm else "CPU" + ", every GPU" * (spec.sm is None),
             ", ".join(sorted(spec.dtypes)),
             _listed(spec.head_dims) if spec.head_dims else "any",
         )
