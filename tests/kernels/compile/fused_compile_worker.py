@@ -142,8 +142,8 @@ class FusedJob:
             "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: the kernel to compile, of those that "argmax", "chosen", "gated_delta", "lora", "sample" and "training"
-            launch.
+        function: the kernel to compile, of those that "argmax", "chosen", "gated_delta", "lora", "sample" and
+            "training" launch.
         vocabulary: tokens of a row, for "argmax", "chosen" and "sample".
     """
 
