@@ -40,8 +40,11 @@ class Segments:
     def bounds(self) -> list[tuple[int, int, int, int]]:
         """Of each prompt: its first token, the token after its last, the slot read and the slot written.
 
-        Read from the device once, for kernels that PyTorch's operations make up.
+        Read from the device once, for kernels that PyTorch's operations make up. Nothing is read if there are no
+        prompts, so that steps of decode rows can be recorded.
         """
+        if not self.num_prompts:
+            return []
         if self._bounds is None:
             ends = [self.rows + it for it in self.cu_seqlens.tolist()]
             pairs = self.slots[self.rows :].tolist()

@@ -149,7 +149,7 @@ class GatedDelta:
             num_warps=8,
         )  # fmt: skip
         solve_blocks[groups, count](
-            gates, *decay, *where[:2], keys_of, squares, factors, *counts, gates.stride(0),
+            gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
             H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
             num_warps=8 if dtype is torch.float32 else 4,

@@ -42,12 +42,11 @@ def convolve_tile(
             x + at.to(tl.int64)[:, None] * x_stride + channel[None, :],
             mask=exists & ((at >= 0) & (at < length))[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        if tap < W - 1:
-            if is_begin:
-                value += tl.load(
-                    before + (at + W - 1)[:, None] * CHANNELS + channel[None, :],
-                    mask=exists & (at < 0)[:, None], other=0.0,
-                )  # fmt: skip
+        if is_begin & (tap < W - 1):
+            value += tl.load(
+                before + (at + W - 1)[:, None] * CHANNELS + channel[None, :],
+                mask=exists & (at < 0)[:, None], other=0.0,
+            )  # fmt: skip
         factor = tl.load(conv + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
         total += value * factor.to(tl.float32)[None, :]
     if BIAS:
@@ -140,9 +139,9 @@ def convolve_heads(
             tl.store(values + at_value, v.to(values.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["rows", "num_prompts"])
+@triton.jit(do_not_specialize=["num_prompts"])
 def solve_blocks(
-    gates, a_log, dt_bias, cu_seqlens, positions, keys, squares, factors, rows, num_prompts, gates_stride,
+    gates, a_log, dt_bias, cu_seqlens, positions, keys, squares, factors, num_prompts, gates_stride,
     H: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     SEQS: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +153,7 @@ def solve_blocks(
         cu_seqlens, positions, keys: as of `convolve_heads`.
         squares: [N, H, 2, CHUNK, CHUNK], scores and inverse.
         factors: [N, H, FACTORS, CHUNK] float32.
-        rows, num_prompts: R and Q of the step.
+        num_prompts: Q of the step.
         LEVELS: CHUNK = 2^LEVELS.
         OPERANDS: of `invert`.
     """

@@ -59,7 +59,9 @@ def convolve_row(
     # One tile, whose loads each thread does for few channels; the threads exchange the sums.
     tap = tl.arange(0, TAPS)[:, None]
     channels = channel[None, :]
-    old = tl.load(before + tap * C + channels, mask=exists[None, :] & (tap < W - 1) & has_state, other=0.0)
+    old = tl.load(
+        before + tap * C + channels, mask=exists[None, :] & (tap < W - 1) & has_state, other=0.0
+    )
     new = tl.load(x + channels, mask=exists[None, :] & (tap == W - 1), other=0.0).to(tl.float32)
     factors = tl.load(conv + tap * C + channels, mask=exists[None, :] & (tap < W), other=0.0)
     total = tl.sum((old + new) * factors.to(tl.float32), 0)
@@ -138,12 +140,10 @@ def gated_delta_step(
     source = state + read * state_stride + head * (DK * DV)
     target = state + write * state_stride + head * (DK * DV)
     value = tl.arange(0, BV)
-    if PARTS == 1:
-        # The first loads, since they take longest.
-        tile = tl.load(
-            source + key * DV + value[None, :],
-            mask=(key < DK) & (value < DV)[None, :] & has_state, other=0.0,
-        )  # fmt: skip
+    # The first loads, since they take longest.
+    tile = tl.load(
+        source + key * DV + value[None, :], mask=(key < DK) & (value < DV)[None, :] & has_state, other=0.0
+    )  # fmt: skip
     is_key = place < DK
     q_channel = group * DK + place
     k_channel = (G + group) * DK + place
@@ -152,6 +152,10 @@ def gated_delta_step(
     q = unit(q, 0) * scale
     k = unit(k, 0)
     kq = tl.sum(k * q, 0)
+    replaces = write >= 0
+    if H > G:
+        # While the state is loaded.
+        replaces &= is_last(arrivals + row * G + group, H // G)
     g, beta = load_gates(gates + row * gates_stride, a_log, dt_bias, head, True, H)
     decay = tl.exp(g)
     squares = 0.0
@@ -160,7 +164,7 @@ def gated_delta_step(
             at = part * BV + value
             is_value = at < DV
             exists = (key < DK) & is_value[None, :]
-            if PARTS > 1:
+            if again + part > 0:
                 tile = tl.load(source + key * DV + at[None, :], mask=exists & has_state, other=0.0)
             channel = 2 * G * DK + head * DV + at
             v = convolve_row(x, conv, bias, before, has_state, channel, is_value, C, W, TAPS, BIAS)
@@ -186,7 +190,6 @@ def gated_delta_step(
             at = part * BV + value
             channel = 2 * G * DK + head * DV + at
             replace_inputs(x, before, after, has_state, channel, at < DV, C, W)
-    if is_last(arrivals + row * G + group, H // G):
-        if write >= 0:
-            replace_inputs(x, before, after, has_state, q_channel, is_key, C, W)
-            replace_inputs(x, before, after, has_state, k_channel, is_key, C, W)
+    if replaces:
+        replace_inputs(x, before, after, has_state, q_channel, is_key, C, W)
+        replace_inputs(x, before, after, has_state, k_channel, is_key, C, W)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ class Step:
         )
         return out, states
 
-    def references(self, dtype):
+    def references(self, dtype, formula=gated_delta):
         """Return what the formula gives for each sequence; None for one without tokens."""
         found, first = [], 0
         for it in self.sequences:
@@ -121,9 +122,7 @@ class Step:
                 for state in self.states
             ]
             inputs = self.projected[tokens], self.gates[tokens], *before
-            found.append(
-                gated_delta(self.shape, self.weights, *inputs, dtype) if it.length else None
-            )
+            found.append(formula(self.shape, self.weights, *inputs, dtype) if it.length else None)
         return found
 
     def check(self, kernel: Any, *, plain=torch.float32, **limits):
@@ -155,3 +154,46 @@ class Step:
         for state, before in zip(states, self.states, strict=True):
             kept = [slot for slot in range(len(state)) if slot not in written]
             torch.testing.assert_close(state[kept], before[kept], rtol=0, atol=0, equal_nan=True)
+
+
+def check_divided(kernel: Any, shape, ends, dtype=torch.float32):
+    """Assert that a prompt has the same bits when it is computed by parts, beside others.
+
+    Args:
+        kernel: the class of the kernel.
+        shape: of the mixer.
+        ends: of the parts, multiples of `CHUNK` but the last one.
+        dtype: of weights and inputs.
+    """
+    whole = Step(shape, prompts=[Sequence(ends[-1], 0, NEW, 0)], dtype=dtype)
+    out, states = whole.run(kernel)
+    now, parts = copied(shape, whole.states), []
+    computed = kernel(shape, whole.weights)
+
+    for first, end in itertools.pairwise((0, *ends)):
+        prompt = Sequence(end - first, first, 1 if first else NEW, 1)
+        step = Step(shape, [(NEW, NEW)], [Sequence(3, 0), prompt], dtype=dtype)
+        step.projected[4:], step.gates[4:] = whole.projected[first:end], whole.gates[first:end]
+        parts.append(computed(step.projected, step.gates, now, step.segments)[4:])
+
+    assert torch.equal(torch.cat(parts), out)
+    for state, other in zip(now, states, strict=True):
+        assert torch.equal(state[1], other[0])
+
+
+def check_alone(kernel: Any, shape, count, dtype=torch.float32):
+    """Assert that each of `count` decode rows has the same bits when it is the only sequence of a step."""
+    rows = [(i, i) for i in range(count)]
+    many = Step(shape, rows, [Sequence(9, 0, NEW, count)], dtype=dtype, num_slots=count + 1)
+    out, states = many.run(kernel)
+    computed = kernel(shape, many.weights)
+
+    for i in range(count):
+        now = copied(shape, many.states)
+        row = slice(i, i + 1)
+        alone = Step(shape, [rows[i]], num_slots=count + 1)
+        found = computed(many.projected[row].clone(), many.gates[row], now, alone.segments)
+
+        assert torch.equal(found[0], out[i])
+        for state, other in zip(now, states, strict=True):
+            assert torch.equal(state[i], other[i])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
-from kernels.recurrent.problem import CHUNK
+from kernels.arch import CATALOGUE
+from kernels.recurrent.problem import CHUNK, RecurrentProblem
 from kernels.recurrent.pytorch.gated_delta import GatedDelta
+from kernels.recurrent.registry import select
 from tests.kernels.recurrent.gated_delta_cases import (
     Sequence,
     Step,
-    copied,
+    check_alone,
+    check_divided,
     make_shape,
     make_weights,
 )
@@ -94,39 +95,12 @@ def test_sizes(sizes, width):
     "ends", [(64, 128, 192, 250), (128, 250), (192, 250), (64, 192, 250)], ids=str
 )
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends):
-    whole = Step(make_shape(3, 3, 40, 56), prompts=[Sequence(250, 0, -1, 0)])
-    out, states = whole.run(GatedDelta)
-    parts, kernel = [], GatedDelta(whole.shape, whole.weights)
-    now = copied(whole.shape, whole.states)
-
-    for first, end in itertools.pairwise((0, *ends)):
-        slots = (1, 1) if first else (-1, 1)
-        step = Step(whole.shape, [(-1, -1)], [Sequence(3, 0), Sequence(end - first, first, *slots)])
-        step.projected[4:], step.gates[4:] = whole.projected[first:end], whole.gates[first:end]
-        parts.append(kernel(step.projected, step.gates, now, step.segments)[4:])
-
-    assert torch.equal(torch.cat(parts), out)
-    for state, other in zip(now, states, strict=True):
-        assert torch.equal(state[1], other[0])
+    check_divided(GatedDelta, make_shape(3, 3, 40, 56), ends)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
-    shape = make_shape(*sizes)
-    many = Step(shape, [(i, i) for i in range(7)], [Sequence(9, 0, -1, 7)])
-    out, states = many.run(GatedDelta)
-    kernel = GatedDelta(shape, many.weights)
-
-    for i in range(7):
-        now = copied(shape, many.states)
-        alone = Step(shape, [(i, i)])
-        found = kernel(
-            many.projected[i : i + 1].clone(), many.gates[i : i + 1], now, alone.segments
-        )
-
-        assert torch.equal(found[0], out[i])
-        for state, other in zip(now, states, strict=True):
-            assert torch.equal(state[i], other[i])
+    check_alone(GatedDelta, make_shape(*sizes), 7)
 
 
 def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
@@ -169,3 +143,24 @@ def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
     assert_no_worse_than(out, truth, same)
     for pair in zip(found, exact, rounded, strict=True):
         assert_no_worse_than(*pair, atol=1e-4)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "size", "trainable", "name"),
+    [
+        ("h100", "bfloat16", 256, False, "triton_recurrent"),
+        ("a100", "float32", 128, False, "triton_recurrent"),
+        ("h100", "float32", 256, False, "torch_recurrent"),
+        ("h100", "bfloat16", 320, False, "torch_recurrent"),
+        ("h100", "bfloat16", 128, True, "torch_recurrent"),
+        ("t4", "float16", 128, False, "torch_recurrent"),
+        ("cpu", "bfloat16", 128, False, "torch_recurrent"),
+    ],
+)
+def test_one_kernel_serves_steps_with_equal_bits_and_others(
+    arch, dtype, size, trainable, name, invariant
+):
+    problem = RecurrentProblem(make_shape(16, 16, 128, size), dtype, trainable, invariant)
+
+    assert select(problem, CATALOGUE[arch]).spec.name == name
