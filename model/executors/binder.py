@@ -126,8 +126,9 @@ class Product(NamedTuple):
 
 def _of_dense(mlp: Dense) -> tuple[Product, ...]:
     # What has parameters of its own, or needs all outputs, is computed after the product.
-    is_apart = mlp.activation == "xielu" or mlp.sparsity
-    activation = None if is_apart else Activation(mlp.activation, gated=mlp.gated)
+    activation = None
+    if mlp.activation != "xielu" and not mlp.sparsity:
+        activation = Activation(mlp.activation, gated=mlp.gated)
     return Product("gate_up", "mlp_norm", activation), Product("down")
 
 

@@ -16,6 +16,7 @@ from kernels.errors import NoKernelError
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.lora import LoraLinear, StepLora
 from kernels.linear.projection import (
+    FusedProjection,
     LinearWeights,
     Projection,
     Purpose,
@@ -525,6 +526,8 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
     )
     if bound_head.copies_weights:
         model.lm_head = None
+    if isinstance(bound_head, FusedProjection) and network.tied and model.communicator is None:
+        model.drop_embedding(bound_head.product.rows)
     if model.communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
     if network.logit_softcap is not None:
@@ -669,7 +672,7 @@ class Layers:
     def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
         model, bound = self._model, self.bound
-        if isinstance(model.embed_tokens, Matrix):
+        if isinstance(model.embed_tokens, Matrix) or model.embedding_rows is not None:
             hidden = token_embeddings(model, input_ids.flatten()).view(*input_ids.shape, -1)
         else:  # differentiable
             hidden = functional.embedding(input_ids, model.embed_tokens)
@@ -719,7 +722,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
-        *(f"no {name} of drafts" for name in others if bucket.queries > 1),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
     )
 
 
@@ -784,7 +787,7 @@ def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
 
 
 def _value_norms(network: spec.Network) -> tuple[str, ...]:
-    """List where norms of values cannot be computed, because the rotation does not include those of queries and keys."""
+    """List where norms of values cannot be computed, because the rotation includes no norms of queries and keys."""
     others = (
         it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
         for it in network.attentions

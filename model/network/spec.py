@@ -49,8 +49,7 @@ class Rotary:
         short_factor: longrope; divides the frequency of each pair of dimensions within the original context.
         long_factor: longrope; the same for longer contexts.
         dims: dimensions of a head that rotate, which come first in each half of the head; None for all.
-        pairs: proportional; pairs of dimensions that rotate, the first ones, with the frequencies of a head of which all
-            rotate.
+        pairs: proportional; how many pairs of dimensions rotate, with the frequencies that they have where all do.
     """
 
     rope_type: RopeType = "default"
@@ -215,8 +214,8 @@ class Dense:
         activation: f.
         gated: whether f(gate projection) * up projection is between them; else f(projection).
         bias: whether the projections have biases.
-        sparsity: s, the share of the gate's outputs that become 0, if they have a normal distribution: what exceeds their
-            mean by its s-quantile is left of the others; 0 for all as they are.
+        sparsity: s, the share of the gate's outputs that become 0 before the activation if they are distributed
+            normally; their s-quantile is subtracted from the others. 0 for all outputs as they are.
 
     Source: So et al., Primer, 2021, for "relu2", the square of ReLU; Huang and Schlag, Deriving Activation Functions
     Using Integration, 2024 (arXiv 2411.13010), for "xielu".
