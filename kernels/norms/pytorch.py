@@ -134,6 +134,23 @@ def xielu(x: Tensor, parameters: Tensor) -> Tensor:
     return (torch.where(wide > 0, positive * wide * wide, below) + line).to(x.dtype)
 
 
+def sparse_gate(gate: Tensor, multiplier: float) -> Tensor:
+    """Keep of each vector what exceeds its mean by a multiple of its standard deviation; computes in float32.
+
+    Args:
+        gate: [..., F].
+        multiplier: the multiple.
+
+    Returns:
+        [..., F] in the dtype of `gate`: relu(gate - (mean + multiplier * deviation)).
+
+    Source: You et al., Spark Transformer, 2025 (arXiv 2506.06644), the statistical top-k.
+    """
+    wide = gate.float()
+    deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+    return functional.relu(wide - (mean + multiplier * deviation)).to(gate.dtype)
+
+
 def sum_in_order(parts: Tensor) -> Tensor:
     """Add tensors in their order, in float32.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import TENSOR_CORES
+from kernels.cpu import recurrent
 from kernels.recurrent.problem import (
     GatedDeltaShape,
     Mamba2Shape,
@@ -30,12 +31,15 @@ class RecurrentSpec:
         targets: "module:Class" of a `RecurrentKernel` by the type of the shape.
         limits: returns the reasons why it cannot compute a problem on a processor, apart from `targets`.
         note: a remark about this row, shown in plans.
+        keeps: whether it writes states within prompts, see `Segments.kept_slots`. Where a kernel does not, a step ends
+            where a state is kept.
     """
 
     name: str
     targets: dict[type, str]
     limits: Callable[[RecurrentProblem, GPUArch], tuple[str, ...]] = lambda *_: ()
     note: str = ""
+    keeps: bool = False
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -92,6 +96,16 @@ TRITON: Final = RecurrentSpec(
 )
 """One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 
+CPU_LIBRARY: Final = RecurrentSpec(
+    "cpu_recurrent",
+    {
+        ShortConvShape: "kernels.cpu.recurrent:ShortConv",
+        GatedDeltaShape: "kernels.cpu.recurrent:GatedDelta",
+        Mamba2Shape: "kernels.cpu.recurrent:Mamba2",
+    },
+    recurrent.unsupported,
+)
+"""One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(
     "torch_recurrent",
     {
@@ -99,10 +113,11 @@ PYTORCH: Final = RecurrentSpec(
         GatedDeltaShape: "kernels.recurrent.pytorch.gated_delta:GatedDelta",
         Mamba2Shape: "kernels.recurrent.pytorch.mamba2:Mamba2",
     },
+    keeps=True,
 )
 """Separate operations, on every device."""
 
-REGISTRY: Final = (TRITON, PYTORCH)
+REGISTRY: Final = (TRITON, CPU_LIBRARY, PYTORCH)
 
 
 @functools.cache

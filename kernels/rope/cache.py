@@ -23,6 +23,24 @@ class CacheSlots(NamedTuple):
     slots: Tensor
     scale: Tensor | None
 
+    def without_heads(self) -> CacheSlots:
+        """Return the cache as one of no heads, to which nothing is written."""
+        return self._replace(kv=self.kv[:, :, :, :0])
+
+
+class HeadNorms(NamedTuple):
+    """The norms of heads before the rotation.
+
+    Attributes:
+        queries: over D.
+        keys: over D, with the same eps.
+        values_eps: eps of a norm of values without a weight; None if they have none.
+    """
+
+    queries: Norm
+    keys: Norm
+    values_eps: float | None = None
+
 
 class Rotation(Protocol):
     """The rotation of a step's tokens, for all layers with the same rotary embedding."""
@@ -31,7 +49,7 @@ class Rotation(Protocol):
         self,
         qkv: Tensor,
         cache: CacheSlots,
-        norms: tuple[Norm, Norm] | None,
+        norms: HeadNorms | None,
         ahead: tuple[Tensor, Tensor] | None = None,
         /,
     ) -> Tensor:
@@ -40,9 +58,9 @@ class Rotation(Protocol):
         Over an FP8 cache, queries and keys are then also multiplied by `kernels.hadamard.hadamard_matrix`.
 
         Args:
-            qkv: [T, (H + 2 * K) * D] contiguous; may be overwritten.
-            cache: cache and slots.
-            norms: of queries and keys, over D; None where the family has none.
+            qkv: [T, (H + 2 * K) * D], rows contiguous; may be overwritten.
+            cache: cache and slots; a view without heads, `CacheSlots.without_heads`, for queries alone.
+            norms: of heads; None where the family has none.
             ahead: weights of the next products, more than 127 bytes each: at most 24 MiB of them may be prefetched to
                 the second-level cache. This is faster only if the kernels before those products read little.
 
@@ -78,7 +96,7 @@ class TritonRotation:
         self,
         qkv: Tensor,
         cache: CacheSlots,
-        norms: tuple[Norm, Norm] | None,
+        norms: HeadNorms | None,
         ahead: tuple[Tensor, Tensor] | None = None,
         /,
     ) -> Tensor:
@@ -93,8 +111,9 @@ class TritonRotation:
             self._tables,
             self._positions,
             slots,
-            norms=None if norms is None else (norms[0].weight, norms[1].weight),
-            eps=0.0 if norms is None else norms[0].eps,
+            norms=None if norms is None else (norms.queries.weight, norms.keys.weight),
+            eps=0.0 if norms is None else norms.queries.eps,
+            value_eps=None if norms is None else norms.values_eps,
             kv_scale=scale,
             ahead=ahead,
             batch_invariant=self._batch_invariant,

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.attention.functional import write_kv
 from kernels.hadamard import hadamard_transform
 from kernels.norms.pytorch import rms_norm
 
 if TYPE_CHECKING:
-    from kernels.linear.weights import Norm
-    from kernels.rope.cache import CacheSlots
+    from kernels.rope.cache import CacheSlots, HeadNorms
 
 
 class PyTorchRotation:
@@ -37,13 +37,15 @@ class PyTorchRotation:
         self,
         qkv: Tensor,
         cache: CacheSlots,
-        norms: tuple[Norm, Norm] | None,
+        norms: HeadNorms | None,
         _ahead: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `Rotation.__call__`."""
         kv, slots, scale = cache
         kv_heads, head_dim = kv.shape[3:]
         q, k, v = split_heads(qkv, head_dim, kv_heads, norms, self._rope)
+        if not kv_heads:
+            return q if scale is None else hadamard_transform(q)
         if scale is not None:
             q, k = hadamard_transform(q), hadamard_transform(k)
         write_kv(k, v, kv, slots, kv_scale=scale)
@@ -54,16 +56,16 @@ def split_heads(
     qkv: Tensor,
     head_dim: int,
     num_kv_heads: int,
-    norms: tuple[Norm, Norm] | None,
+    norms: HeadNorms | None,
     rope: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split queries, keys and values into heads, normalize queries and keys per head, and rotate them.
+    """Split queries, keys and values into heads, normalize them, and rotate queries and keys.
 
     Args:
         qkv: [..., (H + 2 * K) * D].
         head_dim: D.
-        num_kv_heads: K.
-        norms: of queries and keys, over D; None for none.
+        num_kv_heads: K; 0 for queries alone.
+        norms: of heads; None for none.
         rope: cos and sin, as for `apply_rope`.
 
     Returns:
@@ -73,8 +75,10 @@ def split_heads(
     counts = [heads.shape[-2] - 2 * num_kv_heads, num_kv_heads]
     rotating, v = torch.split(heads, [sum(counts), num_kv_heads], -2)
     if norms is not None:
-        parts = zip(torch.split(rotating, counts, -2), norms, strict=True)
-        rotating = torch.cat([rms_norm(part, *norm) for part, norm in parts], -2)
+        parts = zip(torch.split(rotating, counts, -2), norms[:2], strict=True)
+        rotating = torch.cat([rms_norm(part, *norm) for part, norm in parts if part.shape[-2]], -2)
+        if norms.values_eps is not None and num_kv_heads:
+            v = functional.rms_norm(v, (head_dim,), eps=norms.values_eps)
     q, k = torch.split(apply_rope(rotating, *rope), counts, -2)
     return q, k, v
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from model.errors import AdapterError
 from model.families.table import FAMILIES
-from model.network.matrix_shapes import STACKED, matrix_shapes
+from model.network.matrix_shapes import matrix_shapes, stacked_modules
 
 if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig
@@ -18,7 +18,7 @@ class Target(NamedTuple):
 
     Attributes:
         layer: its index.
-        matrix: of the layer that has its rows: qkv, output, gate_up or down.
+        matrix: of the layer that has its rows, such as qkv, output, gate_up or down.
         parts: which of the parts that the matrix stacks, from the first to before the last.
         inputs, outputs: its sizes.
     """
@@ -48,7 +48,7 @@ def find_targets(config: ModelConfig) -> dict[str, Target]:
     found = {}
     for index, matrices in enumerate(matrix_shapes(network)):
         for matrix, (outputs, inputs) in matrices.items():
-            modules = STACKED.get(matrix, (matrix,))[-len(outputs) :]
+            modules = stacked_modules(matrix, len(outputs))
             named = [(tensors.layer_modules[it], at) for at, it in enumerate(modules)]
             for name, same in itertools.groupby(named, lambda it: it[0]):
                 parts = [at for _, at in same]

@@ -20,17 +20,25 @@ from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer, stacked_rows
 from model.network.matrix import Matrix
-from model.network.matrix_shapes import STACKED
+from model.network.matrix_shapes import stacked_modules
 from model.network.parallel import shard
 from model.network.spec import Attention
 
 if TYPE_CHECKING:
     from model.decoder import DecoderLM
-    from model.network.spec import Attention
+    from model.network.spec import Network
 
 StoredValues = TypeVar("StoredValues", Weight, Tensor)
-_STACKED: Final = {**STACKED, "activation": ("alpha_p", "alpha_n")}
-"""The modules whose rows a parameter stacks; without a gate it has those of the last one."""
+_XIELU: Final = ("alpha_p", "alpha_n")
+"""The modules whose rows `activation` stacks."""
+_WITHOUT_SUFFIX: Final = ("activation", "scale", "altup_scale", "a_log", "dt_bias", "d")
+"""Parameters whose tensors have no `.weight` or `.bias` after the name of the module."""
+_CONV: Final = "conv"
+_GATED: Final = ("q_gate", "q")
+_STREAMS: Final = ("streams_in", "streams_out")
+"""Parameters that stack square matrices of modules with the name of one and a number."""
+_OF_KEYS: Final = ("k", "v", "k_norm", "v_norm")
+"""Modules that a layer with the keys and values of another one does not have."""
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 _ROTATED: Final = ("q", "k", *_HEAD_NORMS)
 """Modules whose rows have the order of the pairs that rotate."""
@@ -93,6 +101,10 @@ class ParameterPart:
         grouped_by: the head dim, if the checkpoint stores the rows of the queries, the key and the value of each
             key-value head together; else None.
         row_size: if the checkpoint stores a vector as a matrix, the elements of a row of that; else None.
+        depthwise: whether the part is that of a convolution of each channel alone, [channels, W], which the checkpoint
+            stores as [channels, 1, W].
+        gated_by: the head dim, if the checkpoint stores the rows of the query and of the gate of each head together,
+            those of the query first; else None. The part has those of all gates first.
     """
 
     parameter: str
@@ -101,6 +113,8 @@ class ParameterPart:
     transposed: bool = False
     grouped_by: int | None = None
     row_size: int | None = None
+    depthwise: bool = False
+    gated_by: int | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -108,6 +122,8 @@ class ParameterPart:
         shape = tuple(self.values.shape)
         if self.row_size is not None:
             return (shape[0] // self.row_size, self.row_size)
+        if self.depthwise:
+            return (shape[0], 1, shape[1])
         return shape[::-1] if self.transposed else shape
 
     def load(self, stored: StoredValues, rank: int = 0) -> None:
@@ -129,6 +145,9 @@ class ParameterPart:
         if self.row_size is not None:
             matrix: Any = stored if isinstance(stored, Tensor) else stored.dequantize()
             stored = matrix.flatten()
+        if self.depthwise:
+            taps: Any = stored if isinstance(stored, Tensor) else stored.dequantize()
+            stored = taps.flatten(1)
         columns: tuple[int, ...] = tuple(self.values.shape[1:])
         return [
             rows.loaded(shard(module, (rows.count, *columns), rank))
@@ -143,6 +162,8 @@ class ParameterPart:
         whole = modules[0] if len(modules) == 1 else self._joined(modules)
         if self.row_size is not None:
             whole = whole.view(-1, self.row_size)
+        if self.depthwise:
+            whole = whole.unsqueeze(1)
         # A copy, because safetensors rejects tensors that share memory, as parts of a stacked tensor do.
         return (whole.t() if self.transposed else whole).to(dtype, copy=True).contiguous()
 
@@ -163,6 +184,9 @@ class ParameterPart:
         """Return the rows of each module in `count` rows of the checkpoint; their ratios are those of the part."""
         counts = [rows.count for rows in self.rows]
         index = torch.arange(count)
+        if self.gated_by is not None:
+            queries, gates = index.view(-1, 2, self.gated_by).unbind(1)
+            return [gates.flatten(), queries.flatten()]
         if self.grouped_by is None:
             ranks = count // sum(counts)
             return list(index.split_with_sizes([it * ranks for it in counts]))
@@ -189,7 +213,19 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             name = f"{prefix}{tensors.modules[module]}{suffix}"
             parts[name] = ParameterPart(parameter, values, (rows,))
 
-    add("embed_tokens", "embed_positions")
+    add(
+        "embed_tokens",
+        "embed_positions",
+        "embed_per_layer",
+        "per_layer_projection",
+        "per_layer_norm",
+    )
+    size = model.network.hidden
+    for parameter, stacked in model.named_parameters(recurse=False):
+        for index in range(len(stacked) // size if parameter in _STREAMS else 0):
+            square = Weight.full(stacked.detach()[index * size : (index + 1) * size])
+            name = f"{tensors.prefix}{tensors.modules[parameter]}.{index}.weight"
+            parts[name] = ParameterPart(parameter, square, (Rows(size),))
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
         for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
@@ -206,7 +242,7 @@ def _values(held: Tensor | Matrix) -> Weight | Tensor:
 
 def _module(parameter: str) -> tuple[str, str]:
     """Return the module of a parameter, and what follows the module's name in a checkpoint."""
-    if parameter == "activation":
+    if parameter in _WITHOUT_SUFFIX:
         return parameter, ""
     module = parameter.removesuffix("_bias")
     return module, ".weight" if module == parameter else ".bias"
@@ -216,6 +252,8 @@ def _rows(
     count: int, rewrite: Rewrite | None, suffix: str, order: tuple[int, ...] | None = None
 ) -> Rows:
     rewrite = rewrite or Rewrite()
+    if suffix == ".bias" and rewrite.bias is not None:
+        return Rows(count, rewrite.bias, order=order)
     return Rows(count, rewrite.factor, rewrite.offset if suffix == ".weight" else 0.0, order)
 
 
@@ -223,22 +261,28 @@ def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
-    mixer, head_dim, norm_dim = layer.spec.mixer, None, None
+    head_dim = norm_dim = gate_dim = None
     orders: dict[str, tuple[int, ...] | None] = {}
-    if isinstance(mixer, Attention):
+    mixer = next((it for it in layer.spec.mixers if isinstance(it, Attention)), None)
+    if mixer is not None:
         orders = dict.fromkeys(_ROTATED, head_order(mixer, tensors))
         head_dim = mixer.head_dim if tensors.grouped_qkv else None
         norm_dim = mixer.head_dim if mixer.qk_norm_by_head else None
+        gate_dim = mixer.head_dim if mixer.gate else None
     for key, tensor in layer.named_parameters():
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
-        values = matrix.weight.detach() if isinstance(matrix, Matrix) else tensor.detach()
+        values = _values(matrix if isinstance(matrix, Matrix) else tensor.detach())
+        if parameter == _CONV:
+            values = tensor.detach()
         base, suffix = _module(parameter)
         counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
-        modules = dict(zip(_STACKED.get(base, (base,))[-len(counts) :], counts, strict=True))
+        stacked = _XIELU if base == "activation" else stacked_modules(base, len(counts))
+        modules = dict(zip(stacked, counts, strict=True))
         grouped_by = head_dim if base == "qkv" else None
         start = 0
-        for name, same in itertools.groupby(modules, tensors.layer_modules.__getitem__):
+        for name, group in itertools.groupby(modules, tensors.layer_modules.__getitem__):
+            same = tuple(group)
             rows = tuple(
                 _rows(modules[it], rewrites.get(it), suffix, orders.get(it)) for it in same
             )
@@ -248,9 +292,29 @@ def _layer_parts(
             row_size = norm_dim if base in _HEAD_NORMS else None
             yield (
                 name + suffix,
-                ParameterPart(prefix + parameter, part, rows, transposed, grouped_by, row_size),
+                ParameterPart(
+                    prefix + parameter,
+                    part,
+                    rows,
+                    transposed,
+                    grouped_by,
+                    row_size,
+                    depthwise=parameter == _CONV,
+                    gated_by=gate_dim if same == _GATED else None,
+                ),
             )
             start += count
+
+
+def unread_names(network: Network, tensors: Tensors) -> frozenset[str]:
+    """Return the modules that files may have of layers which read the keys and values of another one."""
+    names = [tensors.layer_modules.get(it, f"self_attn.{it}") for it in _OF_KEYS]
+    return frozenset(
+        f"{tensors.prefix}{tensors.layers}{index}.{name}"
+        for index, layer in enumerate(network.layers)
+        if isinstance(layer.mixer, Attention) and layer.mixer.kv_layer is not None
+        for name in names
+    )
 
 
 def head_order(mixer: Attention, tensors: Tensors) -> tuple[int, ...] | None:

@@ -60,7 +60,7 @@ class StoredPart(NamedTuple):
 
     def _read(self, tensor: Tensor, scales: Mapping[str, Tensor]) -> PartValues:
         if self.form is None or self.row is None:
-            return tensor if tensor.ndim == 1 else Weight.full(tensor)
+            return Weight.full(tensor) if tensor.ndim == 2 else tensor
         outputs, inputs = self.shape
         others = {part: scales[name] for part, (name, _) in self.scales.items()}
         form = dataclasses.replace(self.form, ordered=False)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.weight_format import unquantized
+from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.format import StoredTensor
@@ -23,7 +23,7 @@ from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_c
 from model.checkpoint.formats.table import stored_formats
 from model.checkpoint.gguf_parts import gguf_parts
 from model.checkpoint.implied import are_equal, different_buffers
-from model.checkpoint.parameter_parts import ParameterPart, named_parts
+from model.checkpoint.parameter_parts import ParameterPart, named_parts, unread_names
 from model.checkpoint.shards import (
     check_dtypes,
     read_headers,
@@ -33,6 +33,7 @@ from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hin
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import drop_pages, free_bytes
+from model.device.quantizations import product_formats
 from model.errors import WeightsError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Tensors
@@ -112,7 +113,7 @@ def load_part(
             "dummy" initializes random weights.
         progress: called after every tensor.
         weight_format: in which the layers' matrices are held: None for full numbers, the checkpoint's own, or one of
-            `QUANTIZATIONS`, to which they are rounded.
+            `QUANTIZATIONS`, to which they are rounded (for int8 and int4 see `product_formats`).
         communicator: of the ranks that share the model, of which each loads its part; None for a model that is whole.
 
     Returns:
@@ -127,10 +128,16 @@ def load_part(
     if load_format != "dummy":
         stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == config.stored_format:
-        formats = _matrix_formats(config, stored, communicator, dtype)
+    held: dict[str, WeightFormat] = {}
+    rounds = weight_format in LIBRARY_FORMATS
+    has_format = weight_format is not None and config.stored_format is not None
+    if stored and has_format and (rounds or weight_format == config.stored_format):
+        formats = held = _matrix_formats(config, stored, communicator, dtype)
         if device.type != "cpu":
             formats = _full_tables(formats)
+    if rounds:
+        assert weight_format is not None
+        formats = product_formats(config.network, weight_format, held)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
@@ -288,8 +295,15 @@ def _checked_headers(
     head = f"{family.tensors.modules[HEAD]}.weight"
     if network.tied:
         names.add(head)
+    unread = unread_names(network, family.tensors)
+    for module in unread:
+        names.add(f"{module}.weight")
     # What is ignored is not looked at any further, whatever its dtype is.
-    ignored = [name for name in headers if names.is_ignored(name)]
+    ignored = [
+        name
+        for name in headers
+        if names.is_ignored(name) or names.full(name).rpartition(".")[0] in unread
+    ]
     beyond = [name for name in headers if names.is_beyond_layers(name)]
     buffers = {
         name: (kind, entry)
@@ -541,7 +555,7 @@ class _StoredTensors:
         part = self._parts[name]
         assert not (self._int8 and part.transposed), "the format has a scale for each output"
         # `transformers` cannot load compressed embeddings, nor a compressed head that is tied to them.
-        return self._int8 and len(part.stored_shape) > 1 and _IN_LAYER.search(name) is not None
+        return self._int8 and isinstance(part.values, Weight) and _IN_LAYER.search(name) is not None
 
 
 def _write_json(file: Path, value: dict[str, object]) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from kernels import Phase, decode_attention, flash_attention, prefill_attention
 from kernels.linear.projection import Norm
-from kernels.rope.cache import CacheSlots
+from kernels.rope.cache import CacheSlots, HeadNorms
 from kernels.rope.pytorch import split_heads
 from kernels.selection import load
 from model.network.attention_problems import attention_problems, same_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -43,8 +43,8 @@ class BoundAttention(NamedTuple):
 
     Attributes:
         spec: what it computes, of this rank's heads.
-        qkv: includes the layer's first norm; reads the residual stream.
-        head_norms: per-head norms of queries and of keys before the rotation; None if the family has none.
+        qkv: includes the layer's first norm; reads the residual stream. Its first outputs are the gate, if any.
+        head_norms: norms of heads before the rotation; None if the family has none.
         late_weights: weights of the norms of queries and of keys after the rotation; None if the family has none.
         joint_norms: norms of all query heads and of all key heads of a token, or with weights of each head; None if
             the family has none.
@@ -56,7 +56,7 @@ class BoundAttention(NamedTuple):
 
     spec: Attention
     qkv: Projection
-    head_norms: tuple[Norm, Norm] | None
+    head_norms: HeadNorms | None
     late_weights: tuple[Tensor, Tensor] | None
     joint_norms: tuple[BoundNorm, BoundNorm] | None
     output: ResidualWriter
@@ -71,15 +71,19 @@ class BoundAttention(NamedTuple):
         head_norms = joint_norms = late_weights = None
         if spec.qk_norm is not None:
             assert layer.q_norm is not None
-            assert layer.k_norm is not None
-            norms = Norm(layer.q_norm, spec.qk_norm.eps), Norm(layer.k_norm, spec.qk_norm.eps)
+            # Queries alone have no keys to be normalized.
+            k_norm = layer.q_norm if layer.k_norm is None else layer.k_norm
+            eps = spec.qk_norm.eps
+            norms = HeadNorms(
+                Norm(layer.q_norm, eps), Norm(k_norm, eps), eps if spec.value_norm else None
+            )
             if spec.qk_norm_by_head:
                 joint_norms = (
                     _norm_by_head(layer.q_norm, spec.qk_norm, spec.head_dim),
-                    _norm_by_head(layer.k_norm, spec.qk_norm, spec.head_dim),
+                    _norm_by_head(k_norm, spec.qk_norm, spec.head_dim),
                 )
             elif spec.late_qk_norm:
-                late_weights = layer.q_norm, layer.k_norm
+                late_weights = layer.q_norm, k_norm
                 _ones(spec.head_dim, *_place(layer.q_norm))  # not while a step is recorded
             elif spec.joint_qk_norm:
                 joint_norms = binder.norm(norms[0]), binder.norm(norms[1])
@@ -98,7 +102,7 @@ class BoundAttention(NamedTuple):
         )
 
     @property
-    def norms(self) -> tuple[Norm, Norm] | None:
+    def norms(self) -> HeadNorms | None:
         """The norms of heads that the rotation includes.
 
         A rotation does not change the length of a head, so the division by its root mean square may come first; the
@@ -108,7 +112,12 @@ class BoundAttention(NamedTuple):
             return self.head_norms
         assert self.spec.qk_norm is not None
         norm = Norm(_ones(self.spec.head_dim, *_place(self.late_weights[0])), self.spec.qk_norm.eps)
-        return norm, norm
+        return HeadNorms(norm, norm)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values that it computes: 0 if it reads those of another layer."""
+        return self.spec.num_kv_heads if self.spec.kv_layer is None else 0
 
     def scaled_queries(self, q: Tensor, scales: QueryScales) -> Tensor:
         """Multiply rotated queries, [..., H, D], by what scores have beside the products of queries and keys."""
@@ -124,13 +133,24 @@ class BoundAttention(NamedTuple):
     def read(self, index: int, residual: Residual, attend: Attend) -> tuple[Tensor, Residual]:
         """See `BoundMixer.read`."""
         qkv, residual = self.qkv.from_residual(residual)
+        if not self.spec.gate:
+            return attend(index, self, self._normalized(qkv)), residual
+        gate_size = self.spec.num_heads * self.spec.head_dim
+        gate, qkv = qkv[..., :gate_size], qkv[..., gate_size:]
+        return attend(index, self, self._normalized(qkv)) * torch.sigmoid(gate), residual
+
+    def _normalized(self, qkv: Tensor) -> Tensor:
+        """Return queries, keys and values with the norms that are of more than a head."""
         if self.joint_norms is not None:
             sizes = [
                 it * self.spec.head_dim for it in (self.spec.num_heads, self.spec.num_kv_heads)
             ]
             q, k, v = qkv.split_with_sizes([*sizes, sizes[1]], -1)
             qkv = torch.cat((self.joint_norms[0](q), self.joint_norms[1](k), v), -1)
-        return attend(index, self, qkv), residual
+        if self.spec.tied_values:
+            keys = self.spec.num_kv_heads * self.spec.head_dim
+            qkv = torch.cat((qkv, qkv[..., -keys:]), -1)
+        return qkv
 
 
 def _norm_by_head(weight: Tensor, norm: NormSpec, head_dim: int) -> BoundNorm:
@@ -193,7 +213,8 @@ class Attend(Protocol):
         Args:
             index: the layer's index.
             attention: of the layer.
-            qkv: [..., (H + 2 * K) * D]; may be overwritten.
+            qkv: [..., (H + 2 * K) * D], or [..., H * D] of a layer that reads the keys and values of another one; may
+                be overwritten.
 
         Returns:
             [..., H * D].
@@ -206,19 +227,31 @@ class DenseAttention:
     Args:
         ropes: cos and sin, as for `kernels.apply_rope`, of each of `rotaries`.
         positions: [L] int64.
+        sources: indices of the layers whose keys and values others read.
     """
 
-    def __init__(self, ropes: Sequence[tuple[Tensor, Tensor]], positions: Tensor) -> None:
+    def __init__(
+        self,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        positions: Tensor,
+        sources: Collection[int] = (),
+    ) -> None:
         self._ropes = ropes
         self._scales = QueryScales(positions)
+        self._sources = sources
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, index: int, attention: BoundAttention, qkv: Tensor) -> Tensor:
         """Compute attention: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
-        del index
         mixer = attention.spec
         assert mixer.softcap is None, "dense attention caps no scores"
         rope = self._ropes[attention.rotary]
-        q, k, v = split_heads(qkv, mixer.head_dim, mixer.num_kv_heads, attention.norms, rope)
+        heads = attention.num_kv_heads
+        q, k, v = split_heads(qkv, mixer.head_dim, heads, attention.norms, rope)
+        if mixer.kv_layer is not None:
+            k, v = self._kept[mixer.kv_layer]
+        elif index in self._sources:
+            self._kept[index] = k, v
         q = attention.scaled_queries(q, self._scales)
         return flash_attention(q, k, v, mixer.scale, mixer.window).flatten(-2)
 
@@ -262,7 +295,8 @@ class PagedAttention:
         Args:
             index: the layer's index.
             attention: of the layer.
-            qkv: [T, (H + 2 * K) * D] contiguous, rows as [decode rows | prefill rows]; may be overwritten.
+            qkv: [T, (H + 2 * K) * D] or [T, H * D], as above, contiguous, rows as [decode rows | prefill rows]; may be
+                overwritten.
 
         Returns:
             [T, H * D] contiguous.
@@ -276,6 +310,8 @@ class PagedAttention:
         ):
             ahead = attention.next_weights
         cache = CacheSlots(kv, slots, scale)
+        if not attention.num_kv_heads:
+            cache = cache.without_heads()
         q = self._rotations[attention.rotary](qkv, cache, attention.norms, ahead)
         q = attention.scaled_queries(q, self._query_scales)
         return self._attend(index, attention.problem, q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,8 +23,10 @@ from kernels.linear.projection import (
 )
 from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention, Dense
 from model.network.spec import Norm as NormSpec
+from model.network.sublayers import AltUp, Laurel, PerLayerInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +56,16 @@ class Binder:
         self._weights = sum(math.prod(matrix.shape) for matrix in layer.matrices.values())
         self._projections = projections(layer, model.communicator)
         self.bound: dict[str, ResidualWriter] = {}
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether results must be differentiable."""
+        return self._purpose is Purpose.TRAINING
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the bits of a row must not depend on the others."""
+        return self._purpose is Purpose.DETERMINISTIC_SERVING
 
     def reading(self, name: str) -> Projection:
         """Bind a product that reads the residual stream."""
@@ -92,12 +105,17 @@ class Binder:
         return writer
 
 
+STREAM: Final = ""
+"""In place of the name of a norm: a product reads the stream itself."""
+
+
 class Product(NamedTuple):
     """A product of a layer.
 
     Attributes:
         name: of its matrix.
-        norm: name of the norm of the residual stream that it reads; None for a product that adds to the stream.
+        norm: name of the norm of the residual stream that it reads, or `STREAM` for the stream itself; None for a
+            product that adds to the stream.
         activation: of its results; None for none.
     """
 
@@ -107,16 +125,36 @@ class Product(NamedTuple):
 
 
 def _of_dense(mlp: Dense) -> tuple[Product, ...]:
-    # What has parameters of its own is computed after the product.
-    activation = None if mlp.activation == "xielu" else Activation(mlp.activation, gated=mlp.gated)
+    # What has parameters of its own, or needs all outputs, is computed after the product.
+    activation = None
+    if mlp.activation != "xielu" and not mlp.sparsity:
+        activation = Activation(mlp.activation, gated=mlp.gated)
     return Product("gate_up", "mlp_norm", activation), Product("down")
+
+
+def _of_per_layer_input(part: PerLayerInput) -> tuple[Product, ...]:
+    activation = Activation(part.activation, gated=False)
+    return Product("per_layer_gate", STREAM, activation), Product("per_layer_output")
 
 
 PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
     Attention: lambda _mixer: (Product("qkv", "input_norm"), Product("output")),
+    ShortConv: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
+    GatedDelta: lambda _mixer: (
+        Product("gates", "input_norm"),
+        Product("input", "input_norm"),
+        Product("mixed"),
+    ),
+    Mamba2: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
+    Parallel: lambda mixer: tuple(
+        itertools.chain.from_iterable(PRODUCTS[type(it)](it) for it in mixer.mixers)
+    ),
     Dense: _of_dense,
+    PerLayerInput: _of_per_layer_input,
+    Laurel: lambda _part: (Product("laurel_in", STREAM), Product("laurel_out")),
+    AltUp: lambda _part: (),
 }
-"""The products of a mixer or an MLP, in the order in which they are computed."""
+"""The products of a sublayer, in the order in which they are computed."""
 
 
 def projections(
@@ -128,6 +166,8 @@ def projections(
         return LinearWeights(layer.matrices[name], getattr(layer, f"{name}_bias"))
 
     def reading(norm: str, activation: Activation | None = None) -> Operations:
+        if norm == STREAM:
+            return Operations(None, activation)
         norm = "input_norm" if layer.spec.shared_norm else norm
         weight, bias = getattr(layer, norm), getattr(layer, f"{norm}_bias")
         made = None if weight is None else make_norm(weight, bias, layer.spec.norm)
@@ -139,10 +179,11 @@ def projections(
         # The bias and the norm are those of the sum over all ranks.
         return weights(name)._replace(bias=None), Operations(residual=communicator.fuses_norm)
 
-    parts = layer.spec.mixer, layer.spec.mlp
     return {
-        it.name: (weights(it.name), reading(it.norm, it.activation)) if it.norm else adding(it.name)
-        for part in parts
+        it.name: adding(it.name)
+        if it.norm is None
+        else (weights(it.name), reading(it.norm, it.activation))
+        for part in layer.spec.parts
         for it in PRODUCTS[type(part)](part)
     }
 

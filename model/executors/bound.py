@@ -11,6 +11,7 @@ from kernels.selection import VectorProblem, triton_unsupported
 from model.executors import cpu_library, single_launch
 from model.executors.attention_plans import attention_planner
 from model.executors.executor import ModelProblem
+from model.executors.layers import nondeterministic
 from model.executors.table import choose_executor
 
 if TYPE_CHECKING:
@@ -147,11 +148,11 @@ def deterministic_unsupported(
         in_c = cpu_library.unsupported(
             model.whole_network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks
         )
-        needed = "on a CPU the weights must be in int8 or int4"
+        needed = "on a CPU the C library must compute whole steps, with weights in int8 or int4"
         if in_c:
-            return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
+            return (f"{needed}, which it does not here: {'; '.join(in_c)}",)
         return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
-    reasons = tuple(f"no deterministic {name}" for name in model.network.other_mixers)
+    reasons = nondeterministic(model.network, model.dtype_name, arch)
     reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)
     try:
         planner = attention_planner(model)

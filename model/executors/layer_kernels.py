@@ -24,6 +24,7 @@ from kernels.weight_format import unquantized
 from kernels.weights import Weight
 from model.executors.attention_plans import attention_planner
 from model.executors.binder import projections
+from model.executors.layers import MIXERS
 from model.network.layers import DecoderLayer
 from model.network.parallel import head_rows
 
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch, Selection
     from kernels.linear.select import LinearChoice
+    from kernels.recurrent.registry import RecurrentSpec
     from kernels.selection import Choice, VectorSpec
     from model.executors.columns import Bucket
     from model.network.parameters import DecoderParameters
 
 _META: Final = torch.device("meta")
-AnyChoice: TypeAlias = "Choice[VectorSpec] | LinearChoice | Selection"
+AnyChoice: TypeAlias = "Choice[VectorSpec] | Choice[RecurrentSpec] | LinearChoice | Selection"
 """The row of any registry for an operation, and the reasons."""
 
 
@@ -57,6 +59,18 @@ def attention_kernels(
         if bucket.rows if problem.phase is Phase.DECODE else bucket.prompt_seqs:
             window = f", window {problem.sliding_window}" if problem.sliding_window else ""
             yield f"{problem.phase.value} attention{window}", select(problem, arch)
+
+
+def _recurrent_kernels(
+    model: DecoderParameters, bucket: Bucket, arch: GPUArch
+) -> Iterator[tuple[str, AnyChoice]]:
+    """Yield what recurrent mixers compute between their products."""
+    for mixer, count in Counter(
+        mixer for it in model.network.layers for mixer in it.mixers
+    ).items():
+        if (choice := MIXERS[type(mixer)].choice) is not None:
+            found = choice(mixer, model.dtype_name, arch, deterministic=bucket.deterministic)
+            yield f"{type(mixer).__name__} of {count} layers", found
 
 
 def layer_kernels(
@@ -82,6 +96,7 @@ def layer_kernels(
     vectors = VectorProblem(model.dtype_name)
     yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
     yield from attention_kernels(model, bucket, arch, block_size, kv_dtype)
+    yield from _recurrent_kernels(model, bucket, arch)
     purpose = Purpose.DETERMINISTIC_SERVING if bucket.deterministic else Purpose.SERVING
 
     def choose(

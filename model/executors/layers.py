@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from torch.nn import functional
 
+from kernels.errors import NoKernelError
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.lora import LoraLinear, StepLora
 from kernels.linear.projection import (
+    FusedProjection,
     LinearWeights,
     Projection,
     Purpose,
@@ -22,8 +25,9 @@ from kernels.linear.projection import (
     add_both,
     bind_norm,
     bind_projection,
+    settled,
 )
-from kernels.norms.pytorch import xielu
+from kernels.norms.pytorch import activate, sparse_gate, xielu
 from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, reasons, select_vector
 from model.executors.attention import Attend, BoundAttention, DenseAttention, PagedAttention
@@ -34,22 +38,37 @@ from model.executors.embedding import finish_embeddings, token_embeddings
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.head import Head, SoftcappedHead
 from model.executors.parallel import GatheredHead
+from model.executors.recurrent import (
+    BoundRecurrent,
+    PagedStates,
+    compute_dense,
+    recurrent_choice,
+    step_segments,
+)
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput, lora_rows
+from model.executors.sublayers.altup import BoundAltUp, BoundLaurel, BoundStreams, add_laurel
+from model.executors.sublayers.per_layer import BoundPerLayerInput, BoundTable
 from model.network import spec
 from model.network.attention_problems import attention_problems
 from model.network.matrix import Matrix
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention, Dense
+from model.network.sublayers import AltUp, Laurel, PerLayerInput, PerLayerTable, Streams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.arch import GPUArch
     from kernels.linear.lora import LoraWeights
-    from kernels.selection import VectorSpec
+    from kernels.recurrent.registry import RecurrentSpec
+    from kernels.recurrent.segments import Segments
+    from kernels.selection import Choice, VectorSpec
     from model.device.kv_cache import KVCache
     from model.executors.attention_plans import AttentionMetadata
     from model.executors.columns import Bucket
     from model.executors.executor import Bindings, ModelProblem
+    from model.executors.recurrent import Recur
     from model.executors.step import StepInput
     from model.network.parameters import DecoderParameters
 
@@ -59,7 +78,7 @@ _logger = logging.getLogger(__name__)
 class BoundMixer(Protocol):
     """A mixer with the projections around it, bound to the kernels that compute them."""
 
-    def read(self, index: int, residual: Residual, context: Any, /) -> tuple[Tensor, Residual]:  # noqa: ANN401 - of its kind
+    def read(self, index: int, residual: Residual, context: Any, /) -> tuple[Any, Residual]:  # noqa: ANN401 - of its kind
         """Mix what the normalized residual stream has.
 
         Args:
@@ -72,8 +91,8 @@ class BoundMixer(Protocol):
         """
 
     @property
-    def output(self) -> ResidualWriter:
-        """Adds the mixer's result to the residual stream."""
+    def output(self) -> Any:  # noqa: ANN401 - of its kind
+        """Adds the mixer's result to the residual stream: a `ResidualWriter` of what `read` returns."""
 
 
 class BoundMLP(Protocol):
@@ -88,24 +107,32 @@ class BoundMLP(Protocol):
 
 
 Contexts: TypeAlias = dict[type, Any]
-"""The context of each kind of bound mixer in a step."""
+"""The context of each kind of bound mixer in a step, and of other sublayers."""
 RunLayers: TypeAlias = "Callable[[Sequence[BoundLayer], Residual, Contexts], Residual]"
 
 
 class BoundLayer(NamedTuple):
-    """The two halves of a layer.
+    """The sublayers of a layer.
 
     Attributes:
         mixer: the first half.
         mlp: the second half.
         projections: their products, by the names of the matrices.
         parallel: whether both read the same residual stream.
+        per_layer: adds what tokens are for the layer, after the two halves; None for none.
+        scale: [1], multiplies the stream at the end; None for none.
+        laurel: beside the mixer of a layer with `altup`; None for none.
+        altup: what is done with several streams; None for one stream.
     """
 
     mixer: BoundMixer
     mlp: BoundMLP
     projections: dict[str, ResidualWriter]
     parallel: bool
+    per_layer: BoundPerLayerInput | None = None
+    scale: Tensor | None = None
+    laurel: BoundLaurel | None = None
+    altup: BoundAltUp | None = None
 
     def adapted(self, matrices: Mapping[str, LoraWeights], step: StepLora) -> BoundLayer:
         """Return the layer with the adapters of the step's rows; `matrices` has the slots by the names of matrices."""
@@ -115,10 +142,16 @@ class BoundLayer(NamedTuple):
         }
 
         def replaced(part: Any) -> Any:  # noqa: ANN401 - a named tuple of bound products and others
+            if part is None:
+                return None
             return part._replace(**{it: products[it] for it in part._fields if it in products})
 
         return self._replace(
-            mixer=replaced(self.mixer), mlp=replaced(self.mlp), projections=products
+            mixer=replaced(self.mixer),
+            mlp=replaced(self.mlp),
+            projections=products,
+            per_layer=replaced(self.per_layer),
+            laurel=replaced(self.laurel),
         )
 
 
@@ -126,6 +159,41 @@ def layer_forward(
     index: int, layer: BoundLayer, residual: Residual, contexts: Contexts
 ) -> Residual:
     """Compute one layer: mixer and MLP read the normalized residual stream and add their results to it."""
+    if layer.altup is not None:
+        return Residual(_altup_forward(index, layer, layer.altup, residual.hidden, contexts))
+    residual = _halves_forward(index, layer, residual, contexts)
+    if layer.per_layer is not None:
+        inputs: Tensor = contexts[BoundPerLayerInput]
+        residual = layer.per_layer.to_residual(residual, inputs[index])
+    if layer.scale is not None:
+        residual = Residual(settled(residual) * layer.scale)
+    return residual
+
+
+def _altup_forward(
+    index: int, layer: BoundLayer, altup: BoundAltUp, streams: Tensor, contexts: Contexts
+) -> Tensor:
+    """Compute one layer of several streams, [A, ..., C]."""
+    predicted = altup.predicted(streams)
+    # A copy, because products may add to it in place.
+    residual = Residual(predicted[altup.spec.active].clone())
+    beside = None if layer.laurel is None else layer.laurel.result(residual.hidden)
+    mixed, residual = layer.mixer.read(index, residual, contexts[type(layer.mixer)])
+    residual = layer.mixer.output.to_residual(mixed, residual)
+    if beside is not None:
+        residual = Residual(add_laurel(settled(residual), beside))
+    widened, residual = layer.mlp.read(residual)
+    streams = altup.corrected(predicted, settled(layer.mlp.down.to_residual(widened, residual)))
+    per_layer = layer.per_layer
+    if per_layer is None:
+        return streams
+    inputs = contexts[BoundPerLayerInput][index]
+    return altup.with_inputs(streams, lambda it: per_layer.to_residual(it, inputs))
+
+
+def _halves_forward(
+    index: int, layer: BoundLayer, residual: Residual, contexts: Contexts
+) -> Residual:
     mixer, mlp = layer.mixer, layer.mlp
     mixed, residual = mixer.read(index, residual, contexts[type(mixer)])
     if layer.parallel:
@@ -147,25 +215,36 @@ class BoundDense(NamedTuple):
     """A multi-layer perceptron.
 
     Attributes:
-        gate_up: includes the MLP's norm and, unless it has parameters, its activation; reads the residual stream.
+        gate_up: includes the MLP's norm and, unless it is computed apart, its activation; reads the residual stream.
         down: adds to the residual stream, after a norm if the family has one there.
         activation: parameters of xIELU; None for an activation without parameters.
+        sparse: name of the activation of a sparse gate, and the multiple of `sparse_gate`; None for any other.
     """
 
     gate_up: Projection
     down: ResidualWriter
     activation: Tensor | None = None
+    sparse: tuple[Any, float] | None = None
 
     @classmethod
-    def bind(cls, _spec: Dense, binder: Binder) -> BoundDense:
+    def bind(cls, spec: Dense, binder: Binder) -> BoundDense:
         """Bind a layer's MLP."""
-        return cls(binder.reading("gate_up"), binder.adding("down"), binder.layer.activation)
+        sparse = None
+        if spec.sparsity:
+            sparse = spec.activation, NormalDist().inv_cdf(spec.sparsity)
+        return cls(
+            binder.reading("gate_up"), binder.adding("down"), binder.layer.activation, sparse
+        )
 
     def read(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `BoundMLP.read`."""
         gated, residual = self.gate_up.from_residual(residual)
         if self.activation is not None:
             gated = xielu(gated, self.activation)
+        if self.sparse is not None:
+            function, multiplier = self.sparse
+            gate, up = gated.chunk(2, -1)
+            gated = activate(sparse_gate(gate, multiplier), function, gated=False) * up
         return gated, residual
 
 
@@ -179,6 +258,7 @@ class PagedStep(NamedTuple):
         bound: the model's kernels.
         deterministic: see `Bucket`.
         metadata: the plans of attention, if `step` is None.
+        segments: of recurrent mixers, if `step` is None.
     """
 
     step: StepInput | None
@@ -187,6 +267,7 @@ class PagedStep(NamedTuple):
     bound: BoundNetwork
     deterministic: bool
     metadata: AttentionMetadata | None = None
+    segments: Segments | None = None
 
 
 def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
@@ -207,7 +288,73 @@ def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
 
 
 def _begin_dense_attention(model: DecoderParameters, positions: Tensor, hidden: Tensor) -> Attend:
-    return DenseAttention([it.dense(positions, hidden.dtype) for it in model.ropes], positions)
+    ropes = [it.dense(positions, hidden.dtype) for it in model.ropes]
+    sources = {it.kv_layer for it in model.network.attentions if it.kv_layer is not None}
+    return DenseAttention(ropes, positions, sources)
+
+
+def _begin_recurrences(_model: DecoderParameters, it: PagedStep) -> Recur:
+    if it.step is None:
+        assert it.segments is not None, "the caller states the sequences"
+        return PagedStates(it.state, it.segments)
+    return PagedStates(it.state, step_segments(it.step))
+
+
+def _begin_dense_recurrences(
+    _model: DecoderParameters, _positions: Tensor, _hidden: Tensor
+) -> Recur:
+    return compute_dense
+
+
+class BothWriters(NamedTuple):
+    """Adds the results of two mixers to the residual stream; the `ResidualWriter` of a `BoundParallel`."""
+
+    first: ResidualWriter
+    second: ResidualWriter
+
+    def to_residual(self, x: tuple[Tensor, Tensor], residual: Residual) -> Residual:
+        """Project the results of both mixers, [T, C] each, and add them."""
+        return add_both((self.first, x[0]), (self.second, x[1]), residual)
+
+
+class BoundParallel(NamedTuple):
+    """Mixers beside each other; its context has those of both by the types of bound mixers."""
+
+    first: BoundMixer
+    second: BoundMixer
+
+    @classmethod
+    def bind(cls, spec: Parallel, binder: Binder) -> BoundParallel:
+        """Bind a layer's mixers."""
+        first, second = (MIXERS[type(it)].bind(it, binder) for it in spec.mixers)
+        return cls(first, second)
+
+    def read(
+        self, index: int, residual: Residual, contexts: Contexts
+    ) -> tuple[tuple[Tensor, Tensor], Residual]:
+        """See `BoundMixer.read`."""
+        one, residual = self.first.read(index, residual, contexts[type(self.first)])
+        two, residual = self.second.read(index, residual, contexts[type(self.second)])
+        return (one, two), residual
+
+    @property
+    def output(self) -> BothWriters:
+        """See `BoundMixer.output`."""
+        return BothWriters(self.first.output, self.second.output)
+
+
+def _begin_both(model: DecoderParameters, it: PagedStep) -> Contexts:
+    return {
+        BoundAttention: _begin_attention(model, it),
+        BoundRecurrent: _begin_recurrences(model, it),
+    }
+
+
+def _begin_dense_both(model: DecoderParameters, positions: Tensor, hidden: Tensor) -> Contexts:
+    return {
+        BoundAttention: _begin_dense_attention(model, positions, hidden),
+        BoundRecurrent: compute_dense,
+    }
 
 
 class MixerSpec(NamedTuple):
@@ -218,12 +365,14 @@ class MixerSpec(NamedTuple):
         begin: returns the context of a step over a state, once for all layers.
         begin_dense: the same for whole sequences without a state, [B, L, C] at positions [L]; differentiable.
         reads: the entry of its type in `READS`.
+        choice: `recurrent_choice` of a mixer with such a kernel; None for any other.
     """
 
     bind: Callable[[Any, Binder], BoundMixer]
     begin: Callable[[DecoderParameters, PagedStep], Any]
     begin_dense: Callable[[DecoderParameters, Tensor, Tensor], Any]
     reads: Mapping[str, Collection[Any] | None]
+    choice: Callable[..., Choice[RecurrentSpec]] | None = None
 
 
 class MLPSpec(NamedTuple):
@@ -235,30 +384,70 @@ class MLPSpec(NamedTuple):
 
 _FIELDS = (
     "window", "rotary", "qk_norm", "joint_qk_norm", "qk_norm_by_head", "softcap", "late_qk_norm", "query_scale", "bias",
-    "output_bias",
+    "output_bias", "gate", "value_norm", "tied_values", "kv_layer",
 )  # fmt: skip
+
+
+def _recurrent(*fields: str) -> MixerSpec:
+    """Return the row of a recurrent mixer, which reads all fields without a default and those that are given."""
+    return MixerSpec(
+        BoundRecurrent.bind,
+        _begin_recurrences,
+        _begin_dense_recurrences,
+        dict.fromkeys(fields, spec.ALL),
+        recurrent_choice,
+    )
+
+
 MIXERS: Final[dict[type, MixerSpec]] = {
     Attention: MixerSpec(
         BoundAttention.bind,
         _begin_attention,
         _begin_dense_attention,
         dict.fromkeys(_FIELDS, spec.ALL),
-    )
+    ),
+    ShortConv: _recurrent("bias"),
+    GatedDelta: _recurrent(),
+    Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias", "output_bias"),
+    Parallel: MixerSpec(BoundParallel.bind, _begin_both, _begin_dense_both, {}),
 }
 MLPS: Final[dict[type, MLPSpec]] = {
-    Dense: MLPSpec(BoundDense.bind, dict.fromkeys(("activation", "gated", "bias"), spec.ALL))
+    Dense: MLPSpec(
+        BoundDense.bind, dict.fromkeys(("activation", "gated", "bias", "sparsity"), spec.ALL)
+    )
 }
 READS: Final[spec.Reads] = {
     spec.Network: dict.fromkeys(
-        ("embedding_factor", "positions", "logit_softcap", "tied", "head_bias"), spec.ALL
+        (
+            "embedding_factor", "positions", "logit_softcap", "tied", "head_bias", "per_layer",
+            "streams",
+        ),
+        spec.ALL,
     ),
     spec.Positions: {"offset": spec.ALL},
-    spec.Layer: dict.fromkeys(("post_norms", "pre_norms", "parallel", "shared_norm"), spec.ALL),
+    spec.Layer: dict.fromkeys(
+        (
+            "post_norms", "pre_norms", "parallel", "shared_norm", "per_layer", "scaled", "laurel",
+            "altup",
+        ),
+        spec.ALL,
+    ),
     spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL, "bias": spec.ALL},
     spec.Rotary: spec.ALL,
     spec.QueryScale: spec.ALL,
-}
+    PerLayerTable: spec.ALL,
+    PerLayerInput: spec.ALL,
+    Laurel: spec.ALL,
+    AltUp: spec.ALL,
+    Streams: spec.ALL,
+}  # fmt: skip
 """What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
+
+
+_OTHERS: Final[dict[str, Any]] = {
+    "per_layer": BoundPerLayerInput, "laurel": BoundLaurel, "altup": BoundAltUp
+}  # fmt: skip
+"""What binds the other sublayers of a layer, by their fields."""
 
 
 class BoundNetwork(NamedTuple):
@@ -270,6 +459,8 @@ class BoundNetwork(NamedTuple):
         attentions: from `attention_problems`.
         norm: the final norm.
         head: the projection to the vocabulary.
+        table: what tokens are for each layer; None for nothing.
+        streams: how several streams begin and end; None for one stream.
         rotation: the row of `kernels.rope.registry` that the layers take.
         pdl: whether its kernel may start before the previous one ends (programmatic dependent launch).
     """
@@ -281,6 +472,33 @@ class BoundNetwork(NamedTuple):
     head: Head
     rotation: VectorSpec
     pdl: bool
+    table: BoundTable | None = None
+    streams: BoundStreams | None = None
+
+    def begin(
+        self,
+        contexts: Contexts,
+        ids: Tensor,
+        sampled: Tensor | None,
+        hidden: Tensor,
+    ) -> Residual:
+        """Return what the first layer reads, and add to the contexts what depends on the tokens alone.
+
+        Args:
+            contexts: of the step; written.
+            ids: [...] int64, or -1 - i for the token `sampled[i]`.
+            sampled: [R] int64; None where no id is below 0.
+            hidden: [..., C], embeddings.
+        """
+        if self.table is not None:
+            contexts[BoundPerLayerInput] = self.table.of(ids, sampled, hidden)
+        return Residual(hidden if self.streams is None else self.streams.split(hidden))
+
+    def end(self, residual: Residual) -> Tensor:
+        """Return the hidden states after the last norm, [..., C]."""
+        if self.streams is not None:
+            residual = Residual(self.streams.joined(residual.hidden))
+        return self.norm(residual)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -308,6 +526,8 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
     )
     if bound_head.copies_weights:
         model.lm_head = None
+    if isinstance(bound_head, FusedProjection) and network.tied and model.communicator is None:
+        model.drop_embedding(bound_head.product.rows)
     if model.communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
     if network.logit_softcap is not None:
@@ -319,7 +539,13 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         mixer = row.bind(layer.mixer, binder)
         kinds[type(mixer)] = row
         mlp = MLPS[type(layer.mlp)].bind(layer.mlp, binder)
-        layers.append(BoundLayer(mixer, mlp, binder.bound, layer.parallel))
+        others = {
+            name: kind.bind(getattr(layer, name), binder)
+            for name, kind in _OTHERS.items()
+            if getattr(layer, name) is not None
+        }
+        bound = BoundLayer(mixer, mlp, binder.bound, layer.parallel, scale=parameters.scale)
+        layers.append(bound._replace(**others))
         for name, product in binder.bound.items():
             if product.copies_weights:
                 parameters.drop_matrix(name)
@@ -331,6 +557,10 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         head=bound_head,
         rotation=rotation,
         pdl=rotation is rope.TRITON and may_depend(arch, model.device),
+        table=None
+        if network.per_layer is None
+        else BoundTable.bind(network.per_layer, model, purpose),
+        streams=None if network.streams is None else BoundStreams.bind(model),
     )
 
 
@@ -408,10 +638,16 @@ class Layers:
                 rotary.reserve(capacity, hidden.dtype, hidden.device)
         hidden = finish_embeddings(model.network, hidden, it.positions, model.embed_positions)
         contexts = {kind: row.begin(model, it) for kind, row in bound.kinds.items()}
-        return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
+        residual = bound.begin(contexts, input_ids, sampled, hidden)
+        return bound.end(self._run(bound.layers, residual, contexts))
 
     def paged(
-        self, input_ids: Tensor, positions: Tensor, state: KVCache, metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        state: KVCache,
+        metadata: AttentionMetadata,
+        segments: Segments | None = None,
     ) -> Tensor:
         """Compute the hidden states of packed tokens, [T, C], whose attention the caller has planned.
 
@@ -420,16 +656,23 @@ class Layers:
             positions: [T] int64.
             state: written.
             metadata: from `AttentionPlanner.metadata`.
+            segments: of a network with recurrent mixers.
         """
-        return self.hidden_states(
-            PagedStep(None, state, positions, self.bound, deterministic=False, metadata=metadata),
-            input_ids,
+        it = PagedStep(
+            None,
+            state,
+            positions,
+            self.bound,
+            deterministic=False,
+            metadata=metadata,
+            segments=segments,
         )
+        return self.hidden_states(it, input_ids)
 
     def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
         model, bound = self._model, self.bound
-        if isinstance(model.embed_tokens, Matrix):
+        if isinstance(model.embed_tokens, Matrix) or model.embedding_rows is not None:
             hidden = token_embeddings(model, input_ids.flatten()).view(*input_ids.shape, -1)
         else:  # differentiable
             hidden = functional.embedding(input_ids, model.embed_tokens)
@@ -437,7 +680,8 @@ class Layers:
             kind: row.begin_dense(model, positions, hidden) for kind, row in bound.kinds.items()
         }
         hidden = finish_embeddings(model.network, hidden, positions, model.embed_positions)
-        return bound.norm(self._run(bound.layers, Residual(hidden), contexts))
+        residual = bound.begin(contexts, input_ids, None, hidden)
+        return bound.end(self._run(bound.layers, residual, contexts))
 
     def kernels(self, *, deterministic: bool, adapters: bool = False) -> BoundNetwork:
         """Return the bound parameters."""
@@ -473,17 +717,41 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *spec.unread(network, {**READS, **tables}),
         *_layer_norms(network),
         *_late_norms(problem),
+        *_value_norms(network),
+        *_sublayers(problem, bucket),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
-        *(f"no deterministic {name}" for name in others if bucket.deterministic),
-        *(f"no {name} of drafts" for name in others if bucket.queries > 1),
+        *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
     )
+
+
+def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[str, ...]:
+    """List the mixers that have no kernel for deterministic steps on a processor.
+
+    Args:
+        network: the network.
+        dtype: name of the dtype of activations.
+        arch: the processor.
+    """
+    found = []
+    for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
+        row = MIXERS.get(type(mixer))
+        if isinstance(mixer, Attention) or row is None:
+            continue
+        if row.choice is None:
+            found.append(f"no deterministic {type(mixer).__name__}")
+            continue
+        try:
+            row.choice(mixer, dtype, arch, deterministic=True)
+        except NoKernelError as error:
+            found.append(str(error))
+    return tuple(dict.fromkeys(found))
 
 
 def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
     """List why the layers cannot have adapters."""
     return reasons(
-        (problem.num_ranks > 1, "no adapters with tensor parallelism"),
         *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
     )
 
@@ -492,9 +760,11 @@ def _layer_norms(network: spec.Network) -> tuple[str, ...]:
     """List where only RMS norms are computed and the network has layer norms."""
     per_head = (it.qk_norm for it in network.attentions if not it.qk_norm_by_head)
     after = (it.norm for it in network.layers if it.post_norms)
+    others = any(it.post_norms and type(it.mixer) is not Attention for it in network.layers)
     return reasons(
         (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),
         (any(it.kind == "layer" for it in after), "no layer norms after attention and MLP"),
+        (others, "no norms after mixers other than attention"),
     )
 
 
@@ -513,6 +783,22 @@ def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
             "no norms of all queries and of all keys after the rotation",
         ),
     )
+
+
+def _value_norms(network: spec.Network) -> tuple[str, ...]:
+    """List where norms of values cannot be computed, because the rotation includes no norms of queries and keys."""
+    others = (
+        it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
+        for it in network.attentions
+        if it.value_norm
+    )
+    return reasons((any(others), "no norms of values without norms of queries and keys per head"))
+
+
+def _sublayers(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
+    """List why steps of a network with several streams cannot be computed."""
+    has_streams = problem.network.streams is not None
+    return reasons((has_streams and bucket.deterministic, "no deterministic AltUp"))
 
 
 def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfState:

@@ -20,16 +20,17 @@ def network(keys: Keys) -> Network:
     rotary = read_rotary(keys, dim)
     mixer = Attention(heads, kv_heads, dim, scale, rotary=rotary, bias=bias, output_bias=bias)
     mlp = Dense(parts.inner_size(keys), parts.activation(keys), bias=keys.flag("mlp_bias"))
-    norm = _multipliers(keys).norm(parts.rms_norm(keys))
+    norm = multipliers(keys).norm(parts.rms_norm(keys))
     windows = parts.same_windows(keys)
     return parts.decoder(keys, parts.with_windows(Layer(mixer, mlp, norm), windows), norm)
 
 
 def _rewrites(keys: Keys) -> dict[str, Rewrite]:
-    return _multipliers(keys).rewrites()
+    return multipliers(keys).rewrites()
 
 
-def _multipliers(keys: Keys) -> parts.Multipliers:
+def multipliers(keys: Keys) -> parts.Multipliers:
+    """Read the multipliers that loading folds into weights."""
     embedding, residual, logits = (
         keys.number(key, parts.MULTIPLIER, 1.0)
         for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
@@ -23,6 +24,8 @@ _UNSUPPORTED: Final[Harmless] = (
 """Keys of features that most families lack, each group after the values with which its keys have no effect."""
 
 _TOKEN_IDS: Final = int | list[int]
+_INFINITY: Final = {"__float__": "Infinity"}
+_PAIR: Final = Meta(min_length=2, max_length=2)
 
 
 class Keys:
@@ -79,15 +82,61 @@ class Keys:
         value: float | None = self._optional(key, Annotated[float, limits], absent)
         return value
 
-    def numbers(self, key: str, limits: Meta) -> tuple[float, ...]:
-        """Return a list of numbers."""
-        return tuple(self._required(key, list[Annotated[float, limits]], None))
+    def numbers(
+        self, key: str, limits: Meta, default: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
+        """Return a list of numbers, as many as `default` has.
+
+        Raises:
+            ModelFolderError: the list has another length.
+        """
+        found = tuple(self._required(key, list[Annotated[float, limits]], default))
+        if default is not None and len(found) != len(default):
+            raise ModelFolderError(
+                f"{self.name(key)} must have {len(default)} numbers, found {len(found)}"
+            )
+        return found
+
+    def bounds(self, key: str, limits: Meta) -> tuple[float, float] | None:
+        """Return a least and a largest number, which may be infinite; None if they are absent.
+
+        transformers 5 writes {"__float__": "Infinity"} for what other files have as Infinity.
+        """
+        value = self._find(key)
+        if value is None:
+            return None
+        name = self.name(key)
+        stated = [math.inf if it == _INFINITY else it for it in check(value, list[Any], name)]
+        low, high = check(stated, Annotated[list[Annotated[float, limits]], _PAIR], name)
+        if not low <= high:
+            raise ModelFolderError(
+                f"{name} must be a smaller and a larger number, found {shorten(value)}"
+            )
+        return low, high
+
+    def for_layers(self, key: str, limits: Meta, default: list[float]) -> list[float]:
+        """Return the numbers of all layers, from a list or one number for all; `default` has as many as layers.
+
+        Raises:
+            ModelFolderError: the list has another length.
+        """
+        value = self._find(key)
+        if value is None:
+            return default
+        if not isinstance(value, list):
+            return [check(value, Annotated[float, limits], self.name(key))] * len(default)
+        found: list[float] = check(value, list[Annotated[float, limits]], self.name(key))
+        if len(found) != len(default):
+            raise ModelFolderError(
+                f"{self.name(key)} must have a number for each of {len(default)} layers, found {len(found)}"
+            )
+        return found
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """Return true or false."""
         return bool(self._required(key, bool, default))
 
-    def text_or_integer(self, key: str, limits: Meta, default: int) -> str | int:
+    def text_or_integer(self, key: str, limits: Meta, default: str | int) -> str | int:
         """Return a string or a whole number."""
         value: str | int = self._required(key, str | Annotated[int, limits], default)
         return value
@@ -149,6 +198,18 @@ class Keys:
         if _all_are_one(unread.get("no_rope_layers")):
             del unread["no_rope_layers"]  # every layer rotates
         refuse(unread, _UNSUPPORTED, self._prefix)
+
+    def refuse_others(self) -> None:
+        """Check that all keys were read.
+
+        Raises:
+            UnsupportedModelError: one was not.
+        """
+        refuse(
+            {key: it for key, it in self._content.items() if key not in self._read},
+            (((), tuple(self._content)),),
+            self._prefix,
+        )
 
     def name(self, key: str) -> str:
         """Return the name of a key in errors."""

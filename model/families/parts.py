@@ -21,13 +21,14 @@ SOFTCAP: Final = Meta(gt=0, le=1e6)
 SCALAR: Final = Meta(ge=1, le=65_536)
 _VOCAB: Final = Meta(ge=1, le=2**21)
 _HIDDEN: Final = Meta(ge=1, le=65_536)
-_INNER: Final = Meta(ge=1, le=2**20)
+INNER: Final = Meta(ge=1, le=2**20)
 _LAYERS: Final = Meta(ge=1, le=1_024)
-_HEADS: Final = Meta(ge=1, le=1_024)
-_HEAD_DIM: Final = Meta(ge=1)
+HEADS: Final = Meta(ge=1, le=1_024)
+HEAD_DIM: Final = Meta(ge=1)
 _EPS: Final = Meta(ge=0, le=1)
 MULTIPLIER: Final = Meta(ge=1e-6, le=1e6)
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 
 GELUS: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu")
 _ACTIVATIONS: Final[dict[str, ActivationName]] = {
@@ -51,7 +52,7 @@ def hidden_size(keys: Keys) -> int:
 
 def inner_size(keys: Keys, default: int | None = None) -> int:
     """Read the elements between the matrices of an MLP."""
-    return keys.integer("intermediate_size", _INNER, default)
+    return keys.integer("intermediate_size", INNER, default)
 
 
 def num_layers(keys: Keys) -> int:
@@ -72,20 +73,34 @@ def heads(
     Raises:
         ModelFolderError: a number is missing or outside its limits, or they do not fit each other.
     """
-    count = keys.integer("num_attention_heads", _HEADS)
-    kv_count = keys.integer("num_key_value_heads", _HEADS, num_kv_heads or count)
+    count = keys.integer("num_attention_heads", HEADS)
+    kv_count = keys.integer("num_key_value_heads", HEADS, num_kv_heads or count)
+    stated = keys.optional_integer("head_dim", HEAD_DIM) or head_dim
+    dim = _head_dim(keys, count, stated)
+    check_heads(count, kv_count, dim)
+    return count, kv_count, dim
+
+
+def check_heads(count: int, kv_count: int, dim: int) -> None:
+    """Check that numbers of heads and the head dim fit each other.
+
+    Raises:
+        ModelFolderError: they do not.
+    """
     if count % kv_count:
         raise ModelFolderError(
             f"num_attention_heads = {count} must be a multiple of num_key_value_heads = {kv_count}"
         )
-    stated = keys.optional_integer("head_dim", _HEAD_DIM) or head_dim
-    return count, kv_count, _head_dim(keys, count, stated)
+    if dim % 2 or not 4 <= dim <= 1_024:
+        raise ModelFolderError(f"head_dim must be an even number from 4 to 1024, found {dim}")
 
 
 def equal_heads(keys: Keys) -> tuple[int, int, int]:
     """Read the heads, as `heads` does, of a family that has neither fewer key-value heads nor another head dim."""
-    count = keys.integer("num_attention_heads", _HEADS)
-    return count, count, _head_dim(keys, count)
+    count = keys.integer("num_attention_heads", HEADS)
+    dim = _head_dim(keys, count)
+    check_heads(count, count, dim)
+    return count, count, dim
 
 
 def _head_dim(keys: Keys, num_heads: int, stated: int | None = None) -> int:
@@ -95,10 +110,7 @@ def _head_dim(keys: Keys, num_heads: int, stated: int | None = None) -> int:
             f"{keys.name('hidden_size')} = {hidden} must be a multiple of"
             f" {keys.name('num_attention_heads')} = {num_heads} where head_dim is not given"
         )
-    dim = hidden // num_heads if stated is None else stated
-    if dim % 2 or not 4 <= dim <= 1_024:
-        raise ModelFolderError(f"head_dim must be an even number from 4 to 1024, found {dim}")
-    return dim
+    return hidden // num_heads if stated is None else stated
 
 
 def activation(keys: Keys, names: tuple[str, ...] = ("silu", "swish")) -> ActivationName:
@@ -149,7 +161,10 @@ class Multipliers(NamedTuple):
     def rewrites(self) -> dict[str, Rewrite]:
         """Return what loading changes."""
         added = Rewrite(self.residual / self.embedding)
-        return {"output": added, "down": added, "norm": Rewrite(self.logits)}
+        return {
+            **dict.fromkeys(("output", "mixed", "down"), added),
+            "norm": Rewrite(self.logits),
+        }
 
 
 def same_windows(keys: Keys, window: int | None = None) -> Windows:
@@ -159,8 +174,8 @@ def same_windows(keys: Keys, window: int | None = None) -> Windows:
         UnsupportedModelError: `layer_types` states others.
     """
     windows = (window,) * num_layers(keys)
-    kind = _FULL if window is None else _SLIDING
-    if {*_layer_types(keys)} - {kind}:
+    kind = FULL if window is None else _SLIDING
+    if {*layer_types(keys)} - {kind}:
         raise UnsupportedModelError(
             f"layer_types that differ from {kind} everywhere are not supported with this architecture"
         )
@@ -206,7 +221,7 @@ def stated_windows(keys: Keys, window: int | None, has_window: list[bool]) -> Wi
         ModelFolderError: `layer_types` names windows, but there is none.
         UnsupportedModelError: `layer_types` names an unknown type.
     """
-    if stated := _layer_types(keys):
+    if stated := layer_types(keys):
         has_window = [kind == _SLIDING for kind in stated]
         if window is None and any(has_window):
             raise ModelFolderError(
@@ -234,8 +249,12 @@ def with_windows(layer: Layer, windows: Windows, local: Rotary | None = None) ->
     return tuple(dataclasses.replace(layer, mixer=it) for it in mixers)
 
 
-def _layer_types(keys: Keys) -> list[str]:
+def layer_types(keys: Keys, kinds: tuple[str, ...] = (FULL, _SLIDING)) -> list[str]:
     """Read `layer_types`; empty if it is absent.
+
+    Args:
+        keys: of config.json.
+        kinds: the types that the family has.
 
     Raises:
         ModelFolderError: it is not a list of as many types as layers.
@@ -250,9 +269,9 @@ def _layer_types(keys: Keys) -> list[str]:
             f" found {shorten(stated)}"
         )
     for kind in stated:
-        if kind not in (_FULL, _SLIDING):
+        if kind not in kinds:
             raise UnsupportedModelError(
-                f"layer type {shorten(kind)} is not supported; supported are {_FULL}, {_SLIDING}"
+                f"layer type {shorten(kind)} is not supported; supported are {', '.join(kinds)}"
             )
     return stated
 

@@ -23,7 +23,9 @@ _NUMBER: Final = Meta(ge=0, le=1e6)
 _DIVISOR: Final = Meta(ge=1e-3, le=1e6)
 _FREQUENCY: Final = Meta(ge=1e-6, le=1e6)
 _SHARE: Final = Meta(gt=0, le=1)
-_TYPES: Final[Mapping[str, RopeType]] = {it: it for it in get_args(RopeType)}
+_PROPORTIONAL: Final = "proportional"
+_TYPES: Final[Mapping[str, RopeType]] = {it: it for it in get_args(RopeType) if it != _PROPORTIONAL}
+"""Those of most families."""
 
 
 def read_rotary(
@@ -100,6 +102,35 @@ def read_rotary_by_layer_type(
         _checked(keys, rope, head_dim, thetas[0]),
         Rotary(theta=local.number("rope_theta", _THETA, local_theta)),
     )
+
+
+def read_rotary_of_layer_type(
+    keys: Keys, kind: str, head_dim: int, absent: Mapping[str, Any]
+) -> Rotary:
+    """Read the parameters of one type of layer, of a family in which a part of the pairs of a head may rotate.
+
+    Args:
+        keys: of config.json.
+        kind: the type, a key of `rope_parameters`.
+        head_dim: D.
+        absent: the parameters if config.json states none.
+
+    Raises:
+        ModelFolderError: a value is missing, of the wrong type or outside its limits.
+        UnsupportedModelError: the variant or a feature is not supported.
+
+    Source: transformers 5, `modeling_rope_utils.py`, `_compute_proportional_rope_parameters`.
+    """
+    outer = keys.inner("rope_parameters") or Keys({})
+    rope = outer.inner(kind) or Keys(absent, prefix=f"rope_parameters.{kind}.")
+    theta = float(absent["rope_theta"])
+    if rope.text("rope_type") != _PROPORTIONAL:
+        return _checked(keys, rope, head_dim, theta)
+    pairs = int(rope.number("partial_rotary_factor", _SHARE, 1.0) * head_dim // 2)
+    factor = rope.number("factor", _FACTOR, 1.0)
+    theta = rope.number("rope_theta", _THETA, theta)
+    rope.refuse_unread()
+    return Rotary(_PROPORTIONAL, theta, factor, pairs=pairs)
 
 
 def _checked(

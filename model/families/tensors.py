@@ -6,9 +6,19 @@ A module of a layer, such as a projection, has one name here for its weight and 
     output_norm, down_norm      norms of their results
     q, k, v, output             projections of attention;  q_norm, k_norm: norms of queries and keys
     gate, up, down              matrices of the MLP; without a gate only up and down
-    alpha_p, alpha_n            the parameters of xIELU, whose tensors have no `.weight` after the name
+    q_gate                      the gate of attention's result, whose rows stand behind those of each head's query in q
+    mixed_in, z, beta, alpha    projections of the gated delta rule: to its convolution, its gate, its rate, its decay
+    z, x, b, c, dt              rows of the input projection of Mamba-2
+    input, conv, mixed          input projection of other recurrent mixers; convolution and output projection of all
+    gated_norm, a_log, dt_bias, d  their other parameters, of which the last three have no `.weight` after the name
+    alpha_p, alpha_n            the parameters of xIELU, which have none either
+    scale                       of the stream after the layer, likewise
+    per_layer_gate, per_layer_output, per_layer_output_norm     of per-layer inputs
+    laurel_in, laurel_out, laurel_out_norm                      of LAuReL
+    altup_norm, altup_router, altup_predict, altup_correct, altup_scale     of AltUp; the last one without `.weight`
 
-Outside the layers there are embed_tokens, embed_positions, norm and lm_head.
+Outside the layers there are embed_tokens, embed_positions, norm and lm_head; embed_per_layer, per_layer_projection and
+per_layer_norm; streams_in and streams_out, whose modules have a number after the name.
 """
 
 from __future__ import annotations
@@ -27,10 +37,12 @@ class Rewrite:
     Attributes:
         factor: multiplies weight and bias.
         offset: added to the weight, after the factor.
+        bias: multiplies the bias; None for `factor`.
     """
 
     factor: float = 1.0
     offset: float = 0.0
+    bias: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,3 +96,14 @@ LLAMA: Final = Tensors(
     },
 )
 """The tensors of Llama's checkpoints and of those like them."""
+
+MAMBA2: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("z", "x", "b", "c", "dt"), "mamba.in_proj"),
+    "conv": "mamba.conv1d",
+    "a_log": "mamba.A_log",
+    "dt_bias": "mamba.dt_bias",
+    "d": "mamba.D",
+    "gated_norm": "mamba.norm",
+    "mixed": "mamba.out_proj",
+}
+"""The modules of Mamba-2 in a layer of hybrids that have attention too."""

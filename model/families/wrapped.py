@@ -8,8 +8,11 @@ from typing import Final
 from model.families.tensors import Tensors
 
 _PREFIX: Final = "model.language_model."
-_OTHERS: Final = ("visual.", "vision_tower.", "multi_modal_projector.")
-"""Prefixes of an image encoder's tensors."""
+_OTHERS: Final = (
+    "visual.", "vision_tower.", "vision_embedder.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
+    "embed_audio.",
+)  # fmt: skip
+"""Prefixes of the tensors of what reads images and audio."""
 
 
 def wrapped_tensors(tensors: Tensors) -> Tensors:

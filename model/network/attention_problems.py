@@ -22,8 +22,12 @@ def same_problem(mixer: Attention) -> Attention:
         qk_norm_by_head=False,
         late_qk_norm=False,
         query_scale=None,
+        value_norm=False,
+        tied_values=False,
+        kv_layer=None,
         bias=False,
         output_bias=False,
+        gate=False,
     )
 
 

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from kernels.weights import Weight
 from model.network.matrix import Matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import nn
 
-    from torch import Tensor, nn
+
+def _fill_conv(parameter: Tensor, generator: torch.Generator | None) -> None:
+    """Fill the taps of a convolution, [channels, W], so that the sizes of results are those of its inputs."""
+    parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+
+
+def _fill_a_log(parameter: Tensor, _generator: torch.Generator | None) -> None:
+    """Fill the logarithms of decay rates from 1 to 16."""
+    parameter.copy_(torch.linspace(1, 16, len(parameter), device=parameter.device).log())
+
+
+def _fill_dt_bias(parameter: Tensor, _generator: torch.Generator | None) -> None:
+    """Fill biases whose softplus, the step size, is from 0.001 to 0.1 in a geometric series."""
+    bounds = (math.log(1e-3), math.log(1e-1))
+    steps = torch.linspace(*bounds, len(parameter), device=parameter.device).exp()
+    parameter.copy_(steps + (-(-steps).expm1()).log())
+
+
+_RECURRENT: Final[dict[str, Callable[[Tensor, torch.Generator | None], None]]] = {
+    "conv": _fill_conv,
+    "a_log": _fill_a_log,
+    "dt_bias": _fill_dt_bias,
+}
+"""The parameters of recurrent mixers by name.
+
+Source: Gu and Dao, Mamba, 2023 (arXiv 2312.00752), section 3.6; Dao and Gu, Transformers are SSMs, 2024.
+"""
 
 
 def initialize(
@@ -23,6 +52,8 @@ def initialize(
     shard: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Initialize the parameters: matrices from a normal distribution, biases 0, norms 1.
+
+    Those of recurrent mixers begin so that heads forget at different speeds, whatever `std` is.
 
     Args:
         model: may have `Matrix` modules in any format.
@@ -47,7 +78,9 @@ def initialize(
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (matrix := matrices.get(name)) is not None:
+            if (recurrent := _RECURRENT.get(name.rpartition(".")[2])) is not None:
+                recurrent(parameter, generator)
+            elif (matrix := matrices.get(name)) is not None:
                 matrix.copy_(Weight.full(normal(name, matrix, torch.float32)))
             elif parameter.ndim > 1 and shapes is not None:
                 parameter.copy_(normal(name, parameter, parameter.dtype))

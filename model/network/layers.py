@@ -11,7 +11,10 @@ from torch import nn
 
 from kernels.weight_format import WeightFormat, unquantized
 from model.network.matrix import Matrix
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
+from model.network.recurrent import add_gated_delta, add_mamba2, add_short_conv
 from model.network.spec import Attention, Dense
+from model.network.sublayers import AltUp, Laurel, PerLayerInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,14 +31,12 @@ def norm_dtype(norm: NormSpec, dtype: torch.dtype) -> torch.dtype:
 
 def stacked_rows(layer: Layer, parameter: str) -> list[int] | None:
     """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
-    mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, Attention) and parameter.startswith("qkv"):
-        return list(mixer.matrices(0)["qkv"][0])
-    if isinstance(mlp, Dense) and parameter.startswith("gate_up") and mlp.gated:
-        return list(mlp.matrices(0)["gate_up"][0])
     if parameter == "activation":
-        return [1] * mlp.num_activation
-    return None
+        return [1] * layer.mlp.num_activation
+    matrices = {**layer.mixer.matrices(0), **layer.mlp.matrices(0)}
+    name = parameter.removesuffix(".numbers").removesuffix("_bias")
+    rows, _ = matrices.get(name, ((), 0))
+    return list(rows) if len(rows) > 1 else None
 
 
 def layer_formats(
@@ -67,14 +68,22 @@ class NewParameters:
         self._layer, self._dtype, self._device = layer, dtype, device
         self._weight_format = weight_format
 
-    def vector(self, size: int) -> nn.Parameter:
-        """Return a vector, such as a bias."""
-        return nn.Parameter(torch.empty(size, dtype=self._dtype, device=self._device))
+    def vector(self, *shape: int) -> nn.Parameter:
+        """Return a vector, such as a bias, or another array that is no matrix of a product."""
+        return nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def float32(self, size: int) -> nn.Parameter:
+        """Return a vector that is float32 in every model."""
+        return nn.Parameter(torch.empty(size, dtype=torch.float32, device=self._device))
 
     def norm(self, size: int, of: NormSpec | None = None) -> nn.Parameter:
         """Return the weight of a norm; None for one as those of the layer."""
         dtype = norm_dtype(of or self._layer.norm, self._dtype)
         return nn.Parameter(torch.empty(size, dtype=dtype, device=self._device))
+
+    def full(self, rows: int, columns: int) -> nn.Parameter:
+        """Return a matrix, [rows, columns], that is too small to be held in another format."""
+        return nn.Parameter(torch.empty(rows, columns, dtype=self._dtype, device=self._device))
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """Return the matrix of a name, [rows, columns], in its format."""
@@ -90,9 +99,9 @@ class NewParameters:
 class DecoderLayer(nn.Module):
     """The parameters of one layer; executors compute with them.
 
-    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
-    those of up. `activation` has the two parameters of xIELU. Biases and norms that a family lacks are None.
-    `PARAMETERS` has what each kind of part adds.
+    `qkv` stacks the rows of the q, k and v projections that there are, after those of a gate of the result if there is
+    one, `gate_up` those of gate and up; without a gate it has only those of up. `activation` has the two parameters of
+    xIELU. Biases and norms that a family lacks are None. `PARAMETERS` has what each kind of part adds.
 
     Args:
         layer: what the layer computes.
@@ -126,19 +135,27 @@ class DecoderLayer(nn.Module):
         self.mlp_norm_bias = new.vector(hidden) if own_mlp_norm and biases else None
         PARAMETERS[type(layer.mlp)](self, layer.mlp, new)
         self.down_norm = new.norm(hidden) if layer.post_norms else None
+        for part in layer.parts[2:]:
+            PARAMETERS[type(part)](self, part, new)
+        self.scale = new.vector(1) if layer.scaled else None
 
     def add_attention(self, mixer: Attention, new: NewParameters) -> None:
         """Add the parameters of attention."""
         heads, key_heads = (it * mixer.head_dim for it in (mixer.num_heads, mixer.num_kv_heads))
-        stacked = heads + 2 * key_heads
+        stacked, has_keys = sum(mixer.projected), mixer.kv_layer is None
         has_all = mixer.joint_qk_norm or mixer.qk_norm_by_head
         normalized = (heads, key_heads) if has_all else (mixer.head_dim,) * 2
         self.qkv = new.matrix("qkv", stacked, new.hidden)
         self.qkv_bias = new.vector(stacked) if mixer.bias else None
         self.q_norm = new.norm(normalized[0], mixer.qk_norm) if mixer.qk_norm else None
-        self.k_norm = new.norm(normalized[1], mixer.qk_norm) if mixer.qk_norm else None
+        self.k_norm = new.norm(normalized[1], mixer.qk_norm) if mixer.qk_norm and has_keys else None
         self.output = new.matrix("output", new.hidden, heads)
         self.output_bias = new.vector(new.hidden) if mixer.output_bias else None
+
+    def add_parallel(self, mixer: Parallel, new: NewParameters) -> None:
+        """Add the parameters of mixers beside each other."""
+        for it in mixer.mixers:
+            PARAMETERS[type(it)](self, it, new)
 
     def add_dense(self, mlp: Dense, new: NewParameters) -> None:
         """Add the parameters of a dense MLP."""
@@ -148,6 +165,29 @@ class DecoderLayer(nn.Module):
         self.activation = new.vector(mlp.num_activation) if mlp.num_activation else None
         self.down = new.matrix("down", new.hidden, mlp.inner)
         self.down_bias = new.vector(new.hidden) if mlp.bias else None
+
+    def add_per_layer_input(self, part: PerLayerInput, new: NewParameters) -> None:
+        """Add the parameters of per-layer inputs."""
+        self.per_layer_gate = new.matrix("per_layer_gate", part.size, new.hidden)
+        self.per_layer_output = new.matrix("per_layer_output", new.hidden, part.size)
+        self.per_layer_gate_bias = self.per_layer_output_bias = None
+        self.per_layer_output_norm = new.norm(new.hidden)
+
+    def add_laurel(self, part: Laurel, new: NewParameters) -> None:
+        """Add the parameters of LAuReL."""
+        self.laurel_in = new.matrix("laurel_in", part.rank, new.hidden)
+        self.laurel_out = new.matrix("laurel_out", new.hidden, part.rank)
+        self.laurel_in_bias = self.laurel_out_bias = None
+        self.laurel_out_norm = new.norm(new.hidden)
+
+    def add_altup(self, part: AltUp, new: NewParameters) -> None:
+        """Add the parameters of AltUp: of the router, of the coefficients, and the scale of the active stream."""
+        count = part.count
+        self.altup_norm = new.norm(new.hidden)
+        self.altup_router = new.full(count, new.hidden)
+        self.altup_predict = new.full(count * count, count)
+        self.altup_correct = new.full(count, count)
+        self.altup_scale = new.vector(new.hidden)
 
     @property
     def matrices(self) -> dict[str, Weight]:
@@ -168,6 +208,13 @@ class DecoderLayer(nn.Module):
 
 PARAMETERS: Final[dict[type, Callable[[DecoderLayer, Any, NewParameters], None]]] = {
     Attention: DecoderLayer.add_attention,
+    ShortConv: add_short_conv,
+    GatedDelta: add_gated_delta,
+    Mamba2: add_mamba2,
+    Parallel: DecoderLayer.add_parallel,
     Dense: DecoderLayer.add_dense,
+    PerLayerInput: DecoderLayer.add_per_layer_input,
+    Laurel: DecoderLayer.add_laurel,
+    AltUp: DecoderLayer.add_altup,
 }
-"""Adds the parameters of a mixer or an MLP to a layer."""
+"""Adds the parameters of a sublayer to a layer."""

@@ -1,4 +1,4 @@
-"""The sizes of the matrices of layers. Imports no PyTorch."""
+"""The sizes of the matrices of layers, and of the adapters that change them. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,32 @@ if TYPE_CHECKING:
     from model.network.spec import Network
 
 
-STACKED: Final = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""The modules whose rows a matrix of a layer stacks; without a gate it has those of the last one."""
+_STACKED: Final = {
+    ("qkv", 1): ("q",),
+    ("qkv", 2): ("q", "k"),
+    ("qkv", 3): ("q", "k", "v"),
+    ("qkv", 4): ("q_gate", "q", "k", "v"),
+    ("gate_up", 1): ("up",),
+    ("gate_up", 2): ("gate", "up"),
+    ("input", 2): ("mixed_in", "z"),
+    ("gates", 2): ("beta", "alpha"),
+    ("input", 5): ("z", "x", "b", "c", "dt"),
+}
+"""The modules whose rows a matrix of a layer stacks, by the number of them."""
+
+
+def stacked_modules(matrix: str, count: int) -> tuple[str, ...]:
+    """Return the modules whose rows a matrix of a layer stacks, by the names of `model.families.tensors`.
+
+    Args:
+        matrix: its name.
+        count: how many they are: fewer than there may be without a gate, or without projections of keys and values.
+    """
+    return _STACKED.get((matrix, count), (matrix,))
+
+
+_RANK_ALIGNMENT: Final = 16
+"""Ranks are rounded up to a power of two from this number on, as kernels for GPUs multiply them."""
 
 
 class MatrixShape(NamedTuple):
@@ -25,7 +49,26 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
     return [
         {
             name: MatrixShape(*shape)
-            for name, shape in {**it.mixer.matrices(hidden), **it.mlp.matrices(hidden)}.items()
+            for part in it.parts
+            for name, shape in part.matrices(hidden).items()
         }
         for it in network.layers
     ]
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of a slot for adapters of up to `rank`."""
+    return max(_RANK_ALIGNMENT, 1 << (rank - 1).bit_length())
+
+
+def slot_bytes(network: Network, rank: int, item_bytes: int) -> int:
+    """Return the bytes of a slot for an adapter.
+
+    Args:
+        network: of the model, or of what a rank computes of it.
+        rank: the largest of an adapter.
+        item_bytes: of a number.
+    """
+    matrices = (it for layer in matrix_shapes(network) for it in layer.values())
+    numbers = sum(len(it.parts) * it.inputs + sum(it.parts) for it in matrices)
+    return numbers * slot_rank(rank) * item_bytes

@@ -6,9 +6,11 @@ rule reads it too. What they compute between their matrices: `kernels.recurrent.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
-from model.network.state import Fixed
+from model.network.state import Both, Fixed
 
 _CHUNK = 64
 """`kernels.recurrent.problem.CHUNK`, which a test compares."""
@@ -35,7 +37,7 @@ class ShortConv:
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
-        return {"input": ((self.channels,) * 3, hidden), "mixed": ((hidden,), self.channels)}
+        return {"input": ((3 * self.channels,), hidden), "mixed": ((hidden,), self.channels)}
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
@@ -115,7 +117,8 @@ class Mamba2:
         norm_before_gate: whether the norm is before the gate rather than after it.
         dt_limits: least and largest step size.
         conv_bias: whether the convolution has a bias.
-        bias: whether the products have biases.
+        bias: whether the product that reads the stream has one.
+        output_bias: whether the product that adds to it has one.
     """
 
     num_heads: int
@@ -131,7 +134,8 @@ class Mamba2:
         default=(0.0, float("inf")), metadata={"text": "limits of the step size of Mamba-2"}
     )
     conv_bias: bool = field(default=True, metadata={"text": "Mamba-2 without a convolution bias"})
-    bias: bool = field(default=False, metadata={"text": "biases of the products of Mamba-2"})
+    bias: bool = field(default=False, metadata={"text": "bias of the inputs of Mamba-2"})
+    output_bias: bool = field(default=False, metadata={"text": "bias of the result of Mamba-2"})
 
     @property
     def channels(self) -> int:
@@ -150,13 +154,14 @@ class Mamba2:
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
-        rows = self.inner, self.channels, self.num_heads
+        group = self.num_groups * self.state_dim
+        rows = self.inner, self.inner, group, group, self.num_heads
         return {"input": (rows, hidden), "mixed": ((hidden,), self.inner)}
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
         rows = self.inner + self.channels + self.num_heads
-        biases = self.bias * (rows + hidden) + self.conv_bias * self.channels
+        biases = self.bias * rows + self.output_bias * hidden + self.conv_bias * self.channels
         norm = 0 if self.eps is None else self.inner
         products = (rows + self.inner) * hidden
         return products + self.channels * self.width + self.num_float32 + norm + biases
@@ -165,3 +170,35 @@ class Mamba2:
         """Return what a sequence keeps."""
         shapes = (self.width - 1, self.channels), (self.num_heads, self.head_dim, self.state_dim)
         return Fixed(shapes, (_FLOAT32,) * 2, _CHUNK)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Mixers beside each other: they read the same normalized stream, and their results are added to it.
+
+    Attributes:
+        mixers: attention, and one of the above. Their matrices have different names.
+    """
+
+    mixers: tuple[Any, Any]
+
+    @property
+    def num_float32(self) -> int:
+        """Number of parameters that are float32 in every model."""
+        count: int = sum(it.num_float32 for it in self.mixers)
+        return count
+
+    def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return the outputs of the projections that each matrix stacks, and its inputs."""
+        named = (it.matrices(hidden).items() for it in self.mixers)
+        return dict(itertools.chain.from_iterable(named))
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the number of parameters between streams of `hidden` elements."""
+        count: int = sum(it.num_parameters(hidden) for it in self.mixers)
+        return count
+
+    def state(self, dtype: str) -> Both:
+        """Return what a sequence keeps, in a cache of a dtype."""
+        paged, fixed = (it.state(dtype) for it in self.mixers)
+        return Both(paged, fixed)

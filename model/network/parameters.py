@@ -17,7 +17,7 @@ from model.network.parallel import head_rows, shard, shard_network, shard_stacke
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -59,8 +59,14 @@ class DecoderParameters(nn.Module):
         is_in_library: whether the C library for CPUs computes the model.
         head_format: of the head, if `weight_format` has it; else None.
         ropes: the tables of each of `Network.rotaries`.
+        embed_per_layer, per_layer_projection, per_layer_norm: of `Network.per_layer`, if there is one: [vocab, L * E],
+            [L * E, C] and [E].
+        streams_in, streams_out: the matrices of all but the first of `Network.streams`, if there are any, one above the
+            other, [(A - 1) * C, C] each.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
         adapters: slots of adapters; None until they are reserved.
+        embedding_rows: looks up tokens, [T] int64, in a packed head that is tied to the embedding, which has no memory
+            of its own then: [T, C] float32; None where there is none.
     """
 
     def __init__(
@@ -92,6 +98,15 @@ class DecoderParameters(nn.Module):
         self.embed_positions = (
             empty(positions.offset + positions.count, hidden) if positions else None
         )
+        table_of_layers, streams, count = network.per_layer, network.streams, len(network.layers)
+        if table_of_layers is not None:
+            size = table_of_layers.size
+            self.embed_per_layer = empty(table_of_layers.vocab, count * size)
+            self.per_layer_projection = empty(count * size, hidden)
+            self.per_layer_norm = empty(size)
+        if streams is not None:
+            self.streams_in = empty((streams.count - 1) * hidden, hidden)
+            self.streams_out = empty((streams.count - 1) * hidden, hidden)
         self.layers = nn.ModuleList(
             DecoderLayer(layer, hidden, dtype, device, layer_formats(weight_format, index))
             for index, layer in enumerate(network.layers)
@@ -110,6 +125,7 @@ class DecoderParameters(nn.Module):
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self.unmeasured_kernels = False
         self.adapters: AdapterSlots | None = None
+        self.embedding_rows: Callable[[Tensor], Tensor] | None = None
 
     def initialize(self, std: float, generator: torch.Generator | None = None) -> None:
         """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
@@ -156,6 +172,16 @@ class DecoderParameters(nn.Module):
         self.is_in_library = True
         if quantization in LIBRARY_FORMATS:
             self.weight_format, self.other_formats = quantization, ()
+
+    def drop_embedding(self, rows: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Free the embedding's memory; what remains says that activations are float32.
+
+        Args:
+            rows: becomes `embedding_rows`.
+        """
+        self.embedding_rows = rows
+        empty = torch.empty(0, self.network.hidden, device=self.device)
+        self.embed_tokens = nn.Parameter(empty, requires_grad=False)
 
     @property
     def arch(self) -> GPUArch:

@@ -34,6 +34,9 @@ def inverse_frequencies(rope: Rotary | None, head_dim: int, *, long: bool = Fals
     """
     if rope is None:
         return torch.zeros(head_dim // 2, device="cpu")
+    if rope.rope_type == "proportional":
+        rotating = _frequencies(rope, head_dim, long=long)[: rope.pairs] / rope.factor
+        return functional.pad(rotating, (0, head_dim // 2 - rope.pairs))
     rotating = _frequencies(rope, rope.dims or head_dim, long=long)
     return functional.pad(rotating, (0, head_dim // 2 - len(rotating)))
 

@@ -15,9 +15,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from model.network.state import Paged, StateSpec
+from model.network.state import Paged, Shared, StateSpec
+from model.network.sublayers import AltUp, Laurel, PerLayerInput, PerLayerTable, Streams
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 """As in `kernels.norms.pytorch`, which this module does not import, because that imports PyTorch, and "xielu", which
 has two parameters in each layer.
@@ -48,6 +49,7 @@ class Rotary:
         short_factor: longrope; divides the frequency of each pair of dimensions within the original context.
         long_factor: longrope; the same for longer contexts.
         dims: dimensions of a head that rotate, which come first in each half of the head; None for all.
+        pairs: proportional; how many pairs of dimensions rotate, with the frequencies that they have where all do.
     """
 
     rope_type: RopeType = "default"
@@ -63,6 +65,7 @@ class Rotary:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     dims: int | None = None
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,10 @@ class Attention:
         output_bias: whether the output projection has one.
         late_qk_norm: whether `qk_norm` is after the rotation instead.
         query_scale: multiplies the queries by position; None for no factor.
+        gate: whether the result is multiplied by the sigmoid of a projection of its size, before the output projection.
+        value_norm: whether each head of values has an RMS norm without weight, with the eps of `qk_norm`.
+        tied_values: whether the value projection is the key projection; keys are then normalized and rotated apart.
+        kv_layer: index of the earlier layer whose keys and values it reads; None for its own.
     """
 
     num_heads: int
@@ -150,18 +157,33 @@ class Attention:
     query_scale: QueryScale | None = field(
         default=None, metadata={_TEXT: "scale of queries by position beyond the original context"}
     )
+    gate: bool = field(default=False, metadata={_TEXT: "gate of the result of attention"})
+    value_norm: bool = field(default=False, metadata={_TEXT: "norms of values"})
+    tied_values: bool = field(default=False, metadata={_TEXT: "values from the key projection"})
+    kv_layer: int | None = field(
+        default=None, metadata={_TEXT: "keys and values of an earlier layer"}
+    )
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Outputs of the projections that there are of those of a gate, queries, keys and values, in this order."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        read = (queries,) * (1 + self.gate)
+        if self.kv_layer is not None:
+            return read
+        return (*read, keys) if self.tied_values else (*read, keys, keys)
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters between streams of `hidden` elements."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        outputs, queries = sum(self.projected), self.num_heads * self.head_dim
         norms = self._num_norm if self.qk_norm else 0
-        biases = self.bias * (queries + 2 * keys) + self.output_bias * hidden
-        return hidden * (2 * queries + 2 * keys) + norms + biases
+        biases = self.bias * outputs + self.output_bias * hidden
+        return hidden * (outputs + queries) + norms + biases
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {"qkv": ((queries, keys, keys), hidden), "output": ((hidden,), queries)}
+        queries = self.num_heads * self.head_dim
+        return {"qkv": (self.projected, hidden), "output": ((hidden,), queries)}
 
     @property
     def num_float32(self) -> int:
@@ -171,12 +193,15 @@ class Attention:
     @property
     def _num_norm(self) -> int:
         """Number of parameters of the norms of queries and keys, if there are any."""
+        has_keys = self.kv_layer is None
         if not (self.joint_qk_norm or self.qk_norm_by_head):
-            return 2 * self.head_dim
-        return (self.num_heads + self.num_kv_heads) * self.head_dim
+            return (1 + has_keys) * self.head_dim
+        return (self.num_heads + has_keys * self.num_kv_heads) * self.head_dim
 
-    def state(self, dtype: str) -> Paged:
+    def state(self, dtype: str) -> Paged | Shared:
         """Return what a sequence keeps, in a cache of a dtype."""
+        if self.kv_layer is not None:
+            return Shared(self.kv_layer)
         return Paged(self.num_kv_heads, self.head_dim, dtype)
 
 
@@ -189,6 +214,8 @@ class Dense:
         activation: f.
         gated: whether f(gate projection) * up projection is between them; else f(projection).
         bias: whether the projections have biases.
+        sparsity: s, the share of the gate's outputs that become 0 before the activation if they are distributed
+            normally; their s-quantile is subtracted from the others. 0 for all outputs as they are.
 
     Source: So et al., Primer, 2021, for "relu2", the square of ReLU; Huang and Schlag, Deriving Activation Functions
     Using Integration, 2024 (arXiv 2411.13010), for "xielu".
@@ -198,6 +225,7 @@ class Dense:
     activation: ActivationName = field(default="silu", metadata={_TEXT: "{} activation"})
     gated: bool = field(default=True, metadata={_TEXT: "MLP without a gate"})
     bias: bool = field(default=False, metadata={_TEXT: "biases of the MLP"})
+    sparsity: float = field(default=0.0, metadata={_TEXT: "sparse activations"})
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
@@ -231,6 +259,10 @@ class Layer:
         shared_norm: whether the norm before the mixer is the one before the MLP too.
         post_norms: whether the results of mixer and MLP are normalized, without bias, before they are added.
         pre_norms: whether the stream is normalized before mixer and MLP.
+        per_layer: a third sublayer, which adds what the token is for this layer; None for none.
+        scaled: whether the stream is multiplied by a number after the last sublayer.
+        laurel: a low-rank sublayer beside the mixer; None for none.
+        altup: has several streams, of which mixer and MLP change one; None for one.
     """
 
     mixer: Mixer
@@ -242,18 +274,34 @@ class Layer:
     )
     parallel: bool = field(default=False, metadata={_TEXT: "attention and MLP in parallel"})
     shared_norm: bool = field(default=False, metadata={_TEXT: "shared norm of attention and MLP"})
+    per_layer: PerLayerInput | None = field(default=None, metadata={_TEXT: "per-layer inputs"})
+    scaled: bool = field(default=False, metadata={_TEXT: "scale of the stream after a layer"})
+    laurel: Laurel | None = field(default=None, metadata={_TEXT: "LAuReL"})
+    altup: AltUp | None = field(default=None, metadata={_TEXT: "AltUp"})
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its mixer, or those that are beside each other."""
+        return getattr(self.mixer, "mixers", (self.mixer,))
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The sublayers that it has, mixer and MLP first."""
+        others = (self.laurel, self.altup, self.per_layer)
+        return (self.mixer, self.mlp, *(it for it in others if it is not None))
 
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer of a stream of `hidden` elements."""
         norms = (
             self.norm.num_parameters(hidden) * self._num_pre_norms + 2 * hidden * self.post_norms
         )
-        mixer: int = self.mixer.num_parameters(hidden)
-        return mixer + self.mlp.num_parameters(hidden) + norms
+        parts: int = sum(it.num_parameters(hidden) for it in self.parts)
+        return parts + norms + self.scaled
 
     def num_float32(self, hidden: int) -> int:
         """Return the number of those parameters that are float32 in a model of every dtype."""
-        norms = hidden * (self._num_pre_norms + 2 * self.post_norms)
+        others = sum(it is not None for it in (self.laurel, self.altup, self.per_layer))
+        norms = hidden * (self._num_pre_norms + 2 * self.post_norms + others)
         mixer: int = self.mixer.num_float32
         return mixer + norms * self.norm.float32
 
@@ -306,6 +354,8 @@ class Network:
         tied: whether the projection to the vocabulary is the embedding matrix.
         head_bias: whether the projection to the vocabulary has a bias.
         modules: of `transformers`, which compute the network; None for our executors.
+        per_layer: the embeddings of `Layer.per_layer`; None for none.
+        streams: how the streams of `Layer.altup` begin and end; None for one stream.
     """
 
     vocab: int
@@ -318,6 +368,10 @@ class Network:
     tied: bool = False
     head_bias: bool = field(default=False, metadata={_TEXT: "bias of the output head"})
     modules: Modules | None = field(default=None, metadata={_TEXT: "modules of transformers"})
+    per_layer: PerLayerTable | None = field(
+        default=None, metadata={_TEXT: "embeddings for each layer"}
+    )
+    streams: Streams | None = field(default=None, metadata={_TEXT: "several residual streams"})
 
     @property
     def num_parameters(self) -> int:
@@ -329,7 +383,14 @@ class Network:
             tables += self.positions.count + self.positions.offset
         layers = sum(layer.num_parameters(self.hidden) for layer in self.layers)
         outside = self.norm.num_parameters(self.hidden) + self.head_bias * self.vocab
-        return layers + tables * self.hidden + outside
+        return layers + tables * self.hidden + outside + self.num_others
+
+    @property
+    def num_others(self) -> int:
+        """Number of parameters outside the layers of `per_layer` and `streams`."""
+        count, hidden = len(self.layers), self.hidden
+        tables = 0 if self.per_layer is None else self.per_layer.num_parameters(hidden, count)
+        return tables + (0 if self.streams is None else self.streams.num_parameters(hidden))
 
     def state(self, dtype: object) -> StateSpec:
         """Return what a sequence keeps in all layers.
@@ -356,13 +417,13 @@ class Network:
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """The mixers of the layers with attention, in order."""
-        mixers = (layer.mixer for layer in self.layers)
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
     def other_mixers(self) -> tuple[str, ...]:
         """The kinds of the other mixers."""
-        kinds = (type(layer.mixer) for layer in self.layers)
+        kinds = (type(mixer) for layer in self.layers for mixer in layer.mixers)
         return tuple(dict.fromkeys(kind.__name__ for kind in kinds if kind is not Attention))
 
     @property

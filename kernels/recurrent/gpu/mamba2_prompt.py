@@ -116,7 +116,7 @@ def prepare_blocks(
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"])
 def scan_blocks(
-    mixed, z, scores, decays, d, state, out, cu_seqlens, positions, slots, rows, num_prompts, z_stride,
+    mixed, z, scores, decays, d, state, out, cu_seqlens, positions, slots, rows, num_prompts, z_stride, state_stride,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def scan_blocks(
         scores: of `prepare_blocks`.
         decays: likewise.
         d: [H] float32.
-        state: [S, H, P, N] float32.
+        state: [S, H, P, N] float32, slots at any distance.
         out: [T, H * P] of the tokens of prompts; with the gate where GATED, and without the norm.
     """
     PARTS: tl.constexpr = (P + ROWS - 1) // ROWS
@@ -156,7 +156,7 @@ def scan_blocks(
         write = tl.load(slots + 2 * (rows + prompt) + 1).to(tl.int64)
         tile = (head * P + p)[None, :] * N + n[:, None]
         is_tile = is_p[None, :] & is_n[:, None]
-        h = tl.load(state + read * INNER * N + tile, mask=is_tile & (read >= 0), other=0.0)
+        h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
         skip = tl.load(d + head)
         # Offsets within a block fit 32 bits, of which the registers hold more.
         of_head = head * P + p[None, :]
@@ -193,7 +193,7 @@ def scan_blocks(
             b = tl.load(tokens + of_b, mask=exists & is_n[None, :], other=0.0)
             h *= tl.load(decay + 3 * CHUNK - 1)
             h = tl.dot(b.T, (wide * weight[:, None]).to(dtype), h, input_precision="ieee")
-        tl.store(state + write * INNER * N + tile, h, mask=is_tile & (write >= 0))
+        tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def mamba2_prompts(
     rows = min(most_rows, _STATE // columns, max(16, triton.next_power_of_2(shape.head_dim)))
     scan_blocks[heads * triton.cdiv(shape.head_dim, rows), prompts](
         mixed, z, scores, decays, weights.d, state, out, segments.cu_seqlens, positions, segments.slots, segments.rows,
-        prompts, z.stride(0),
+        prompts, z.stride(0), state.stride(0),
         P=shape.head_dim, GATED=kind != NORM_BEFORE_GATE.value, ROWS=rows, COLUMNS=columns,
         STAGES=_stages(columns, out), num_warps=8, **sizes,
     )  # fmt: skip

@@ -62,10 +62,10 @@ class RotationLaunch(NamedTuple):
 @triton.jit(do_not_specialize=["num_tokens", "lines_1", "lines_2"])
 def rotate_and_write(
     qkv, q_out, keys, values, key_scales, value_scales, q_weight, k_weight, cos, sin, positions, slot_mapping,
-    ahead_1, ahead_2, lines_1, lines_2, num_tokens, qkv_stride, q_stride, eps,
+    ahead_1, ahead_2, lines_1, lines_2, num_tokens, qkv_stride, q_stride, eps, value_eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
-    FETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, VALUE_NORM: tl.constexpr,
+    FP8: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Process BLOCK_H heads of BLOCK_T tokens; program (tokens, heads), over the heads of q, k and v.
 
@@ -143,7 +143,14 @@ def rotate_and_write(
         elif head < ALL:
             at = values + (head - HEADS - KV_HEADS) * D + line
             scales = value_scales + (head - HEADS - KV_HEADS) * BLOCK_SIZE + scale_line
-            write_head(at, scales, firsts[i], seconds[i], is_slot, D, FP8)
+            value_1 = firsts[i]
+            value_2 = seconds[i]
+            if VALUE_NORM:
+                value_1, value_2 = normalize_halves(
+                    value_1.to(tl.float32), value_2.to(tl.float32), 1.0, 1.0, value_eps, D,
+                    qkv.dtype.element_ty,
+                )  # fmt: skip
+            write_head(at, scales, value_1, value_2, is_slot, D, FP8)
 
 
 @triton.jit
@@ -216,6 +223,7 @@ def rope_and_write_kv(
     *,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    value_eps: float | None = None,
     q_out: Tensor | None = None,
     kv_scale: Tensor | None = None,
     ahead: tuple[Tensor, Tensor] | None = None,
@@ -228,12 +236,13 @@ def rope_and_write_kv(
 
     Args:
         qkv: [T, (H + 2 * K) * D], contiguous in its rows.
-        kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values.
+        kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values. K may be 0.
         rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in qkv's dtype.
         positions: [T] int64, rows of `rope`.
         slot_mapping: [T] int32 or int64; -1 skips a token's key and value.
         norms: weights of the queries' and the keys' norm, [D] each; None where the family has none.
         eps: of the norms.
+        value_eps: eps of a norm of values without a weight; None if they have none.
         q_out: [T, H, D], contiguous in a token; None writes the queries over those in `qkv`.
         kv_scale: of a float8_e4m3fn cache, [2, N, K, S] float32 contiguous; written.
         ahead: two tensors that later kernels read; their first 24 MiB are prefetched to the second-level cache.
@@ -269,8 +278,9 @@ def rope_and_write_kv(
     rotate_and_write[(blocks, programs)](
         qkv, q_out, keys, values, *scales, q_weight, k_weight, *rope, positions, slot_mapping,
         *((qkv, qkv) if ahead is None else ahead), *lines, tokens, qkv.stride(0), q_out.stride(0), eps,
+        value_eps or 0.0,
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, BLOCK_T=launch.tokens, BLOCK_H=launch.heads,
-        BLOCK_SIZE=kv.shape[2], NORM=norms is not None, FP8=kv_scale is not None,
+        BLOCK_SIZE=kv.shape[2], NORM=norms is not None, VALUE_NORM=value_eps is not None, FP8=kv_scale is not None,
         FETCH=0 if ahead is None else _FETCH_LINES, num_warps=launch.num_warps, **dependent_launch(pdl),
     )  # fmt: skip
     return q_out

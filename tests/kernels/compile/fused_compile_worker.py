@@ -134,7 +134,7 @@ class FusedJob:
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
+            "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
             "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
             of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
             "lora" "rank 64", "rank 256" or "float32"; of
@@ -368,6 +368,8 @@ class FusedCompiler(Compiler):
         kv, scale = empty(2, 3, 16, 8, head_dim), None
         if "fp8" in job.around:
             kv, scale = kv.to(torch.float8_e4m3fn), torch.empty(2, 3, 8, 16)
+        if "queries" in job.around:
+            kv = kv[:, :, :, :0]
         rope_and_write_kv(
             empty(tokens, 32 * head_dim),
             kv,
@@ -376,6 +378,7 @@ class FusedCompiler(Compiler):
             torch.empty(tokens, dtype=torch.int32),
             norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
             eps=1e-6,
+            value_eps=1e-6 if "values" in job.around else None,
             kv_scale=scale,
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
             batch_invariant="invariant" in job.around,

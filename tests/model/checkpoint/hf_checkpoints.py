@@ -9,6 +9,8 @@ import transformers
 from model.families.table import find_architecture
 
 VOCAB_SIZE = 128
+_LESS_1 = ("Gemma", "Gemma2", "Gemma3", "Gemma3Text", "Nemotron")
+"""Families whose weights of norms are stored less 1."""
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -77,12 +79,15 @@ class Case:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
-                    low = -0.5 if self.family.startswith(("Gemma", "Nemotron")) else 0.5
+                    low = -0.5 if self.family in _LESS_1 else 0.5
                     parameter.uniform_(low, low + 1)
                 else:
                     parameter.normal_(0, 0.2)
                 if self.rounded:
                     parameter.copy_(parameter.bfloat16())
+            for name, buffer in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
         return model.eval()
 
     def save(self, folder):
@@ -114,6 +119,18 @@ def _gemma(**changes):
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+
+
+def _gemma_nano(per_layer, **changes):
+    """Layers of two types, of which the last ones read the keys and values of others."""
+    return _layers(
+        6,
+        layer_types=_KINDS[:2] * 3,
+        head_dim=16,
+        sliding_window=16,
+        hidden_size_per_layer_input=per_layer,
+        **changes,
+    )
 
 
 _VISION = {
@@ -164,6 +181,36 @@ def _layers(count, **changes):
     return {"num_hidden_layers": count, **changes}
 
 
+_GEMMA4 = _gemma_nano(
+    8,
+    global_head_dim=32,
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    vocab_size_per_layer_input=VOCAB_SIZE,
+    final_logit_softcapping=5.0,
+)
+_GEMMA4_LARGE = _gemma_nano(
+    0, global_head_dim=24, attention_k_eq_v=True, num_global_key_value_heads=1
+)
+_GEMMA3N = _gemma_nano(
+    8,
+    num_kv_shared_layers=2,
+    vocab_size_per_layer_input=100,
+    laurel_rank=8,
+    intermediate_size=[96, 96, 64, 96, 32, 96],
+    activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.8, 0.0],
+)
+_GEMMA_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 16,
+}
+
+
 def _mrope(section, **changes):
     return _rope("default", mrope_section=section, **changes)
 
@@ -205,6 +252,32 @@ _MINICPM = _named(
 ) | dict.fromkeys(_minicpm(4).keys() - {"num_hidden_layers"})
 # The class has a list of end tokens for null.
 _CWM = _layers(5, head_dim=16, sliding_window=16, max_position_embeddings=16384, eos_token_id=2)
+_QWEN3_5 = _layers(
+    4,
+    head_dim=16,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+)
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 96, **_MAMBA, **_GRANITE}
+_FALCON_H1 = {
+    **_MAMBA,
+    "mamba_d_ssm": 96,
+    "head_dim": 16,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.1,
+    "attention_in_multiplier": 0.7,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 1.4,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.35, 0.25, 0.7, 0.5, 0.4],
+    "mlp_multipliers": [0.9, 0.4],
+}
+_LFM2 = _layers(4, full_attn_idxs=[1], block_multiple_of=16, block_ffn_dim_multiplier=1.1)
 CASES = {
     "llama": Case("Llama"),
     "llama sharded": Case("Llama", shard_size="40KB"),
@@ -320,6 +393,43 @@ CASES = {
         },
     ),
     "gemma3 by pattern": Case("Gemma3Text", _gemma(sliding_window_pattern=2)),
+    "gemma4": Case("Gemma4Text", _GEMMA4, in_half=True),
+    "gemma4 large": Case("Gemma4Text", _GEMMA4_LARGE, in_half=True),
+    "gemma4 large untied biases": Case(
+        "Gemma4Text",
+        _GEMMA4_LARGE | {"tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gemma4 values from keys biases": Case(
+        "Gemma4Text", _GEMMA4 | {"attention_k_eq_v": True, "attention_bias": True}
+    ),
+    "gemma4 ropes": Case(
+        "Gemma4Text",
+        _GEMMA4
+        | {"rope_parameters": {"full_attention": _LINEAR_ROPE, "sliding_attention": _LOCAL_ROPE}},
+    ),
+    "gemma4 multimodal": Case(
+        "Gemma4",
+        _GEMMA4,
+        model="ForConditionalGeneration",
+        others={"vision_config": _GEMMA_ENCODER, "audio_config": None},
+    ),
+    "gemma4 unified": Case(
+        "Gemma4Unified",
+        {it: value for it, value in _GEMMA4_LARGE.items() if it != "hidden_size_per_layer_input"},
+        model="ForConditionalGeneration",
+        others={"vision_config": None, "audio_config": None},
+    ),
+    "gemma4 unified text": Case(
+        "Gemma4UnifiedText",
+        {it: value for it, value in _GEMMA4_LARGE.items() if it != "hidden_size_per_layer_input"},
+    ),
+    "gemma3n": Case("Gemma3nText", _GEMMA3N, in_half=True),
+    "gemma3n second stream untied biases": Case(
+        "Gemma3nText",
+        _GEMMA3N
+        | {"altup_active_idx": 1, "altup_num_inputs": 3, "altup_correct_scale": False}
+        | {"tie_word_embeddings": False, "attention_bias": True, "num_kv_shared_layers": 0},
+    ),
     "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),
     "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),
     "gpt2 untied": Case(
@@ -515,6 +625,55 @@ CASES = {
         named="LlamaForCausalLM",
     ),
     "cwm": Case("Cwm", _CWM),
+    "qwen3.5": Case("Qwen3_5Text", _QWEN3_5, in_half=True),
+    "qwen3.5 more value heads tied biases": Case(
+        "Qwen3_5Text",
+        _QWEN3_5
+        | _layers(3, layer_types=["full_attention", "linear_attention", "linear_attention"])
+        | {"linear_num_value_heads": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3.5 vl": Case(
+        "Qwen3_5",
+        _QWEN3_5 | _mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+        model="ForConditionalGeneration",
+        others={"vision_config": _QWEN_VISION | {"num_position_embeddings": 16}},
+    ),
+    "granite4": Case(
+        "GraniteMoeHybrid",
+        _layers(3, layer_types=["mamba", "attention", "mamba"], **_GRANITE4),
+        in_half=True,
+    ),
+    "granite4 rope tied biases groups": Case(
+        "GraniteMoeHybrid",
+        _layers(2, layer_types=["attention", "mamba"], **_GRANITE4)
+        | {"position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True}
+        | {"mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "granite4 without mamba": Case(
+        "GraniteMoeHybrid",
+        _layers(2, layer_types=["attention"] * 2, **_GRANITE4)
+        | {"position_embedding_type": "rope"},
+    ),
+    "falcon h1": Case("FalconH1", _FALCON_H1, in_half=True),
+    "falcon h1 norm tied biases": Case(
+        "FalconH1",
+        _FALCON_H1
+        | dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+        | {"mamba_rms_norm": True, "mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "falcon h1 norm after gate": Case(
+        "FalconH1",
+        _FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
+        | {"mamba_d_ssm": None, "mamba_conv_bias": False},
+    ),
+    "lfm2": Case("Lfm2", _LFM2, in_half=True),
+    "lfm2 untied biases": Case(
+        "Lfm2",
+        _LFM2
+        | _layers(3, layer_types=["conv", "full_attention", "conv"], full_attn_idxs=None)
+        | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
     "minicpm": Case("Granite", _minicpm(4), restated=_MINICPM),
     "minicpm longrope tied": Case(
         "Granite",

@@ -1,19 +1,22 @@
 """Runs a DecoderLM over a paged cache as an engine does, for tests."""
 
+import itertools
 import random
 
 import torch
 
 from kernels import PagedBatch
+from kernels.recurrent.segments import Segments
 from model.device.kv_cache import KVCache
 
 BLOCK_SIZE = 4
+NUM_SLOTS = 32
 
 
 def new_cache(model, num_blocks, block_size, dtype=None):
     """Return a cache for a model, on its device, by default of its dtype."""
     state = model.network.state(dtype or model.dtype)
-    return KVCache(state, num_blocks, block_size, model.device)
+    return KVCache(state, num_blocks, block_size, model.device, num_slots=NUM_SLOTS)
 
 
 class PagedDriver:
@@ -26,10 +29,13 @@ class PagedDriver:
         for layer in (*self.cache.layers, *self.cache.scales):
             if layer is not None:
                 layer.fill_(float("nan"))
+        for state in itertools.chain(*self.cache.fixed):
+            state.fill_(float("nan"))
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
         self._blocks = {}
         self._lengths = {}
+        self._slots = {}
 
     def step(self, chunks):
         """Run a step with {sequence: token ids}; return {sequence: logits [tokens, V]}.
@@ -38,9 +44,11 @@ class PagedDriver:
         """
         ordered = sorted(chunks.items(), key=lambda item: len(item[1]) > 1)
         num_decode = sum(len(tokens) == 1 for _, tokens in ordered)
-        ids, positions, slots = [], [], []
+        ids, positions, slots, states = [], [], [], []
         for name, tokens in ordered:
             start = self._lengths.get(name, 0)
+            slot = self._slots.setdefault(name, len(self._slots))
+            states.append([slot if start else -1, slot])
             blocks = self._blocks.setdefault(name, [])
             while len(blocks) * BLOCK_SIZE < start + len(tokens):
                 blocks.append(self._free.pop())
@@ -59,7 +67,11 @@ class PagedDriver:
         )
         with torch.inference_mode():
             tokens, at = (torch.tensor(x, device=self.device) for x in (ids, positions))
-            hidden = self.model.executors.layers.paged(tokens, at, self.cache, metadata)
+            lengths = [len(it) for _, it in ordered[num_decode:]]
+            segments = Segments(
+                num_decode, self._ints([0, *lengths]).cumsum(0).int(), at, self._ints(states)
+            )
+            hidden = self.model.executors.layers.paged(tokens, at, self.cache, metadata, segments)
             logits = self.model.logits(hidden)
         parts = logits.split([len(tokens) for _, tokens in ordered])
         return {name: part for (name, _), part in zip(ordered, parts, strict=True)}

@@ -23,7 +23,7 @@ from model.device.memory import gpu_use, peak_memory, release_cached
 from model.device.replay import CudaGraphs
 from server.engine.core.memory.kv_demand import Allowance, NotEnoughMemoryError
 from server.engine.runner.start.kv_memory import allocate_kv_cache
-from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand, num_slots
+from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand
 from server.engine.runner.start.warm_up import check_scores, compute_largest_step, warm_up
 from server.engine.runner.step.buckets import recorded_bytes
 from server.engine.runner.step.grammars import Grammars
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
     from server.engine.runner.start.startup_progress import Phases
+    from server.engine.runner.step.rank_adapters import FollowingLoader
     from server.engine.runner.step.ranks import Ranks
 
 log = logging.getLogger("tessera.engine")
@@ -80,7 +81,11 @@ def start_runner(
 
 
 def start_follower(
-    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    phases: Phases,
+    adapters: FollowingLoader | None = None,
 ) -> FollowingExecutor:
     """Do what `start_runner` does, on a rank that does not lead.
 
@@ -89,13 +94,14 @@ def start_follower(
         config: of the engine.
         limits: of a step.
         phases: reports the progress.
+        adapters: of its slots; None if it has none.
 
     Raises:
         NotEnoughMemoryError: as for `start_runner`.
     """
     runner = _start(model, config, limits, phases)
     recorder = CudaGraphs(runner.device) if _records(config, runner) else None
-    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_logits)
+    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_logits, adapters)
 
 
 def _start(
@@ -203,10 +209,8 @@ def _allocate(
         hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
     """
 
-    def allocate(num_blocks: int) -> ModelRunner:
-        runner = make_runner(
-            model, config, num_blocks, num_slots(config, limits), most_logits=limits.max_logits
-        )
+    def allocate(num_blocks: int, num_slots: int) -> ModelRunner:
+        runner = make_runner(model, config, num_blocks, num_slots, most_logits=limits.max_logits)
         if hold_step is not None:
             hold_step(runner)
         return runner

@@ -1,0 +1,213 @@
+"""Recurrent mixers of a layer: over states in the slots of the cache for serving, over whole sequences for training.
+
+What a mixer computes between its products is one kernel of `kernels.recurrent.registry`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+
+from kernels.recurrent.problem import (
+    GatedDeltaShape,
+    Mamba2Shape,
+    RecurrentProblem,
+    RecurrentShape,
+    RecurrentWeights,
+    ShortConvShape,
+)
+from kernels.recurrent.registry import select
+from kernels.recurrent.segments import Segments
+from kernels.selection import load
+from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.state import Fixed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels import GPUArch
+    from kernels.linear.projection import Projection, Residual, ResidualWriter
+    from kernels.recurrent.registry import RecurrentSpec
+    from kernels.selection import Choice
+    from model.device.kv_cache import KVCache
+    from model.executors.binder import Binder
+    from model.executors.step import StepInput
+    from model.network.layers import DecoderLayer
+    from model.network.spec import Network
+
+RecurrentMixer: TypeAlias = ShortConv | GatedDelta | Mamba2
+_SHAPES: Final[dict[type, type[Any]]] = {
+    ShortConv: ShortConvShape,
+    GatedDelta: GatedDeltaShape,
+    Mamba2: Mamba2Shape,
+}
+
+
+def recurrent_shape(mixer: RecurrentMixer) -> RecurrentShape:
+    """Return a mixer as kernels see it: without what only its products have."""
+    kind = _SHAPES[type(mixer)]
+    shape: RecurrentShape = kind(
+        **{it.name: getattr(mixer, it.name) for it in dataclasses.fields(kind)}
+    )
+    return shape
+
+
+def recurrent_choice(
+    mixer: RecurrentMixer,
+    dtype: str,
+    arch: GPUArch,
+    *,
+    trainable: bool = False,
+    deterministic: bool = False,
+) -> Choice[RecurrentSpec]:
+    """Choose the kernel of a mixer on a processor, which need not be present.
+
+    Args:
+        mixer: of a layer.
+        dtype: name of the dtype of activations.
+        arch: the processor.
+        trainable: whether the result must be differentiable.
+        deterministic: whether the bits of a token must not depend on the other sequences of a step.
+
+    Raises:
+        NoKernelError: no kernel computes it; lists every reason.
+    """
+    return select(RecurrentProblem(recurrent_shape(mixer), dtype, trainable, deterministic), arch)
+
+
+class Kernel(Protocol):
+    """A `RecurrentKernel`, which also computes whole sequences."""
+
+    def __call__(
+        self,
+        projected: Tensor,
+        gates: Tensor | None,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+    ) -> Tensor:
+        """See `RecurrentKernel.__call__`."""
+
+    def dense(self, projected: Tensor, gates: Tensor | None) -> Tensor:
+        """Compute whole sequences, [B, L, ...], from states of zeros: [B, L, inner]; differentiable."""
+
+
+class BoundRecurrent(NamedTuple):
+    """A recurrent mixer with its products.
+
+    Attributes:
+        kernel: what is between the products.
+        input: includes the layer's first norm; reads the residual stream.
+        gates: likewise, of the gated delta rule; None for others.
+        mixed: adds to the residual stream.
+    """
+
+    kernel: Kernel
+    input: Projection
+    gates: Projection | None
+    mixed: ResidualWriter
+
+    @classmethod
+    def bind(cls, spec: RecurrentMixer, binder: Binder) -> BoundRecurrent:
+        """Bind a layer's mixer."""
+        choice = recurrent_choice(
+            spec,
+            binder.model.dtype_name,
+            binder.model.arch,
+            trainable=binder.is_trainable,
+            deterministic=binder.is_deterministic,
+        )
+        shape = recurrent_shape(spec)
+        made: Kernel = load(choice.spec.targets[type(shape)])(shape, _weights(binder.layer))
+        gates = binder.reading("gates") if isinstance(spec, GatedDelta) else None
+        return cls(made, binder.reading("input"), gates, binder.adding("mixed"))
+
+    @property
+    def output(self) -> ResidualWriter:
+        """See `BoundMixer.output`."""
+        return self.mixed
+
+    def read(self, index: int, residual: Residual, recur: Recur) -> tuple[Tensor, Residual]:
+        """See `BoundMixer.read`."""
+        gates = None
+        if self.gates is not None:
+            gates, residual = self.gates.from_residual(residual)
+        projected, residual = self.input.from_residual(residual)
+        return recur(index, self.kernel, projected, gates), residual
+
+
+def _weights(layer: DecoderLayer) -> RecurrentWeights:
+    names = {"norm": "gated_norm"}
+    found: dict[str, Any] = {
+        it: getattr(layer, names.get(it, it), None) for it in RecurrentWeights._fields
+    }
+    return RecurrentWeights(**found)
+
+
+class Recur(Protocol):
+    """The recurrences of the layers of a step."""
+
+    def __call__(
+        self, index: int, kernel: Kernel, projected: Tensor, gates: Tensor | None, /
+    ) -> Tensor:
+        """Compute what is between the products of a layer.
+
+        Args:
+            index: the layer's index.
+            kernel: of the layer.
+            projected: [..., N], the result of `input`; may be overwritten.
+            gates: [..., 2 * H], that of `gates`; None for a layer without it.
+
+        Returns:
+            [..., inner].
+        """
+
+
+class PagedStates:
+    """Recurrences of one step over the states in the slots of the cache, which are replaced.
+
+    Args:
+        cache: the cache; written.
+        segments: the sequences of the step.
+    """
+
+    def __init__(self, cache: KVCache, segments: Segments) -> None:
+        self._states, self._segments = cache.fixed, segments
+
+    def __call__(
+        self, index: int, kernel: Kernel, projected: Tensor, gates: Tensor | None, /
+    ) -> Tensor:
+        """See `Recur.__call__`; [T, ...], rows as [decode rows | prompts]."""
+        return kernel(projected, gates, self._states[index], self._segments)
+
+
+def compute_dense(
+    _index: int, kernel: Kernel, projected: Tensor, gates: Tensor | None, /
+) -> Tensor:
+    """Compute whole sequences, [B, L, ...], without a cache; differentiable. See `Recur`."""
+    return kernel.dense(projected, gates)
+
+
+def step_segments(step: StepInput) -> Segments:
+    """Return the sequences of a step, whose decode rows have one token each."""
+    bucket, arrays = step.bucket, step.device
+    assert bucket.has_states, "the step has no slots"
+    assert bucket.queries == 1, "no drafts"
+    return Segments(
+        bucket.rows,
+        arrays.prompt_cu_seqlens,
+        arrays.positions,
+        arrays.state_slots,
+        arrays.kept_slots if bucket.prompt_seqs else None,
+    )
+
+
+def keeps_states(network: Network, dtype: str, arch: GPUArch) -> bool:
+    """Return whether the kernels of all layers write states within prompts (`RecurrentSpec.keeps`) on a processor."""
+    mixers = {layer.mixer for layer in network.layers}
+    fixed = [it for it in mixers if isinstance(it.state(dtype), Fixed)]
+    return all(
+        isinstance(mixer, RecurrentMixer)
+        and recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
+        for mixer in fixed
+        for it in (False, True)
+    )

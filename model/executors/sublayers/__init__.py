@@ -1,0 +1,1 @@
+"""Sublayers beside mixer and MLP, bound to the kernels that compute them."""
