@@ -154,11 +154,12 @@ class GatedDelta:
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
             num_warps=8 if dtype is torch.float32 else 4,
         )  # fmt: skip
+        kept = segments.kept_slots
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry_states[slices, heads, segments.num_prompts](
-            projected, conv_state, state, *where, *blocks, out, *counts, projected.stride(0), conv_state.stride(0),
-            state.stride(0),
-            **self._sizes, **self._padded, **sizes, SLICE=self._slice,
+            projected, conv_state, state, *where, segments.slots if kept is None else kept, *blocks, out, *counts,
+            projected.stride(0), conv_state.stride(0), state.stride(0),
+            **self._sizes, **self._padded, **sizes, SLICE=self._slice, KEEPS=kept is not None,
             CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
         )  # fmt: skip
         vectors = max(1, _VECTORS // values)

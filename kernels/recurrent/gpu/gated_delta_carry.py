@@ -37,13 +37,38 @@ def replace_last_inputs(
         tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=exists)
 
 
+@triton.jit
+def keep_inputs(
+    x,
+    x_stride,
+    length,
+    before,
+    after,
+    has_state,
+    keeps,
+    channel,
+    exists,
+    C: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Do what `replace_last_inputs` does if `keeps`; nothing reads `after`."""
+    for tap in tl.static_range(W - 1):
+        at = length - (W - 1) + tap
+        mask = exists & keeps
+        value = tl.load(x + at.to(tl.int64) * x_stride + channel, mask=mask & (at >= 0), other=0.0)
+        kept = tl.load(
+            before + (at + W - 1) * C + channel, mask=mask & (at < 0) & has_state, other=0.0
+        )
+        tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows", "num_prompts"])
 def carry_states(
-    projected, conv_state, state, cu_seqlens, positions, slots, keys, values, squares, factors, out, rows, num_prompts,
-    projected_stride, conv_stride, state_stride,
+    projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, keys, values, squares, factors, out, rows,
+    num_prompts, projected_stride, conv_stride, state_stride,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, CHANNELS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute SLICE values of one head of a prompt, block after block; program (slice, head, prompt).
 
@@ -53,6 +78,7 @@ def carry_states(
         projected: [T, q | k | v | z], of the tokens of prompts.
         conv_state, state, slots, cu_seqlens, positions, keys, values, squares, factors: as of `convolve_heads` and
             `solve_blocks`.
+        kept_slots: [T], of the tokens of prompts, where KEEPS; see `Segments`.
         out: [T, H, DV], of the tokens of prompts, before the norm.
         rows, num_prompts: R and Q of the step.
     """
@@ -81,6 +107,10 @@ def carry_states(
     at_key = token[:, None] * BK + key[None, :]
     at_square = token[:, None] * CHUNK + token[None, :]
     at_value = token[:, None] * BV + value[None, :]
+    share = head * tl.num_programs(0) + part
+    channel = share * CHANNELS + tl.arange(0, CHANNELS)
+    x = projected + first.to(tl.int64) * projected_stride
+    before = conv_state + read * conv_stride
     group = head // (H // G)
     pair = keys + (number * (2 * G) + group).to(tl.int64) * (CHUNK * BK)
     square = squares + (number * H + head).to(tl.int64) * (2 * CHUNK * CHUNK)
@@ -105,22 +135,27 @@ def carry_states(
         new = (new * remaining[:, None]).to(dtype)
         carried = tl.dot(tl.trans(k), new, carried * whole, input_precision="tf32x3")
         place = tl.maximum(block * CHUNK - begin, 0) + token
-        is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
+        end = tl.minimum((block + 1) * CHUNK - begin, length)
+        is_token = place < end
         at_out = ((first + place).to(tl.int64)[:, None] * H + head) * DV + value[None, :]
         tl.store(
             out + at_out, o.to(out.dtype.element_ty), mask=is_token[:, None] & (value < DV)[None, :]
         )
+        if KEEPS:
+            kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
+            tl.store(state + kept * state_stride + at_state, carried, mask=exists & (kept >= 0))
+            keep_inputs(
+                x, projected_stride, end, before, conv_state + kept * conv_stride, read >= 0, kept >= 0, channel,
+                channel < C, C, W,
+            )  # fmt: skip
         pair += G * (2 * CHUNK * BK)
         square += H * (2 * CHUNK * CHUNK)
         v += H * (CHUNK * BV)
         factor += H * (FACTORS * CHUNK)
     if (count > 0) & (write >= 0):
         tl.store(state + write * state_stride + at_state, carried, mask=exists)
-        share = head * tl.num_programs(0) + part
-        channel = share * CHANNELS + tl.arange(0, CHANNELS)
         replace_last_inputs(
-            projected + first.to(tl.int64) * projected_stride, projected_stride, length,
-            conv_state + read * conv_stride, conv_state + write * conv_stride, read >= 0, channel, channel < C, C, W,
+            x, projected_stride, length, before, conv_state + write * conv_stride, read >= 0, channel, channel < C, C, W
         )  # fmt: skip
 
 
