@@ -6,6 +6,8 @@ values, the inverse of its triangular system, the scores of its queries, and the
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,8 @@ from kernels.gpu.functions import silu
 from kernels.recurrent.gpu.gated_delta_step import load_gates, unit
 from kernels.recurrent.gpu.tiles import find_block
 
+INDICES: Final = ["cu_seqlens", "positions", "slots", "kept_slots"]
+"""Arguments whose alignment depends on the decode rows of a step; no wide loads depend on it."""
 FACTORS = tl.constexpr(3)
 """Vectors of a block and head: beta, the decays from the block's begin to each token, and from there to its end."""
 
@@ -80,7 +84,7 @@ def invert(lower, C: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr)
     return inverse
 
 
-@triton.jit(do_not_specialize=["rows", "num_prompts"])
+@triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
 def convolve_heads(
     projected, conv, bias, conv_state, cu_seqlens, positions, slots, keys, values, rows, num_prompts, projected_stride,
     conv_stride, scale,
@@ -139,7 +143,7 @@ def convolve_heads(
             tl.store(values + at_value, v.to(values.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_prompts"])
+@triton.jit(do_not_specialize=["num_prompts"], do_not_specialize_on_alignment=INDICES)
 def solve_blocks(
     gates, a_log, dt_bias, cu_seqlens, positions, keys, squares, factors, num_prompts, gates_stride,
     H: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,

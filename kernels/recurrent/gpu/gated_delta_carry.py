@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.gated_delta_blocks import FACTORS
+from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, INDICES
 from kernels.recurrent.gpu.tiles import list_blocks
 
 
@@ -62,7 +62,7 @@ def keep_inputs(
         tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "num_prompts"])
+@triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
 def carry_states(
     projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, keys, values, squares, factors, out, rows,
     num_prompts, projected_stride, conv_stride, state_stride,
