@@ -6,60 +6,8 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, INDICES
+from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, INDICES, replace_last_inputs
 from kernels.recurrent.gpu.tiles import list_blocks
-
-
-@triton.jit
-def replace_last_inputs(
-    x, x_stride, length, before, after, has_state, channel, exists, C: tl.constexpr, W: tl.constexpr
-):
-    """Write the last W - 1 inputs of some channels after a prompt; all programs have read those before.
-
-    Args:
-        x: [length, C], of the prompt.
-        before: [W - 1, C] float32.
-        after: likewise, maybe the same.
-        has_state: whether `before` is read.
-        channel: which.
-        exists: which of them exist.
-    """
-    for tap in tl.static_range(W - 1):
-        at = length - (W - 1) + tap
-        value = tl.load(
-            x + at.to(tl.int64) * x_stride + channel, mask=exists & (at >= 0), other=0.0
-        )
-        kept = tl.load(
-            before + (at + W - 1) * C + channel, mask=exists & (at < 0) & has_state, other=0.0
-        )
-        # All threads have loaded what is replaced here: the inputs kept move forward.
-        tl.debug_barrier()
-        tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=exists)
-
-
-@triton.jit
-def keep_inputs(
-    x,
-    x_stride,
-    length,
-    before,
-    after,
-    has_state,
-    keeps,
-    channel,
-    exists,
-    C: tl.constexpr,
-    W: tl.constexpr,
-):
-    """Do what `replace_last_inputs` does if `keeps`; nothing reads `after`."""
-    for tap in tl.static_range(W - 1):
-        at = length - (W - 1) + tap
-        mask = exists & keeps
-        value = tl.load(x + at.to(tl.int64) * x_stride + channel, mask=mask & (at >= 0), other=0.0)
-        kept = tl.load(
-            before + (at + W - 1) * C + channel, mask=mask & (at < 0) & has_state, other=0.0
-        )
-        tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
@@ -107,10 +55,6 @@ def carry_states(
     at_key = token[:, None] * BK + key[None, :]
     at_square = token[:, None] * CHUNK + token[None, :]
     at_value = token[:, None] * BV + value[None, :]
-    share = head * tl.num_programs(0) + part
-    channel = share * CHANNELS + tl.arange(0, CHANNELS)
-    x = projected + first.to(tl.int64) * projected_stride
-    before = conv_state + read * conv_stride
     group = head // (H // G)
     pair = keys + (number * (2 * G) + group).to(tl.int64) * (CHUNK * BK)
     square = squares + (number * H + head).to(tl.int64) * (2 * CHUNK * CHUNK)
@@ -144,18 +88,17 @@ def carry_states(
         if KEEPS:
             kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
             tl.store(state + kept * state_stride + at_state, carried, mask=exists & (kept >= 0))
-            keep_inputs(
-                x, projected_stride, end, before, conv_state + kept * conv_stride, read >= 0, kept >= 0, channel,
-                channel < C, C, W,
-            )  # fmt: skip
         pair += G * (2 * CHUNK * BK)
         square += H * (2 * CHUNK * CHUNK)
         v += H * (CHUNK * BV)
         factor += H * (FACTORS * CHUNK)
     if (count > 0) & (write >= 0):
         tl.store(state + write * state_stride + at_state, carried, mask=exists)
+        share = head * tl.num_programs(0) + part
+        channel = share * CHANNELS + tl.arange(0, CHANNELS)
         replace_last_inputs(
-            x, projected_stride, length, before, conv_state + write * conv_stride, read >= 0, channel, channel < C, C, W
+            projected + first.to(tl.int64) * projected_stride, projected_stride, length,
+            conv_state + read * conv_stride, conv_state + write * conv_stride, read >= 0, channel, channel < C, C, W,
         )  # fmt: skip
 
 
