@@ -752,7 +752,6 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
 def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
     """List why the layers cannot have adapters."""
     return reasons(
-        (problem.num_ranks > 1, "no adapters with tensor parallelism"),
         *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
     )
 

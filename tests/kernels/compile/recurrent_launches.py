@@ -64,6 +64,7 @@ def launch_gated_delta(job: Any, _pdl: bool) -> None:
         torch.empty(2, dtype=torch.int32),
         torch.empty(tokens, dtype=torch.int64),
         torch.empty((2, 2), dtype=torch.int32),
+        torch.empty(job.tokens, dtype=torch.int32),
     )
     kernel(
         empty(tokens, shape.channels + shape.inner),
