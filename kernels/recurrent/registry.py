@@ -94,6 +94,7 @@ TRITON: Final = RecurrentSpec(
     },
     _triton_limits,
     _EQUAL_BITS,
+    keeps=True,
 )
 """One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 
