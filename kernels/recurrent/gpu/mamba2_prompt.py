@@ -199,7 +199,8 @@ def scan_blocks(
             if KEEPS:
                 end = tl.minimum(place + CHUNK, length)
                 slot = tl.load(kept_slots + first + end - 1).to(tl.int64)
-                tl.store(state + slot * state_stride + tile, h, mask=is_tile & (slot >= 0))
+                if slot >= 0:
+                    tl.store(state + slot * state_stride + tile, h, mask=is_tile)
         tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
 
 

@@ -18,6 +18,8 @@ MOST_SPILLED = 768
 """Bytes of registers that a thread may store in memory in float32, which is multiplied in registers."""
 STEPS = ("step_mamba2", "convolve_prompts")
 BLOCKS = ("prepare_blocks", "scan_blocks")
+MOST_SPILLED_KEEPING = 8
+"""The same for kept states of 256 columns on sm_90, two registers."""
 
 
 def kernels(around):
@@ -55,7 +57,9 @@ def test_a_kernel_fits_the_gpu_and_uses_tensor_cores(job, compile_job):
     assert facts["registers"] * facts["threads"] <= REGISTERS
     assert facts["warnings"] == []
     is_wide = "float32" in job.around
-    assert facts["spill_stores"] <= (MOST_SPILLED if is_wide else 0), facts
+    keeps = job.sm == 90 and {"keeps", "states of 256"} <= set(job.around)
+    most = MOST_SPILLED if is_wide else MOST_SPILLED_KEEPING * keeps
+    assert facts["spill_stores"] <= most, facts
     used = {name for name in PRODUCTS.values() if facts["ptx"].get(name)}
     if job.function not in BLOCKS or is_wide:
         assert not used
