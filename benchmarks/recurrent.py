@@ -251,10 +251,18 @@ def _weights(
 def contenders(
     problem: RecurrentProblem, arch: GPUArch, names: Sequence[str] | None
 ) -> list[RecurrentSpec]:
-    """Return the row that serves a problem, or the rows of some names that can compute it."""
+    """Return the row that serves a problem, or the rows of some names that can compute it; say why others cannot."""
     if names is None:
         return [select(problem, arch).spec]
-    return [row for row in REGISTRY if row.name in names and not row.unsupported(problem, arch)]
+    found = []
+    for row in REGISTRY:
+        # A row for other mixers is no contender.
+        if row.name in names and type(problem.shape) in row.targets:
+            if reasons := row.unsupported(problem, arch):
+                print(f"{row.name} cannot compute {problem}: {'; '.join(reasons)}")
+            else:
+                found.append(row)
+    return found
 
 
 def make(row: RecurrentSpec, it: Mixers) -> RecurrentKernel:

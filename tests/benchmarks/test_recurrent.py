@@ -45,6 +45,18 @@ def test_the_bound_is_the_longer_of_both_times(moved, flops, kind):
     assert us == pytest.approx(peak)
 
 
+def test_a_kernel_that_was_asked_for_and_cannot_compute_a_case_is_told(tmp_path, capsys):
+    recurrent.main(
+        ["--device=cpu", "--models", "lfm2-1.2b", "--rows", "1", "--prompts", "--round-seconds=0",
+         "--kernels", "triton_recurrent", "torch_recurrent", f"--out={tmp_path}", "--commit=abc"]
+    )  # fmt: skip
+
+    assert (
+        "triton_recurrent cannot compute ShortConv in float32: needs a GPU"
+        in capsys.readouterr().out
+    )
+
+
 def test_a_run_on_the_cpu_writes_a_row_of_each_case(tmp_path):
     recurrent.main(
         ["--device=cpu", "--models", "lfm2-1.2b", "--rows", "1", "--prompts", "5", "--round-seconds=0",
