@@ -22,12 +22,24 @@ class Segments:
         positions: [T] int64, of each token in its sequence.
         slots: [R + Q, 2] int32: from which the state of each sequence is read and to which it is written, which may be
             the same; -1 reads zeros or writes nothing. No slot is written by one sequence and read by another.
+        kept_slots: [T - R] int32: for each token of the prompts, the slot to which the state after it is written too;
+            -1 for none, always after the last token of a prompt, and after others than multiples of CHUNK tokens of a
+            sequence. Nothing else reads or writes such a slot in the step. None if no state is kept so, which is all
+            that kernels take whose row says so (`RecurrentSpec.keeps`).
 
     Attributes: the arguments.
     """
 
-    def __init__(self, rows: int, cu_seqlens: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def __init__(
+        self,
+        rows: int,
+        cu_seqlens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kept_slots: Tensor | None = None,
+    ) -> None:
         self.rows, self.cu_seqlens, self.positions, self.slots = rows, cu_seqlens, positions, slots
+        self.kept_slots = kept_slots
         self._bounds: list[tuple[int, int, int, int]] | None = None
         self._starts: list[int] | None = None
 
@@ -40,15 +52,23 @@ class Segments:
     def bounds(self) -> list[tuple[int, int, int, int]]:
         """Of each prompt: its first token, the token after its last, the slot read and the slot written.
 
-        Read from the device once, for kernels that PyTorch's operations make up.
+        A prompt after some of whose tokens the state is kept is several, to be computed in their order: one up to each
+        of these tokens, which writes the slot that the next one reads. Read from the device once, for kernels that
+        PyTorch's operations make up.
         """
         if self._bounds is None:
             ends = [self.rows + it for it in self.cu_seqlens.tolist()]
             pairs = self.slots[self.rows :].tolist()
-            self._bounds = [
-                (first, end, read, write)
-                for first, end, (read, write) in zip(ends[:-1], ends[1:], pairs, strict=True)
-            ]
+            kept: list[int] = [] if self.kept_slots is None else self.kept_slots.tolist()
+            stops = [self.rows + i for i, slot in enumerate(kept) if slot >= 0]
+            self._bounds = []
+            for first, end, (read, write) in zip(ends[:-1], ends[1:], pairs, strict=True):
+                for last in stops:
+                    if first <= last < end:
+                        slot = kept[last - self.rows]
+                        self._bounds.append((first, last + 1, read, slot))
+                        first, read = last + 1, slot  # noqa: PLW2901 - the rest of the prompt
+                self._bounds.append((first, end, read, write))
         return self._bounds
 
     @property

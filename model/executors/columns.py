@@ -137,6 +137,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
         lambda b: (b.rows + b.prompt_seqs if b.has_states else 0, 2),
         fill=-1,
     ),
+    Column("kept_slots", np.int32, lambda b: (b.prompt_tokens if b.has_states else 0,), fill=-1),
     Column(ADAPTER, np.int32, per_sequence, fill=-1, value=attrgetter("adapter_slot")),
 )
 """Read when a bucket is made and when its input is allocated, not in a step."""
@@ -163,6 +164,8 @@ class StepArrays(Generic[A]):
         state_slots: [R + Q, 2] if layers have a state of fixed size, else [0, 2]; decode rows first. The slots that the
             state of each sequence is read from and written to, which may be the same one; -1 reads zeros, or writes
             nothing.
+        kept_slots: [P] if layers have a state of fixed size, else [0]: for each token of the chunks, the slot to which
+            the state after it is written too; -1 for none.
         adapter: [R + Q], decode rows first: the slot of each sequence's adapter, -1 for none; only where a sequence has
             one.
     """

@@ -16,6 +16,7 @@ from kernels.errors import NoKernelError
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.lora import LoraLinear, StepLora
 from kernels.linear.projection import (
+    FusedProjection,
     LinearWeights,
     Projection,
     Purpose,
@@ -525,6 +526,8 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
     )
     if bound_head.copies_weights:
         model.lm_head = None
+    if isinstance(bound_head, FusedProjection) and network.tied and model.communicator is None:
+        model.drop_embedding(bound_head.product.rows)
     if model.communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
     if network.logit_softcap is not None:
@@ -669,7 +672,7 @@ class Layers:
     def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
         model, bound = self._model, self.bound
-        if isinstance(model.embed_tokens, Matrix):
+        if isinstance(model.embed_tokens, Matrix) or model.embedding_rows is not None:
             hidden = token_embeddings(model, input_ids.flatten()).view(*input_ids.shape, -1)
         else:  # differentiable
             hidden = functional.embedding(input_ids, model.embed_tokens)

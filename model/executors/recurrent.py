@@ -20,6 +20,7 @@ from kernels.recurrent.registry import select
 from kernels.recurrent.segments import Segments
 from kernels.selection import load
 from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.state import Fixed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from model.executors.binder import Binder
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
+    from model.network.spec import Network
 
 RecurrentMixer: TypeAlias = ShortConv | GatedDelta | Mamba2
 _SHAPES: Final[dict[type, type[Any]]] = {
@@ -190,4 +192,22 @@ def step_segments(step: StepInput) -> Segments:
     bucket, arrays = step.bucket, step.device
     assert bucket.has_states, "the step has no slots"
     assert bucket.queries == 1, "no drafts"
-    return Segments(bucket.rows, arrays.prompt_cu_seqlens, arrays.positions, arrays.state_slots)
+    return Segments(
+        bucket.rows,
+        arrays.prompt_cu_seqlens,
+        arrays.positions,
+        arrays.state_slots,
+        arrays.kept_slots if bucket.prompt_seqs else None,
+    )
+
+
+def keeps_states(network: Network, dtype: str, arch: GPUArch) -> bool:
+    """Return whether the kernels of all layers write states within prompts (`RecurrentSpec.keeps`) on a processor."""
+    mixers = {layer.mixer for layer in network.layers}
+    fixed = [it for it in mixers if isinstance(it.state(dtype), Fixed)]
+    return all(
+        isinstance(mixer, RecurrentMixer)
+        and recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
+        for mixer in fixed
+        for it in (False, True)
+    )

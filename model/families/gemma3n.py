@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Meta
 
-from model.errors import UnsupportedModelError
+from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import gemma4, parts
 from model.families.gemma4 import gelu, kv_layers, per_layer_table
 from model.families.keys import Keys
@@ -68,7 +68,7 @@ def network(keys: Keys) -> Network:
     num_streams = keys.integer("altup_num_inputs", _STREAMS, 4)
     active = keys.integer("altup_active_idx", _ACTIVE, 0)
     if active >= num_streams:
-        raise UnsupportedModelError(
+        raise ModelFolderError(
             f"{keys.name('altup_active_idx')} = {active} must be less than altup_num_inputs = {num_streams}"
         )
     altup = AltUp(num_streams, active, keys.flag("altup_correct_scale", default=True))

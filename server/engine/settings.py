@@ -21,10 +21,9 @@ class EngineSettings:
         dtype: dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the checkpoint's
             dtype on a GPU and the faster one on a CPU.
         quantization: of the weights when they are loaded. On a CPU int8: all matrices in 8 bits, int4: those of the
-            layers in 4; auto is int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the
-            layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on,
-            not below sm_80; auto is none there. auto and none keep the format of a checkpoint that is quantized
-            already.
+            layers in 4; auto is int8 there, unless --dtype is set. On a GPU fp8: the layers' weights in float8_e4m3fn
+            with a scale per output, half the memory, and faster steps from sm_89 on, not below sm_80; auto is none
+            there. auto and none keep the format of a checkpoint that is quantized already.
         load_format: auto and safetensors read safetensors files. pickle also reads pytorch_model.bin, where there are
             none, with PyTorch's loader of tensors alone: it refuses all other content, but a mistake in it could run
             code of the file with the rights of the service, so use it for files whose author you trust. dummy generates
@@ -44,9 +43,9 @@ class EngineSettings:
             default: --max-num-batched-tokens if that is given and on a CPU, otherwise what the GPU computes in 15 ms at
             its peak, up to 8192.
         block_size: tokens in a block of the KV cache.
-        kv_cache_dtype: auto stores keys and values in --dtype, with int8 and int4 weights in float16; fp8 in
-            float8_e4m3fn with a scale per vector, which takes about half the memory and is efficient on GPUs from sm_89
-            on.
+        kv_cache_dtype: auto stores keys and values in --dtype, in float16 where the C library computes whole steps; fp8
+            in float8_e4m3fn with a scale per vector, which takes about half the memory and is efficient on GPUs from
+            sm_89 on.
         kv_cache_tokens: capacity of the KV cache in tokens; default: as much as --max-num-seqs requests can fill, and
             at most 80 % of a GPU's free memory or 25 % of a CPU's.
         kv_cache_gib: capacity of the KV cache in GiB, instead of --kv-cache-tokens.
@@ -57,6 +56,9 @@ class EngineSettings:
         cuda_graphs: on a GPU, record steps and replay each with one launch instead of hundreds.
         overlap: on a GPU, schedule and launch a step while the previous one is computed.
         enable_prefix_caching: keep computed blocks for later prompts with the same prefix.
+        state_snapshots: states of recurrent layers that the prefix cache keeps beside those of the running sequences,
+            at which later prompts begin; default: up to four for each of --max-num-seqs, in at most a quarter of the
+            memory of the KV cache; without effect for models without such layers.
         deterministic: give the tokens and log-probabilities of all requests, not only of those with the field
             `deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights,
             slower on a GPU.
@@ -101,6 +103,7 @@ class EngineSettings:
     cuda_graphs: bool = True
     overlap: bool = True
     enable_prefix_caching: Annotated[bool, Setting("memory")] = True
+    state_snapshots: Annotated[int | None, Setting("memory", ge=0, le=1 << 20)] = None
     deterministic: bool = False
     max_draft_tokens: Annotated[int, Setting(ge=0, le=MAX_DRAFT_TOKENS)] = 7
     max_loras: Annotated[int | None, Setting("model", ge=0, le=256)] = None

@@ -38,6 +38,7 @@ def load_inputs(x, at, channel, mask, C: tl.constexpr, GATED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "num_prompts"])
 def convolve_prompts(
     x, weight, bias, state, out, cu_seqlens, slots, rows, num_prompts, x_stride, out_stride,
+    state_stride,
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,7 @@ def convolve_prompts(
         x: [T, C], or [T, b | c | x] where GATED, of the tokens of prompts.
         weight: [C, W].
         bias: [C], where BIAS.
-        state: [S, W - 1, C] float32.
+        state: [S, W - 1, C] float32, slots at any distance.
         out: [T, C] of the tokens of prompts.
         cu_seqlens: as in `Segments`.
         slots: likewise.
@@ -60,7 +61,7 @@ def convolve_prompts(
         read = tl.load(slots + 2 * (rows + prompt)).to(tl.int64)
         write = tl.load(slots + 2 * (rows + prompt) + 1).to(tl.int64)
         x += first.to(tl.int64) * x_stride
-        old = state + read * (W - 1) * C + channel
+        old = state + read * state_stride + channel
         token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
         total = tl.zeros([TOKENS, CHANNELS], tl.float32)
         for i in tl.static_range(W):
@@ -85,24 +86,26 @@ def convolve_prompts(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=is_token)
         if (tile == 0) & (write >= 0):
             tap = tl.arange(0, TAPS)[:, None]
-            place = length - (W - 1) + tap
+            source = length - (W - 1) + tap
             is_tap = exists & (tap < W - 1)
-            value = load_inputs(
-                x, place.to(tl.int64) * x_stride, channel, is_tap & (place >= 0), C, GATED
+            newest = load_inputs(
+                x, source.to(tl.int64) * x_stride, channel, is_tap & (source >= 0), C, GATED
             )
-            kept = is_tap & (place < 0) & (read >= 0)
-            value += tl.load(old + (place + W - 1) * C, mask=kept, other=0.0)
+            of_state = is_tap & (source < 0) & (read >= 0)
+            newest += tl.load(old + (source + W - 1) * C, mask=of_state, other=0.0)
             # All threads have read the state.
             tl.debug_barrier()
-            tl.store(state + (write * (W - 1) + tap) * C + channel, value, mask=is_tap)
+            tl.store(state + write * state_stride + tap * C + channel, newest, mask=is_tap)
 
 
 @triton.jit
-def load_taps(state, slot, channel, exists, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr):
+def load_taps(
+    state, stride, slot, channel, exists, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr
+):
     """Load the last W - 1 inputs of some channels, [TAPS, channels] float32; zeros past them and of slot -1."""
     tap = tl.arange(0, TAPS)[:, None]
     mask = exists[None, :] & (tap < W - 1) & (slot >= 0)
-    return tl.load(state + (slot * (W - 1) + tap) * C + channel[None, :], mask=mask, other=0.0)
+    return tl.load(state + slot * stride + tap * C + channel[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -123,11 +126,12 @@ def convolve_token(
 
 @triton.jit
 def store_taps(
-    state, slot, taps, new, channel, exists, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr
-):
+    state, stride, slot, taps, new, channel, exists,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
     """Store the last W - 1 inputs after a token; call it when all have read those before, unless the slot is -1."""
     tap = tl.arange(0, TAPS)[:, None]
-    at = state + slot * (W - 1) * C + channel
+    at = state + slot * stride + channel
     mask = exists & (slot >= 0)
     shifted = mask[None, :] & (tap > 0) & (tap < W - 1)
     tl.store(at[None, :] + (tap - 1) * C, taps, mask=shifted)
@@ -156,7 +160,7 @@ def causal_conv_of_prompts(
         x: [T, channels] of all tokens; [T, b | c | x] if gated; contiguous in channels.
         weight: [channels, W] contiguous.
         bias: [channels] or None.
-        state: [S, W - 1, channels] float32.
+        state: [S, W - 1, channels] float32, contiguous in a slot.
         segments: of the step.
         out: [T - R, channels], of the tokens of prompts; contiguous in channels.
         silu: whether SiLU follows.
@@ -169,7 +173,7 @@ def causal_conv_of_prompts(
     tiles = tokens // TOKENS + segments.num_prompts
     convolve_prompts[tiles, triton.cdiv(channels, CHANNELS)](
         x[rows:], weight, weight if bias is None else bias, state, out, segments.cu_seqlens, segments.slots, rows,
-        segments.num_prompts, x.stride(0), out.stride(0),
+        segments.num_prompts, x.stride(0), out.stride(0), state.stride(0),
         C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, GATED=gated, SILU=silu, TOKENS=TOKENS,
         CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
     )  # fmt: skip

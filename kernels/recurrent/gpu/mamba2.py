@@ -8,6 +8,7 @@ import torch
 
 from kernels.recurrent.gpu.mamba2_prompt import mamba2_prompts
 from kernels.recurrent.gpu.mamba2_step import Step
+from kernels.recurrent.pytorch import mamba2 as pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from kernels.recurrent.segments import Segments
 
 
-class Mamba2:
-    """See `RecurrentKernel`: a token's bits depend on its sequence alone."""
+class Mamba2(pytorch.Mamba2):
+    """See `RecurrentKernel`: a token's bits depend on its sequence alone. PyTorch computes whole sequences."""
 
     def __init__(self, shape: Mamba2Shape, weights: RecurrentWeights) -> None:
-        self.shape, self.weights = shape, weights
+        super().__init__(shape, weights)
         self._step = Step(shape, weights)
 
     def __call__(

@@ -42,7 +42,7 @@ NORM_BEFORE_GATE: Final = tl.constexpr(2)
 @triton.jit
 def step_mamba2(
     projected, conv_state, state, conv, conv_bias, a_log, dt_bias, d, norm, scratch, counters, out, slots,
-    stride, eps, least_dt, largest_dt,
+    stride, conv_stride, state_stride, eps, least_dt, largest_dt,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,8 @@ def step_mamba2(
 
     Args:
         projected: [R, z | x | b | c | dt].
-        conv_state: [S, W - 1, channels] float32.
-        state: [S, H, P, N] float32.
+        conv_state: [S, W - 1, channels] float32, slots at any distance.
+        state: [S, H, P, N] float32, likewise.
         conv: [channels, W].
         conv_bias: [channels], where BIAS.
         a_log, dt_bias, d: [H] float32.
@@ -76,15 +76,15 @@ def step_mamba2(
     write = tl.load(slots + 2 * row + 1).to(tl.int64)
     tile = (head * P + p)[:, None] * N + n[None, :]
     is_tile = is_p[:, None] & is_n[None, :]
-    h = tl.load(state + read * INNER * N + tile, mask=is_tile & (read >= 0), other=0.0)
+    h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
     z = projected + row * stride
     mixed = z + INNER
     of_x = head * P + p
     of_b = INNER + group * N + n
     of_c = of_b + G * N
-    taps_x = load_taps(conv_state, read, of_x, is_p, C, W, TAPS)
-    taps_b = load_taps(conv_state, read, of_b, is_n, C, W, TAPS)
-    taps_c = load_taps(conv_state, read, of_c, is_n, C, W, TAPS)
+    taps_x = load_taps(conv_state, conv_stride, read, of_x, is_p, C, W, TAPS)
+    taps_b = load_taps(conv_state, conv_stride, read, of_b, is_n, C, W, TAPS)
+    taps_c = load_taps(conv_state, conv_stride, read, of_c, is_n, C, W, TAPS)
     new_x = load_inputs(mixed, 0, of_x, is_p, C, False)
     new_b = load_inputs(mixed, 0, of_b, is_n, C, False)
     new_c = load_inputs(mixed, 0, of_c, is_n, C, False)
@@ -95,7 +95,7 @@ def step_mamba2(
     dt = tl.minimum(tl.maximum(dt, least_dt), largest_dt)
     decay = tl.exp(-tl.exp(tl.load(a_log + head)) * dt)
     h = h * decay + (x * dt)[:, None] * b[None, :]
-    tl.store(state + write * INNER * N + tile, h, mask=is_tile & (write >= 0))
+    tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
     y = tl.sum(h * c[None, :], 1) + tl.load(d + head) * x
     if NORM != NORM_BEFORE_GATE:
         y *= silu(tl.load(z + of_x, mask=is_p, other=0.0).to(tl.float32))
@@ -106,10 +106,10 @@ def step_mamba2(
         tl.store(scratch + line + of_x, y, mask=is_p)
     last = is_last(counters + row * G + group, H // G * PARTS)
     # No other program has read these.
-    store_taps(conv_state, write, taps_x, new_x, of_x, is_p, C, W, TAPS)
+    store_taps(conv_state, conv_stride, write, taps_x, new_x, of_x, is_p, C, W, TAPS)
     if last:
-        store_taps(conv_state, write, taps_b, new_b, of_b, is_n, C, W, TAPS)
-        store_taps(conv_state, write, taps_c, new_c, of_c, is_n, C, W, TAPS)
+        store_taps(conv_state, conv_stride, write, taps_b, new_b, of_b, is_n, C, W, TAPS)
+        store_taps(conv_state, conv_stride, write, taps_c, new_c, of_c, is_n, C, W, TAPS)
         if NORM != NO_NORM:
             first = group * (INNER // G)
             normalize(
@@ -197,7 +197,7 @@ class Step:
         step_mamba2[shape.num_heads * triton.cdiv(shape.head_dim, tile_rows), rows](
             projected, *states, weights.conv, weights.conv if weights.conv_bias is None else weights.conv_bias,
             weights.a_log, weights.dt_bias, weights.d, weights.norm if has_norm else weights.conv, scratch, counters,
-            out, slots, projected.stride(0), shape.eps or 0.0, *shape.dt_limits,
+            out, slots, projected.stride(0), *(it.stride(0) for it in states), shape.eps or 0.0, *shape.dt_limits,
             H=shape.num_heads, P=shape.head_dim, N=shape.state_dim, G=shape.num_groups, W=shape.width,
             TAPS=taps(shape.width), BIAS=weights.conv_bias is not None, NORM=norm_kind(shape), ROWS=tile_rows,
             COLUMNS=columns, GROUP=group_block(shape), num_warps=4,

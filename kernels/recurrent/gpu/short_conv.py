@@ -16,11 +16,11 @@ from kernels.recurrent.gpu.convolution import (
     store_taps,
     taps,
 )
+from kernels.recurrent.pytorch import short_conv as pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.recurrent.problem import RecurrentWeights, ShortConvShape
     from kernels.recurrent.segments import Segments
 
 _CHANNELS: Final = 256
@@ -29,7 +29,7 @@ _CHANNELS: Final = 256
 
 @triton.jit
 def step_short_conv(
-    x, weight, bias, state, out, slots, x_stride,
+    x, weight, bias, state, out, slots, x_stride, state_stride,
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Compute some channels of one decode row; program (channels, row).
@@ -38,7 +38,7 @@ def step_short_conv(
         x: [R, b | c | x].
         weight: [C, W].
         bias: [C], where BIAS.
-        state: [S, W - 1, C] float32.
+        state: [S, W - 1, C] float32, slots at any distance.
         out: [R, C].
         slots: [R, 2].
     """
@@ -47,21 +47,18 @@ def step_short_conv(
     exists = channel < C
     read = tl.load(slots + 2 * row).to(tl.int64)
     write = tl.load(slots + 2 * row + 1).to(tl.int64)
-    before = load_taps(state, read, channel, exists, C, W, TAPS)
+    before = load_taps(state, state_stride, read, channel, exists, C, W, TAPS)
     new = load_inputs(x, row * x_stride, channel, exists, C, True)
     total = convolve_token(before, new, weight, bias, channel, exists, W, TAPS, BIAS)
     c = tl.load(x + row * x_stride + C + channel, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + row * C + channel, (c * total).to(out.dtype.element_ty), mask=exists)
     # All threads have read the state.
     tl.debug_barrier()
-    store_taps(state, write, before, new, channel, exists, C, W, TAPS)
+    store_taps(state, state_stride, write, before, new, channel, exists, C, W, TAPS)
 
 
-class ShortConv:
-    """See `RecurrentKernel`: a token's bits depend on its sequence alone."""
-
-    def __init__(self, shape: ShortConvShape, weights: RecurrentWeights) -> None:
-        self.shape, self.weights = shape, weights
+class ShortConv(pytorch.ShortConv):
+    """See `RecurrentKernel`: a token's bits depend on its sequence alone. PyTorch computes whole sequences."""
 
     def __call__(
         self,
@@ -81,6 +78,7 @@ class ShortConv:
         if rows := segments.rows:
             step_short_conv[triton.cdiv(channels, _CHANNELS), rows](
                 projected, weight, weight if bias is None else bias, state, out, segments.slots, projected.stride(0),
+                state.stride(0),
                 C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, CHANNELS=_CHANNELS, num_warps=4,
             )  # fmt: skip
         causal_conv_of_prompts(

@@ -121,6 +121,8 @@ def _memory(memory: MemoryPlan) -> str:
     state = memory.state_bytes_per_sequence
     sequence = (memory.kv_bytes_per_token * memory.max_context + state) / GIB
     states = f" and {state / 2**10:g} KiB a sequence" if state else ""
+    if memory.state_snapshots:
+        states += f" and a snapshot ({memory.state_snapshots} of them)"
     return (
         f"memory: {weights}KV cache {memory.kv_bytes_per_token / 2**10:g} KiB a token{states}, {sequence:.2f} GiB "
         f"for one sequence of {memory.max_context} tokens"

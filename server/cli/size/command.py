@@ -24,6 +24,7 @@ from server.cli.size.estimate import (
     states_text,
 )
 from server.engine.core.memory.kv_demand import GIB, NotEnoughMemoryError
+from server.engine.core.start_checks import StartupError
 from server.engine.runner.start.step_limits import step_limits
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
         sizes = resolve_sizes(config, model, arch)
         limits = step_limits(config, model, arch)
         report = estimate(sizes, limits, config, arch, options.input_len, options.output_len)
-    except (ModelError, NoDeviceError, NotEnoughMemoryError) as error:
+    except (ModelError, NoDeviceError, NotEnoughMemoryError, StartupError) as error:
         fail(str(error), _NAME)
     if options.json:
         write_result(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
@@ -75,7 +76,7 @@ def render(report: Estimate, model: str) -> str:
         f"{report.gpu_name}, {memory.total_bytes / GIB:.1f} GiB: {model} in {report.dtype}{weights}{cache}",
         f"memory    weights {memory.weight_bytes / GIB:.2f} GiB, activations about "
         f"{memory.activation_bytes / GIB:.2f} GiB, CUDA about {memory.cuda_bytes / GIB:.2f} GiB"
-        f"{states_text(memory.state_bytes)}; "
+        f"{states_text(memory.state_bytes, memory.state_snapshots)}; "
         f"KV cache {used / GIB:.2f} GiB = {memory.kv_tokens} tokens of "
         f"{memory.kv_bytes_per_token / 2**10:g} KiB ({memory.kv_why})",
         f"requests  {first} (prompt {report.input_len}, answer {report.output_len}){longest} fit at the same "

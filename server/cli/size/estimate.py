@@ -48,7 +48,8 @@ _ON_DEVICE: Final = "cuda"
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the GPU. Those of activations and of CUDA are estimates; the service measures them when it starts.
 
-    `state_bytes` are those of the slots for states of fixed size, 0 if no layer has one.
+    `state_bytes` are those of the slots for states of fixed size, 0 if no layer has one; of the slots,
+    `state_snapshots` are for the prefix cache.
     """
 
     total_bytes: int
@@ -59,6 +60,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     kv_why: str
     state_bytes: int
+    state_snapshots: int
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +182,7 @@ def _memory(
             f"the model does not fit: {arch.name} has {total / GIB:.1f} GiB, "
             f"weights take {weight_bytes / GIB:.2f} GiB, "
             f"activations and CUDA about {(CUDA_BYTES + demand.kept_bytes) / GIB:.2f} GiB"
-            f"{states_text(demand.slots_bytes)}"
+            f"{states_text(demand.slots_bytes, demand.requested_snapshots or 0)}"
         )
     size = size_within(demand, free, default_share(demand, _ON_DEVICE), arch.name)
     return Memory(
@@ -191,13 +193,16 @@ def _memory(
         kv_bytes_per_token=state.token_bytes,
         kv_tokens=size.num_blocks * config.block_size,
         kv_why=size.why,
-        state_bytes=demand.slots_bytes,
+        state_bytes=(limits.max_num_seqs + size.num_snapshots) * demand.slot_bytes,
+        state_snapshots=size.num_snapshots,
     )
 
 
-def states_text(state_bytes: int) -> str:
+def states_text(state_bytes: int, num_snapshots: int) -> str:
     """Return a part of a list of what takes memory; empty if there are no states of fixed size."""
-    return f", states of sequences {state_bytes / GIB:.2f} GiB" if state_bytes else ""
+    if not state_bytes:
+        return ""
+    return f", states of sequences and {num_snapshots} snapshots {state_bytes / GIB:.2f} GiB"
 
 
 def _activations(network: Network, element: int, limits: SchedulerConfig) -> int:

@@ -119,6 +119,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         kv_usage: share of the KV cache's blocks that running sequences hold, 0 to 1.
         prefix_cache_query_tokens: prompt tokens looked up in the prefix cache.
         prefix_cache_hit_tokens: prompt tokens found there.
+        num_snapshots: states of fixed size that the prefix cache has.
+        num_snapshot_hits: sequences that began at one.
+        num_snapshots_taken, num_snapshots_evicted: snapshots that it got, and that have left.
         prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
         generation_tokens: tokens sampled.
         num_reserved_tokens: tokens that the running sequences have if all reach their limits.
@@ -155,6 +158,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float = 0.0
     prefix_cache_query_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
+    num_snapshots: int = 0
+    num_snapshot_hits: int = 0
+    num_snapshots_taken: int = 0
+    num_snapshots_evicted: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -193,7 +200,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _GAUGES = {
-    "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
+    "num_snapshots", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
     "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
     "waiting_output_by_length", "prompt_rate", "output_rate", "output_means", "running_adapters", "waiting_adapters",
 }  # fmt: skip

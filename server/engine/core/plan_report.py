@@ -84,13 +84,15 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `weight_bytes` is None where the weights are packed for the C library. `kv_bytes_per_token` are the keys and values
     of a token in all layers, with their scales. `max_context` is the model's limit of tokens in a sequence.
-    `state_bytes_per_sequence` are those of states of fixed size, 0 if no layer has one.
+    `state_bytes_per_sequence` are those of states of fixed size, 0 if no layer has one. `state_snapshots` are the slots
+    for such states that the prefix cache of a running engine has beside those of the running sequences.
     """
 
     weight_bytes: int | None
     kv_bytes_per_token: int
     max_context: int
     state_bytes_per_sequence: int = 0
+    state_snapshots: int = 0
 
 
 class DeterminismPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,10 +101,17 @@ class StatsReporter:
         accounting, waiting = scheduler.accounting, scheduler.waiting
         used, adapters = blocks.num_blocks - blocks.num_free_blocks, self._adapters
         num_waiting = scheduler.num_waiting + len(self._compiling)
-        of_adapters: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        if (slots := blocks.slots) is not None:
+            others = {
+                "num_snapshots": slots.num_snapshots,
+                "num_snapshot_hits": slots.num_hits,
+                "num_snapshots_taken": slots.num_taken,
+                "num_snapshots_evicted": slots.num_evicted,
+            }
         if adapters is not None:
             num_waiting += len(adapters)
-            of_adapters = {
+            others |= {
                 "running_adapters": adapters.running,
                 "waiting_adapters": adapters.waiting,
                 "num_adapter_reads": adapters.num_reads,
@@ -147,7 +154,7 @@ class StatsReporter:
             decode_seconds=accounting.decode_steps.seconds,
             block_seconds=accounting.block_seconds,
             totals=self._totals(),
-            **of_adapters,
+            **others,
         )
 
     def _totals(self) -> msgspec.Raw:

@@ -161,6 +161,9 @@ ENGINE_GAUGES = {
     "num_cached_blocks": Spec(
         "tessera_kv_blocks_cached", _GAUGE, "Blocks that no running sequence holds, with content of the prefix cache.",
     ),
+    "num_snapshots": Spec(
+        "tessera_state_snapshots", _GAUGE, "States of recurrent layers in the prefix cache.",
+    ),
     "num_reserved_tokens": Spec(
         "tessera_reserved_tokens", _GAUGE, "Tokens that the running sequences have if all reach their limits.",
     ),
@@ -173,6 +176,15 @@ ENGINE_COUNTERS = {
     ),
     "prefix_cache_hit_tokens": Spec(
         "tessera_prefix_cache_hit_tokens", _COUNTER, "Prompt tokens found in the prefix cache.",
+    ),
+    "num_snapshot_hits": Spec(
+        "tessera_state_snapshot_hits", _COUNTER, "Sequences that began at a state of the prefix cache.",
+    ),
+    "num_snapshots_taken": Spec(
+        "tessera_state_snapshots_taken", _COUNTER, "States of recurrent layers that came into the prefix cache.",
+    ),
+    "num_snapshots_evicted": Spec(
+        "tessera_state_snapshots_evicted", _COUNTER, "States that left the prefix cache, alone or with their blocks.",
     ),
     "num_preemptions": Spec(
         "tessera_preemptions", _COUNTER, "Sequences put back into the queue because KV blocks ran out.",

@@ -35,6 +35,7 @@ def make_request(
     client: str = "",
     deadline: float | None = None,
     client_priority: int = 0,
+    deterministic: bool = False,
     **sampling: Any,
 ):
     """Return a request. A prompt given as a number has that many tokens, different from those of other requests."""
@@ -49,6 +50,7 @@ def make_request(
         client=client,
         deadline=deadline,
         client_priority=client_priority,
+        deterministic=deterministic,
     )
 
 
@@ -140,13 +142,13 @@ class NumberModel:
     Its tokens depend on every number that it reads through the block table, so a slot that was
     lost, overwritten or taken from another prefix changes the text.
 
-    The state of a sequence with slots are all tokens that were computed for it.
+    The state of a sequence with slots are its salt and all tokens that were computed for it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
-        self.states: dict[int, list[int]] = {}
+        self.states: dict[int, list[Any]] = {}
         self.last_slots: list[tuple[int, int] | None] = []
         self.last_sampled: dict[Sequence, int] = {}
         self.last_decode = NO_ROWS
@@ -162,7 +164,7 @@ class NumberModel:
             drafted = dict(enumerate(row.draft, row.start + 1))
             assert not (drafted and sequence.num_tokens_in_flight)
             state = self.read_state(sequence)
-            assert state is None or len(state) == row.start
+            assert state is None or len(state) == row.start + 1
             for position in range(row.start, row.start + row.num_tokens):
                 before = self.read(sequence, position - 1) if position else 0
                 if position in drafted:
@@ -177,6 +179,11 @@ class NumberModel:
                     state.append(token_id)
             if state is not None:
                 written[sequence.slots.write] = state
+                first = state[0], *state[1 : row.start + 1]
+                for count, kept in sequence.slots.planned.items():
+                    if row.start < count < row.start + row.num_tokens and row in output.prefill:
+                        assert kept.slot not in written
+                        written[kept.slot] = [*first, *state[row.start + 1 : count + 1]]
             numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
             sampled[sequence] = [
                 sample_token(numbers[:position], banned_ids(sequence, position))
@@ -208,13 +215,16 @@ class NumberModel:
         for slot in manager.slots._free if manager.slots else ():
             self.states.pop(slot, None)
 
-    def read_state(self, sequence: Sequence) -> list[int] | None:
+    def read_state(self, sequence: Sequence) -> list[Any] | None:
         """Return a copy of the state that the next step of a sequence reads; None if it has none."""
         if sequence.slots is None:
             return None
-        state = [] if sequence.slots.read < 0 else [*self.states[sequence.slots.read]]
-        assert state[: sequence.num_tokens] == sequence.token_ids[: len(state)]
-        return state
+        if sequence.slots.read < 0:
+            return [sequence.cache_salt]
+        salt, *tokens = self.states[sequence.slots.read]
+        assert salt == sequence.cache_salt
+        assert tokens[: sequence.num_tokens] == sequence.token_ids[: len(tokens)]
+        return [salt, *tokens]
 
     def slot(self, sequence: Sequence, position: int) -> int:
         block = sequence.block_table[position // self.block_size]

@@ -44,24 +44,55 @@ RESERVES = st.sampled_from([0.0, 0.5])
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Records which prefix was last computed into every block."""
+    """Records which prefix was last computed into every block, and which state was written to every slot."""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), reserve=RESERVES)
-    def start(self, num_blocks, block_size, reserve):
-        self.manager = BlockManager(num_blocks, block_size, contiguity_reserve=reserve)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        reserve=RESERVES,
+        num_slots=st.integers(0, 8),
+        chunk=st.integers(1, 3),
+        keeps_inside=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, reserve, num_slots, chunk, keeps_inside):
+        self.manager = BlockManager(
+            num_blocks,
+            block_size,
+            contiguity_reserve=reserve,
+            num_slots=num_slots,
+            state_chunk=chunk,
+            keeps_inside=keeps_inside,
+        )
         self.content = {}
+        self.states = {}
         self.sequences = []
         self.num_admitted = 0
 
-    @rule(prompt=PROMPTS, salt=st.sampled_from([None, "a"]), num_spare=st.integers(0, 2))
-    def admit(self, prompt, salt, num_spare):
-        manager = self.manager
-        sequence = make_sequence(self.num_admitted, prompt, 100, salt=salt)
+    @rule(
+        prompt=PROMPTS,
+        salt=st.sampled_from([None, "a"]),
+        num_spare=st.integers(0, 2),
+        deterministic=st.booleans(),
+        partings=st.sets(st.integers(0, 4), max_size=2),
+    )
+    def admit(self, prompt, salt, num_spare, deterministic, partings):
+        manager, slots = self.manager, self.manager.slots
+        sequence = make_sequence(
+            self.num_admitted, prompt, 100, salt=salt, deterministic=deterministic
+        )
         num_free = manager.num_free_blocks
         num_needed = len(prompt) // manager.block_size + 1
-        if not manager.admit(sequence, num_spare):
-            assert num_needed + num_spare > num_free
+
+        def shared(start):
+            counts = (it * slots.unit for it in partings)
+            return [it for it in counts if start < it < len(prompt)]
+
+        pending = manager.num_pending_tokens(sequence)
+        assert pending < len(prompt)
+        if not manager.admit(sequence, num_spare, shared):
+            assert num_needed + num_spare > num_free or (slots is not None and not slots.num_free)
             assert (sequence.block_table, manager.num_free_blocks) == ([], num_free)
+            assert sequence.slots is None
             return
         self.num_admitted += 1
         self.sequences.append(sequence)
@@ -70,13 +101,49 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert manager.num_free_blocks >= num_spare
         for index in range(sequence.num_computed_tokens // manager.block_size):
             stop = (index + 1) * manager.block_size
-            assert self.content[sequence.block_table[index]] == (salt, tuple(prompt[:stop]))
+            assert self.content[sequence.block_table[index]] == (
+                sequence.cache_salt,
+                tuple(prompt[:stop]),
+            )
+        if slots is not None:
+            assert sequence.num_computed_tokens % slots.unit == 0
+            assert self.state_of(sequence) == self.expected_state(sequence)
+
+    def state_of(self, sequence):
+        """Return the state that the next step of a sequence reads."""
+        read = sequence.slots.read
+        return (sequence.cache_salt, ()) if read < 0 else self.states[read]
+
+    def expected_state(self, sequence, count=None):
+        count = sequence.num_computed_tokens if count is None else count
+        return sequence.cache_salt, tuple(sequence.token_ids[:count])
+
+    def write_states(self, sequence, stop):
+        """Do what a step does that computes a sequence up to a number of tokens."""
+        start, held = sequence.num_computed_tokens, sequence.slots
+        assert self.state_of(sequence) == self.expected_state(sequence)
+        if stop - start > 1:
+            self.manager.plan_state(sequence, start, stop)
+            for count, kept in held.planned.items():
+                if count < stop:
+                    self.states[kept.slot] = self.expected_state(sequence, count)
+        self.states[held.write] = self.expected_state(sequence, stop)
+        self.manager.advance_state(sequence, stop)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), num_tokens=st.integers(2, 8))
+    def plan_a_step_that_is_not_launched(self, data, num_tokens):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        start = sequence.num_computed_tokens
+        self.manager.plan_state(sequence, start, min(start + num_tokens, sequence.num_tokens))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_tokens=st.integers(1, 5))
     def compute(self, data, num_tokens):
         """Compute some tokens, and generate the missing ones."""
         sequence = data.draw(st.sampled_from(self.sequences))
+        if sequence.slots is not None:
+            num_tokens = sequence.slots.cut(sequence.num_computed_tokens, num_tokens)
         stop = sequence.num_computed_tokens + num_tokens
         while sequence.num_tokens < stop:
             sequence.append(data.draw(st.integers(0, 1)))
@@ -88,6 +155,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for index in range(sequence.num_computed_tokens // size, stop // size):
             tokens = tuple(sequence.token_ids[: (index + 1) * size])
             self.content[sequence.block_table[index]] = (sequence.cache_salt, tokens)
+        if sequence.slots is not None:
+            self.write_states(sequence, stop)
         sequence.num_computed_tokens = stop
         self.manager.cache_full_blocks(sequence, stop)
 
@@ -185,6 +254,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         reserve=RESERVES,
         num_snapshots=st.none() | st.integers(0, 8),
+        chunk=st.integers(1, 4),
+        keeps_inside=st.booleans(),
     )
     def start(
         self,
@@ -196,11 +267,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching,
         reserve,
         num_snapshots,
+        chunk,
+        keeps_inside,
     ):
         num_blocks = num_tokens // block_size
         num_slots = 0 if num_snapshots is None else max_num_seqs + num_snapshots
-        manager = BlockManager(num_blocks, block_size, enable_prefix_caching, reserve, num_slots)
-        budget = max_num_seqs + spare_budget
+        manager = BlockManager(
+            num_blocks, block_size, enable_prefix_caching, reserve, num_slots, chunk, keeps_inside
+        )
+        self.chunk = chunk if num_slots else 1
+        budget = max_num_seqs + self.chunk - 1 + spare_budget
         most = None if prefill_budget is None else budget + prefill_budget
         config = SchedulerConfig(max_num_seqs, budget, 22, most)
         self.scheduler = Scheduler(config, manager)
@@ -252,6 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from(["", "", "b", "c"]),
         client_priority=st.sampled_from([0, 0, 0, -3, 7]),
         seconds=st.sampled_from([None, None, None, 0.5, 5.0]),
+        deterministic=st.booleans(),
     )
     def add(
         self,
@@ -266,6 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client,
         client_priority,
         seconds,
+        deterministic,
     ):
         for prompt in prompts:
             self.add_one(
@@ -281,6 +359,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     priority=priority,
                     client=client,
                     client_priority=client_priority,
+                    deterministic=deterministic,
                     deadline=None if seconds is None else self.bills.now + seconds,
                 )
             )
@@ -486,7 +565,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output.num_tokens <= config.max_num_batched_tokens
         assert not {row[0] for row in rows} & set(output.preempted)
         served = {row[0] for row in rows} | ending
-        assert {sequence.request_id for sequence in scheduler._live.running} <= served
+        if self.chunk == 1:
+            assert {sequence.request_id for sequence in scheduler._live.running} <= served
         served |= {i for i, sequence in self.live.items() if sequence.num_tokens_in_flight}
         if self.live:
             assert served
@@ -497,7 +577,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert bool(row.num_logits) == (
                 row.start + row.num_tokens == row.sequence.num_known_tokens
             )
+            if self.chunk > 1:
+                self.check_division(row)
         return output
+
+    def check_division(self, row):
+        """Steps divide prompts where the bits of states allow it, and generated tokens one by one if those matter."""
+        sequence, stop = row.sequence, row.start + row.num_tokens
+        assert row.num_tokens
+        if row.start >= sequence.num_prompt_tokens and sequence.deterministic:
+            assert row.num_tokens == 1
+            return
+        ends = {sequence.num_prompt_tokens if sequence.deterministic else sequence.num_known_tokens}
+        assert stop % self.chunk == 0 or stop in ends
 
     def end_late(self):
         """Sequences without a token end if the fastest step so far would be too slow for their deadline."""
@@ -598,7 +690,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Finish all sequences; this takes at most as many steps as they have tokens."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(2 * self.num_steps_owed):
+        # Deterministic sequences compute again one by one what they generated before a preemption.
+        for _ in range((2 if self.chunk == 1 else 6) * self.num_steps_owed):
             if not self.live and self.in_flight is None:
                 break
             self.step()

@@ -228,7 +228,7 @@ def test_a_common_beginning_is_found_once_two_prompts_have_parted_after_it(alone
 
 
 def test_snapshots_leave_as_others_come(alone, folder):
-    engine = make_engine(folder, load_format="dummy", max_num_seqs=2)
+    engine = make_engine(folder, load_format="dummy", max_num_seqs=2, state_snapshots=2)
     rng = random.Random(8)
     requests = [greedy(i, random_prompt(rng, 20, 30), 5) for i in range(6)]
     for request in (*requests, *requests[-2:], requests[0]):
@@ -268,15 +268,25 @@ def test_the_cache_has_slots_for_all_sequences_and_their_snapshots(start):
     state = 2 * 2 * 256  # two layers with two arrays of 48 float32 each, aligned to 128 bytes
 
     assert cache.spec.slot_bytes == memory.state_bytes_per_sequence == state
-    assert cache.num_slots == 16
+    assert cache.num_slots == 8 + memory.state_snapshots == 8 + 4 * 8
     assert [len(arrays) for arrays in cache.fixed] == [2, 0, 2]
-    assert cache.num_bytes == 4096 * cache.spec.token_bytes + 16 * state
+    assert cache.num_bytes == 4096 * cache.spec.token_bytes + 40 * state
     assert start(enable_prefix_caching=False).engine._runner.kv_cache.num_slots == 8
+    assert start(state_snapshots=3).engine._runner.kv_cache.num_slots == 11
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"enable_prefix_caching": False}, "prefixes are not cached")]
+)
+def test_a_number_of_snapshots_without_effect_is_named(start, caplog, changes, reason):
+    start(state_snapshots=3, **changes)
+
+    assert f"--state-snapshots 3 has no effect: {reason}" in caplog.text
 
 
 def test_a_state_that_does_not_fit_is_counted(start, monkeypatch):
     monkeypatch.setattr(
-        "server.engine.runner.start.kv_memory.free_bytes", lambda _: 4096 * 256 + 16 * 1024 - 1
+        "server.engine.runner.start.kv_memory.free_bytes", lambda _: 4096 * 256 + 8 * 1024 - 1
     )
 
     with pytest.raises(StartupError, match=r"less 0\.00 GiB for the states of sequences"):
@@ -301,7 +311,7 @@ def test_plans_and_sizes_count_the_states_and_name_the_part_that_executors_do_no
 
     size = ("size", "--gpu=h100", "--input-len=90", "--output-len=10", *where)
     memory = json.loads(tessera(*size, "--json"))["memory"]
-    assert memory["state_bytes"] == 16 * 1024
+    assert (memory["state_bytes"], memory["state_snapshots"]) == (40 * 1024, 32)
     plan = json.loads(tessera("plan", "--arch=h100", "--json", *where))
     assert plan["memory"]["state_bytes_per_sequence"] == 1024
     assert {step["executor"] for step in plan["steps"]} == {"layers"}
@@ -310,7 +320,7 @@ def test_plans_and_sizes_count_the_states_and_name_the_part_that_executors_do_no
     assert plan["deterministic"]["requests"] == "none"
     assert "no deterministic Toy" in plan["deterministic"]["why"]
     assert "a token and 1 KiB a sequence" in tessera("plan", "--arch=h100", *where)
-    assert "states of sequences 0.00 GiB" in tessera(*size)
+    assert "states of sequences and 32 snapshots 0.00 GiB" in " ".join(tessera(*size).split())
 
 
 def problem(folder, arch):

@@ -43,7 +43,7 @@ TORCH = tuple(row for row in REGISTRY if row.cpu)
 WITH_HOPPER = (HOPPER, HOPPER_DECODE, *TORCH)
 ARCHES = [pytest.param(arch, id=arch.key) for arch in CATALOGUE.values()]
 PORTABLE = ("a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
-HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 
 
@@ -436,7 +436,7 @@ def test_a_row_for_the_cpu_reports_that_it_runs_on_no_gpu():
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"head_dim": 100}, "head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256]"),
+        ({"head_dim": 100}, "head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256, 512]"),
         ({"block_size": 257}, "block_size 257 is not from 1 to 256"),
     ],
     ids=["head dim", "block size"],

@@ -70,6 +70,19 @@ def make_weights(shape, dtype=torch.float32, decay=0.0):
     )
 
 
+def in_slots(states):
+    """Return copies of states, [S, ...] each, as a cache has them: those of a slot beside each other."""
+    sizes = [state[0].numel() for state in states]
+    slots = torch.full((NUM_SLOTS, sum(sizes) + 32), torch.nan)
+    found = tuple(
+        part.unflatten(1, state.shape[1:])
+        for part, state in zip(slots[:, 16:-16].split(sizes, 1), states, strict=True)
+    )
+    for new, old in zip(found, states, strict=True):
+        new.copy_(old)
+    return found
+
+
 class Step:
     """A packed step: decode rows, then prompts.
 
@@ -112,7 +125,7 @@ class Step:
 
     def run(self, kernel: Any):
         """Return the result and the states after, of copies of the arguments."""
-        states = tuple(state.clone() for state in self.states)
+        states = in_slots(self.states)
         run = kernel(self.shape, self.weights)
         return run(self.projected.clone(), None, states, self.segments), states
 
@@ -173,7 +186,7 @@ def divided(whole, kernel, ends):
     """
     parts, first = [], 0
     run = kernel(whole.shape, whole.weights)
-    states = tuple(state.clone() for state in whole.states)
+    states = in_slots(whole.states)
     for end in ends:
         pair = (1, 1) if first else (NEW, 1)
         step = Step(

@@ -16,6 +16,7 @@ from tests.kernels.recurrent.mamba2_cases import (
     Sequence,
     Step,
     divided,
+    in_slots,
     make_weights,
     sizes,
     variants,
@@ -95,7 +96,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(name):
     kernel = Mamba2(shape, many.weights)
 
     for i in range(7):
-        now = tuple(state.clone() for state in many.states)
+        now = in_slots(many.states)
         found = kernel(many.projected[i : i + 1], None, now, Step(shape, [(i, i)]).segments)
 
         assert torch.equal(found[0], out[i])

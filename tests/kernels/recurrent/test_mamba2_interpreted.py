@@ -25,6 +25,7 @@ from tests.kernels.recurrent.mamba2_cases import (
     Sequence,
     Step,
     divided,
+    in_slots,
     variants,
 )
 from tests.kernels.references.mamba2 import mamba2_blocks
@@ -141,7 +142,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others():
     kernel = Mamba2(MAMBA2, many.weights)
 
     for i in range(7):
-        now = tuple(state.clone() for state in many.states)
+        now = in_slots(many.states)
         found = kernel(many.projected[i : i + 1], None, now, Step(MAMBA2, [(i, i)]).segments)
 
         assert torch.equal(found[0], out[i])
@@ -152,7 +153,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others():
 def test_an_object_computes_step_after_step():
     step = Step(MAMBA2, [(i, i) for i in range(3)])
     kernel, plain = Mamba2(MAMBA2, step.weights), pytorch.Mamba2(MAMBA2, step.weights)
-    ours, theirs = (tuple(it.clone() for it in step.states) for _ in range(2))
+    ours, theirs = (in_slots(step.states) for _ in range(2))
 
     for _ in range(4):
         projected = torch.randn_like(step.projected)

@@ -413,6 +413,16 @@ CASES = {
         model="ForConditionalGeneration",
         others={"vision_config": _GEMMA_ENCODER, "audio_config": None},
     ),
+    "gemma4 unified": Case(
+        "Gemma4Unified",
+        {it: value for it, value in _GEMMA4_LARGE.items() if it != "hidden_size_per_layer_input"},
+        model="ForConditionalGeneration",
+        others={"vision_config": None, "audio_config": None},
+    ),
+    "gemma4 unified text": Case(
+        "Gemma4UnifiedText",
+        {it: value for it, value in _GEMMA4_LARGE.items() if it != "hidden_size_per_layer_input"},
+    ),
     "gemma3n": Case("Gemma3nText", _GEMMA3N, in_half=True),
     "gemma3n second stream untied biases": Case(
         "Gemma3nText",

@@ -92,7 +92,7 @@ LONGROPE = {
 }
 
 
-OTHER_MODELS = re.compile(r"vision_tower|multi_modal_projector|visual\.")
+OTHER_MODELS = re.compile(r"vision_tower|multi_modal_projector|visual\.|embed_vision")
 
 
 def mixer(config, layer=0):

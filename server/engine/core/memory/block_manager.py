@@ -6,12 +6,12 @@ Works on token ids and block ids, without tensors. The scheduler decides the ord
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
-from server.engine.core.memory.state_slots import StateSlots
+from server.engine.core.memory.state_slots import StateSlots, interval_of, marks_of
 from server.engine.core.sequence import CacheSalt, Sequence
 
 Link: TypeAlias = int | CacheSalt
@@ -19,6 +19,11 @@ Link: TypeAlias = int | CacheSalt
 
 Key: TypeAlias = tuple[Link, tuple[int, ...]]
 """Identifies the content of a full block: the link of the blocks before it, and its token ids."""
+
+
+def _none(_num_cached: int) -> tuple[int, ...]:
+    """Return no numbers of tokens."""
+    return ()
 
 
 class _Prefix(NamedTuple):
@@ -50,9 +55,14 @@ class BlockManager:
 
     States of fixed size: where layers keep one, a running sequence has slots too, and its leading
     tokens come from the prefix cache only up to a block after which there is a snapshot of the state.
-    Snapshots are taken after the last full block of the tokens that are known when a sequence is
-    admitted, and after its last block that was in the prefix cache then: where two prompts part, a
-    third one may part too.
+    Snapshots are taken, after multiples of `StateSlots.unit` tokens only,
+    - after the last such multiple of a prompt, where a conversation goes on,
+    - after the last block of a prompt that was in the prefix cache when it was admitted: where two
+      prompts part, a third one may part too,
+    - where waiting prompts part from it (`SharedBeginnings`),
+    - where its chunks end at intervals, in slots that nothing better needs.
+    Where kernels compute prompts in chunks (`StateSlots.chunk` > 1), blocks after the prompt are not
+    in the prefix cache: their tokens were computed one by one, in other bits than as a prompt.
 
     Placement: attention on a CPU reads adjacent blocks without copying. A block table therefore
     grows into the empty block after its last one, else into the largest run of empty blocks. If an
@@ -74,6 +84,9 @@ class BlockManager:
             a block is evicted only when no block is empty, and block tables scatter once all blocks
             have been used; use it for kernels that read scattered blocks at the same speed.
         num_slots: for states of fixed size; 0 if the network has none.
+        state_chunk: of `StateSpec`.
+        keeps_inside: whether steps write states that are kept within the tokens that they compute of a prompt; else
+            they end there.
 
     Attributes:
         slots: for states of fixed size; None if the network has none.
@@ -86,6 +99,8 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         contiguity_reserve: float = 0.0,
         num_slots: int = 0,
+        state_chunk: int = 1,
+        keeps_inside: bool = False,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -102,7 +117,16 @@ class BlockManager:
         self._key_of: dict[int, Key] = {}
         self._link_of: dict[int, int] = {}
         self._num_links = 0
-        self.slots = StateSlots(num_slots) if num_slots else None
+        self.slots: StateSlots | None = None
+        if num_slots:
+            self.slots = StateSlots(num_slots, state_chunk, block_size, keeps_inside=keeps_inside)
+        self._only_prompts = num_slots > 0 and state_chunk > 1
+        self._pending: dict[Sequence, None] = {}  # of which a snapshot will probably be taken
+
+    @property
+    def caches_output(self) -> bool:
+        """Whether blocks with generated tokens come into the prefix cache."""
+        return self.enable_prefix_caching and not self._only_prompts
 
     @property
     def num_free_blocks(self) -> int:
@@ -127,7 +151,27 @@ class BlockManager:
         """Return how many leading tokens of a sequence that owns no block are in the prefix cache."""
         return len(self._find_prefix(sequence).blocks) * self.block_size
 
-    def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
+    def num_pending_tokens(self, sequence: Sequence) -> int:
+        """Return after how many leading tokens of a waiting sequence a running one has a snapshot soon; 0 for none."""
+        if not self._pending or not self.looks_up(sequence):
+            return 0
+        assert self.slots is not None
+        found, unit, known = 0, self.slots.unit, sequence.token_ids
+        most = self._most_cached(sequence)
+        first = known[:unit]
+        for other in self._pending:
+            held = other.slots
+            assert held is not None
+            if other.cache_salt != sequence.cache_salt or other.token_ids[:unit] != first:
+                continue
+            for count in (*held.cuts, *held.kept):
+                if found < count <= most and other.token_ids[:count] == known[:count]:
+                    found = count
+        return found
+
+    def admit(
+        self, sequence: Sequence, num_spare: int = 0, shared: Callable[[int], Iterable[int]] = _none
+    ) -> bool:
         """Allocate blocks for all known tokens of a sequence and for one more token.
 
         Blocks with its leading tokens come from the prefix cache. They never include the last known
@@ -136,6 +180,8 @@ class BlockManager:
         Args:
             sequence: owns no block.
             num_spare: blocks that must stay free.
+            shared: returns, for a number of leading tokens that are cached, after which more of them the state is
+                worth a snapshot: multiples of `StateSlots.unit`.
 
         Returns:
             False, with nothing changed, where too few blocks are free, or no slot.
@@ -146,7 +192,7 @@ class BlockManager:
         num_new = sequence.num_tokens // self.block_size + 1 - len(hits)
         if self._num_taken(sequence, hits) + num_spare > self.num_free_blocks:
             return False
-        if self.slots is not None and not self._admit_state(self.slots, sequence, prefix):
+        if self.slots is not None and not self._admit_state(self.slots, sequence, prefix, shared):
             return False
         for block in hits:
             if not references[block]:
@@ -193,16 +239,37 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         size = self.block_size
+        slots = self.slots
+        if self._only_prompts:
+            num_tokens = min(num_tokens, sequence.num_prompt_tokens)
         for index in range(sequence.num_linked_blocks, num_tokens // size):
-            tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
-            sequence.prefix_link = self._enter(
-                (sequence.prefix_link, tokens), sequence.block_table[index]
-            )
+            stop = (index + 1) * size
+            tokens = tuple(sequence.token_ids[index * size : stop])
+            link = self._enter((sequence.prefix_link, tokens), sequence.block_table[index])
+            sequence.prefix_link = link
             sequence.num_linked_blocks += 1
-        if sequence.slots is not None and sequence.slots.kept:
+            if slots is not None and sequence.slots is not None and stop in sequence.slots.kept:
+                slots.keep(sequence.slots, stop, link)
+                if not sequence.slots.is_pending:
+                    self._pending.pop(sequence, None)
+
+    def plan_state(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Take slots for the states that a step keeps within the tokens `start .. stop`; see `StateSlots.plan`."""
+        held = sequence.slots
+        if held is not None and held.keeps_inside and (held.cuts or held.marks):
             assert self.slots is not None
-            assert isinstance(sequence.prefix_link, int)
-            self.slots.keep(sequence.slots, sequence.num_linked_blocks * size, sequence.prefix_link)
+            self.slots.plan(held, start, stop)
+
+    def advance_state(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Note that a step was launched that computes the first `num_tokens` tokens; see `StateSlots.advance`."""
+        held = sequence.slots
+        if held is None:  # it has ended, or was preempted
+            return False
+        assert self.slots is not None
+        has_moved = self.slots.advance(held, num_tokens)
+        if not held.is_pending:
+            self._pending.pop(sequence, None)
+        return has_moved
 
     def free(self, sequence: Sequence, discard_cached: bool = False) -> None:
         """Release all blocks and slots of an admitted sequence.
@@ -227,6 +294,7 @@ class BlockManager:
         if self.slots is not None and sequence.slots is not None:
             self.slots.free(sequence.slots)
             sequence.slots = None
+            self._pending.pop(sequence, None)
         sequence.block_table = []
         sequence.capacity = 0
         sequence.num_computed_tokens = 0
@@ -273,6 +341,8 @@ class BlockManager:
         slots = [it.slots for it in self._owners if it.slots is not None]
         if self.slots is not None:
             assert len(slots) == len(self._owners), "a sequence runs without a slot"
+            pending = {it for it in self._owners if it.slots is not None and it.slots.is_pending}
+            assert pending >= self._pending.keys(), "a snapshot is awaited that will not be taken"
             self.slots.check_invariants(slots, self._link_of.values())
         else:
             assert not slots
@@ -282,7 +352,9 @@ class BlockManager:
         assert len(set(table)) == len(table), f"{sequence} owns a block twice"
         assert sequence.num_computed_tokens <= len(table) * self.block_size
         assert sequence.capacity == min(len(table) * self.block_size, sequence.max_num_tokens - 1)
-        assert sequence.num_linked_blocks * self.block_size <= sequence.num_computed_tokens
+        num_linked = sequence.num_linked_blocks * self.block_size
+        assert num_linked <= sequence.num_computed_tokens
+        assert not self._only_prompts or num_linked <= sequence.num_prompt_tokens
         for index, block in enumerate(table):
             if block in self._key_of:
                 at = index * self.block_size
@@ -316,7 +388,7 @@ class BlockManager:
         if not self.looks_up(sequence):
             return _Prefix(hits, link, 0)
         size, token_ids, cached = self.block_size, sequence.token_ids, self._cached
-        for stop in range(size, len(token_ids), size):
+        for stop in range(size, self._most_cached(sequence) + 1, size):
             block = cached.get((link, tuple(token_ids[stop - size : stop])))
             if block is None:
                 break
@@ -329,18 +401,48 @@ class BlockManager:
             hits, link = hits[:count], links[count - 1] if count else sequence.cache_salt
         return _Prefix(hits, link, num_cached)
 
-    def _admit_state(self, slots: StateSlots, sequence: Sequence, prefix: _Prefix) -> bool:
+    def _most_cached(self, sequence: Sequence) -> int:
+        """Return the most leading tokens of a sequence that may be cached: the last one known is computed."""
+        most = len(sequence.token_ids) - 1
+        if self._only_prompts:
+            most = min(most, sequence.num_prompt_tokens)
+        return most
+
+    def _admit_state(
+        self,
+        slots: StateSlots,
+        sequence: Sequence,
+        prefix: _Prefix,
+        shared: Callable[[int], Iterable[int]],
+    ) -> bool:
         """Allocate the slots of a sequence; return whether there were any for it."""
         cuts: set[int] = set()
-        if self.looks_up(sequence):
-            # An equal prompt finds no more blocks than that: its last token is computed.
-            cuts = {prefix.num_cached, (sequence.num_tokens - 1) // self.block_size}
-        num_found = len(prefix.blocks)
-        sequence.slots = slots.admit(
+        unit, size = slots.unit, self.block_size
+        num_cached = len(prefix.blocks) * size
+        # An equal prompt finds no more blocks than that: its last token is computed.
+        stop = self._most_cached(sequence) // unit * unit
+        looks_up = self.looks_up(sequence)
+        if looks_up:
+            cuts = {prefix.num_cached * size // unit * unit, stop, *shared(num_cached)}
+        held = slots.admit(
             prefix.link if prefix.blocks and isinstance(prefix.link, int) else None,
-            (count * self.block_size for count in cuts if count > num_found),
+            (count for count in cuts if count > num_cached),
         )
-        return sequence.slots is not None
+        if held is None:
+            return False
+        sequence.slots = held
+        if sequence.deterministic and self._only_prompts:
+            held.num_chunked = sequence.num_prompt_tokens
+        if looks_up:
+            held.last, held.stop = num_cached, stop
+            if held.keeps_inside:
+                marks = marks_of(sequence.num_tokens, num_cached, stop, unit, slots.num_free)
+                held.marks = [count for count in marks if count not in cuts]
+            else:
+                held.interval = interval_of(sequence.num_tokens)
+            if held.cuts:
+                self._pending[sequence] = None
+        return True
 
     def _enter(self, key: Key, block: int) -> int:
         """Add a full block to the prefix cache; return the link of its content.

@@ -12,6 +12,11 @@ CUDA_BYTES: Final = 768 * MIB
 H200. It cannot be measured while other processes use the GPU."""
 
 
+_SNAPSHOTS_PER_SEQUENCE: Final = 4
+"""Slots for snapshots that are useful, for each sequence of a step: a conversation needs one or two, and prompts in
+between have some."""
+
+
 class NotEnoughMemoryError(Exception):
     """The KV cache does not fit; the text states the required and the available size."""
 
@@ -54,7 +59,10 @@ class KVCacheDemand:
         block_size: tokens in a block.
         bytes_per_token: bytes of the keys and values of all layers.
         kept_bytes: bytes that stay free for a step's activations.
-        slots_bytes: bytes of the slots for states of fixed size, which the cache has beside its blocks.
+        slot_bytes: bytes of a slot for states of fixed size, which the cache has beside its blocks; 0 if no layer has
+            such a state.
+        num_seqs: slots for running sequences.
+        requested_snapshots: slots for snapshots of the prefix cache; None for a number by the memory.
     """
 
     requested_tokens: int | None
@@ -63,7 +71,9 @@ class KVCacheDemand:
     block_size: int
     bytes_per_token: int
     kept_bytes: int = 0
-    slots_bytes: int = 0
+    slot_bytes: int = 0
+    num_seqs: int = 0
+    requested_snapshots: int | None = 0
     allowance: Allowance | None = None
 
     @property
@@ -72,16 +82,28 @@ class KVCacheDemand:
         return self.block_size * self.bytes_per_token
 
     @property
+    def slots_bytes(self) -> int:
+        """Bytes of the slots whose number does not depend on the memory."""
+        return self.slot_bytes * (self.num_seqs + (self.requested_snapshots or 0))
+
+    def num_snapshots(self, num_bytes: int) -> int:
+        """Return the slots for snapshots, if their number is free and they may take so many bytes."""
+        if self.requested_snapshots is not None or not self.slot_bytes:
+            return self.requested_snapshots or 0
+        return min(_SNAPSHOTS_PER_SEQUENCE * self.num_seqs, max(0, num_bytes) // self.slot_bytes)
+
+    @property
     def is_explicit(self) -> bool:
         """Whether the operator set the size."""
         return self.requested_tokens is not None or self.requested_gib is not None
 
 
 class KVCacheSize(NamedTuple):
-    """Number of blocks, and the reason for it."""
+    """Number of blocks, the reason for it, and slots for snapshots of states of fixed size."""
 
     num_blocks: int
     why: str
+    num_snapshots: int = 0
 
 
 def requested_size(demand: KVCacheDemand, left: int, stated: str) -> KVCacheSize:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from server.engine.core.queue.expected_output import OutputMeans, expected_output
+from server.engine.core.queue.shared_beginnings import SharedBeginnings
 from server.engine.core.queue.waiting_queue import WaitingQueue
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import DuplicateRequestError
@@ -60,6 +62,10 @@ class LiveSequences:
         self._block_manager, self._accounting = block_manager, accounting
         self._by_id: dict[int, Sequence] = {}
         self._num_admitted = 0
+        slots = block_manager.slots
+        self._beginnings = None
+        if slots is not None and block_manager.enable_prefix_caching:
+            self._beginnings = SharedBeginnings(slots.unit)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -80,10 +86,11 @@ class LiveSequences:
         limit = sequence.sampling.max_new_tokens
         sequence.expected_output = expected_output(limit, self.output_means.means)
         self.waiting.add(sequence)
+        self._note_waiting(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue that was never admitted."""
-        self.waiting.remove(sequence)
+        self._remove_waiting(sequence)
         del self._by_id[sequence.request_id]
 
     def limit_places(self, limits: dict[str, int]) -> None:
@@ -105,8 +112,15 @@ class LiveSequences:
             return (
                 False  # preempted by a schedule that was not started: not all its tokens have ids
             )
-        if not self._block_manager.admit(sequence, num_spare=self.num_growing()):
-            return False
+        num_spare, beginnings = self.num_growing(), self._beginnings
+        if beginnings is None:
+            if not self._block_manager.admit(sequence, num_spare):
+                return False
+        else:
+            shared = partial(beginnings.partings, sequence)
+            if not self._block_manager.admit(sequence, num_spare, shared):
+                return False
+            beginnings.remove(sequence)
         self.waiting.admit(sequence)
         if not sequence.num_preemptions:
             sequence.rank = (sequence.priority, self._num_admitted)
@@ -133,6 +147,7 @@ class LiveSequences:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
+        self._note_waiting(sequence)
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state."""
@@ -150,7 +165,7 @@ class LiveSequences:
             self._block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
             self.output_means.add(sequence.sampling.max_new_tokens, sequence.num_output_tokens)
         else:
-            self.waiting.remove(sequence)
+            self._remove_waiting(sequence)
         sequence.usage = self._accounting.end(
             sequence.account,
             reason,
@@ -162,9 +177,32 @@ class LiveSequences:
         sequence.finish_reason = reason
         del self._by_id[sequence.request_id]
 
+    def awaits_prefix(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence should be admitted later, since a running one computes its beginning.
+
+        This is so for states of fixed size, if a snapshot of a running sequence will soon save the sequence at least
+        a quarter of its tokens. Keys and values, which are cached block by block, save most of that without waiting.
+        """
+        if self._beginnings is None:
+            return False
+        count = self._block_manager.num_pending_tokens(sequence)
+        if 4 * count < sequence.num_tokens:
+            return False
+        num_cached = self._block_manager.num_cached_tokens(sequence)
+        return 4 * (count - num_cached) >= sequence.num_tokens - num_cached
+
     def drop_finished(self) -> None:
         """Remove the sequences that have ended from the running list."""
         self.running = [sequence for sequence in self.running if sequence.status is RUNNING]
+
+    def _note_waiting(self, sequence: Sequence) -> None:
+        if self._beginnings is not None and self._block_manager.looks_up(sequence):
+            self._beginnings.add(sequence)
+
+    def _remove_waiting(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        if self._beginnings is not None:
+            self._beginnings.remove(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Account for a sequence whose place and blocks are about to be free."""
@@ -190,6 +228,10 @@ class LiveSequences:
         """
         running, waiting = self.running, list(self.waiting)
         self.waiting.check_invariants()
+        if self._beginnings is not None:
+            self._beginnings.check_invariants(
+                it for it in waiting if self._block_manager.looks_up(it)
+            )
         ranks = [sequence.rank for sequence in running]
         assert ranks == sorted(ranks), "sequences out of order"
         last_running = {_peers(sequence): sequence.rank for sequence in running}
@@ -231,6 +273,6 @@ class LiveSequences:
         assert not sequence.is_expired, sequence
         assert not sequence.num_void_results, sequence
         assert stop < sequence.max_num_tokens, sequence
-        if self._block_manager.enable_prefix_caching:
+        if self._block_manager.caches_output:
             block_size = self._block_manager.block_size
             assert stop <= (sequence.num_linked_blocks + 1) * block_size, sequence

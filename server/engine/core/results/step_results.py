@@ -218,7 +218,7 @@ class StepResults:
         if sequence.status is not RUNNING or sequence.num_void_results or sequence.is_expired:
             return
         stop = sequence.max_num_tokens - 1
-        if self._block_manager.enable_prefix_caching:
+        if self._block_manager.caches_output:
             stop = min(stop, (sequence.num_linked_blocks + 1) * self._block_size)
         sequence.check_at = stop
 

@@ -28,7 +28,8 @@ def timeout_event(sequence: Sequence) -> TokenEvent:
 class Admission:
     """Decides which waiting sequences are admitted; see `prompt_chunks.WaitingSource`. Part of the scheduler.
 
-    A sequence is admitted if blocks are free for all its known tokens and one more token. It gets these blocks at once,
+    A sequence is admitted if blocks are free for all its known tokens and one more token, unless a running one computes
+    its beginning (`LiveSequences.awaits_prefix`). It gets these blocks at once,
     so a prompt in chunks never waits for blocks half way. One further block must stay free for each running sequence
     that may still grow; otherwise the new sequence would soon be preempted and its work lost. A sequence that has no
     token yet and could not get one before its deadline, at the lowest price of a token so far, ends instead.
@@ -74,6 +75,11 @@ class Admission:
         head = self._candidate(shortest=False)
         if head is None:
             return None
+        if self._live.awaits_prefix(head):
+            shortest = self._candidate(shortest=True)
+            if shortest is None or shortest is head or self._live.awaits_prefix(shortest):
+                return None
+            return self.admit(shortest)
         if (chunk := self.admit(head)) is None:
             assert self._live.running or head.num_tokens_in_flight, (
                 "`Scheduler.add` ensures that a sequence fits in an empty cache"
@@ -88,6 +94,8 @@ class Admission:
         """Admit a sequence that is served before a chunk, if there is a place for it; see `divide`."""
         shortest = self._candidate(shortest=True)
         if shortest is None or shortest.priority > chunk.sequence.priority:
+            return None
+        if self._live.awaits_prefix(shortest):
             return None
         is_ahead = shortest.priority < chunk.sequence.priority
         if is_ahead or shortest.num_tokens * _SHORTER <= chunk.num_tokens:

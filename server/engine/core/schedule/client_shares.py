@@ -63,18 +63,19 @@ class ClientShares:
 
     def _next(self) -> Sequence | None:
         """Return a sequence whose client has too few places; None if there is none."""
-        places = self._live.num_places
+        live = self._live
+        places = live.num_places
         most = max(places.values(), default=0)
         if most < _FEWER:
             return None
-        waiting = self._live.waiting
+        waiting = live.waiting
         head = waiting.head
         if head is None or (waiting.num_clients == len(places) == 1 and head.client in places):
             return None  # a client alone
         sequence = waiting.first_of_least(places)
         if sequence is None or sequence.num_tokens_in_flight:
             return None
-        if places.get(sequence.client, 0) + _FEWER > most:
+        if places.get(sequence.client, 0) + _FEWER > most or live.awaits_prefix(sequence):
             return None
         return sequence
 

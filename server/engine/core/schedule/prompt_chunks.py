@@ -12,6 +12,7 @@ from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence
 
 _rank = attrgetter("sequence.rank")
+_num_tokens = attrgetter("num_tokens")
 _NO_LIMITS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
@@ -23,6 +24,15 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
+
+    def fit(self, most: int) -> int:
+        """Return the most tokens up to `most` that a step may compute; 0 if it must end beyond them."""
+        if most >= self.num_tokens:
+            return self.num_tokens
+        slots = self.sequence.slots
+        if slots is None:
+            return most
+        return max(0, most - (self.sequence.num_computed_tokens + most) % slots.align)
 
     @classmethod
     def of(cls, sequence: Sequence, num_known: int) -> Chunk:
@@ -59,6 +69,7 @@ def divide(
     chunks: Iterable[Chunk],
     waiting: WaitingSource,
     limits: Mapping[str, int] = _NO_LIMITS,
+    align: int = 1,
 ) -> list[ScheduledSequence]:
     """Divide a budget among chunks and the sequences that are admitted.
 
@@ -70,62 +81,80 @@ def divide(
     Among several clients, the chunks of one with more than one have together at most an equal part of the budget while
     others need the rest, and the shortest chunk of each client comes before all second ones.
 
+    Where parts of chunks end at multiples of `align` tokens (`SequenceSlots.align`), a chunk may have none, but the
+    first one has some.
+
     Args:
-        budget: tokens left after one for each chunk.
+        budget: tokens left after one for each chunk; without that if `align` is more than 1, and then at least `align`
+            if there are chunks.
         chunks: of running sequences, in the order of the running list.
         waiting: admits waiting sequences.
         limits: tokens that some clients have at most beside one for each chunk, while others have no limit.
+        align: of all sequences.
 
     Returns:
-        Rows, in the order of the running list; at least one token for each chunk and each admitted sequence.
+        Rows, in the order of the running list; at least one token for each chunk and each admitted sequence, unless
+        `align` is more than 1.
     """
     rows: list[ScheduledSequence] = []
     chunks = list(chunks)
-    left = dict(limits)
+    sure = int(align == 1)  # tokens of each chunk
+    left = {client: max(most, sure or align) for client, most in limits.items()}
     while True:
         if not chunks:
-            chunk = waiting.admit_next() if budget else None
+            chunk = waiting.admit_next() if budget >= align else None
             if chunk is None:
                 break
-            budget -= 1
+            budget -= sure
             chunks = [chunk]
         parts = _parts(budget, chunks)
         for client in parts.keys() & left.keys():
             parts[client] = min(parts[client], left[client])
         first = chunks[0]
         part = parts[first.sequence.client]
-        reserved = min(first.num_tokens - 1, part - part // 2)
+        reserved = first.fit(max(sure + part - part // 2, align)) - sure
         budget -= reserved
         parts[first.sequence.client] = part - reserved
         taken: list[int] = []
         chunks = _in_turn(chunks)
         for chunk in chunks:
-            while budget and (short := waiting.admit_before(chunk)) is not None:
-                client = short.sequence.client
-                num_tokens = min(short.num_tokens, budget, 1 + left.get(client, budget))
-                budget -= num_tokens
-                if client in left:
-                    left[client] -= num_tokens - 1
-                rows.append(_row(short, num_tokens))
+            before = _admit_before(chunk, budget, waiting, left, align)
+            rows += before
+            budget -= sum([row.num_tokens for row in before])
             client = chunk.sequence.client
             if chunk is first:
                 budget += reserved
                 parts[client] += reserved
-            num_tokens = min(chunk.num_tokens - 1, budget, parts[client])
+            num_tokens = chunk.fit(sure + max(0, min(budget, parts[client]))) - sure
             parts[client] -= num_tokens
             budget -= num_tokens
-            taken.append(1 + num_tokens)
+            taken.append(sure + num_tokens)
             if client in left:
                 left[client] -= num_tokens
         for chunk, num_tokens in zip(chunks, taken, strict=True):
             client = chunk.sequence.client
-            more = min(chunk.num_tokens - num_tokens, budget, left.get(client, budget))
+            more = chunk.fit(num_tokens + min(budget, left.get(client, budget))) - num_tokens
             budget -= more
             if client in left:
                 left[client] -= more
             rows.append(_row(chunk, num_tokens + more))
         chunks = []
-    rows.sort(key=_rank)
+    return sorted(filter(_num_tokens, rows), key=_rank)
+
+
+def _admit_before(
+    chunk: Chunk, budget: int, waiting: WaitingSource, left: dict[str, int], align: int
+) -> list[ScheduledSequence]:
+    """Admit sequences that are served before a chunk; return their rows, and take their tokens from `left`."""
+    rows: list[ScheduledSequence] = []
+    sure = int(align == 1)
+    while budget >= align and (short := waiting.admit_before(chunk)) is not None:
+        client = short.sequence.client
+        num_tokens = short.fit(min(budget, sure + left.get(client, budget)))
+        budget -= num_tokens
+        if client in left:
+            left[client] -= num_tokens - sure
+        rows.append(_row(short, num_tokens))
     return rows
 
 

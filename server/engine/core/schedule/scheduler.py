@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.memory.block_manager import BlockManager
-    from server.engine.core.memory.state_slots import StateSlots
     from server.engine.core.queue.waiting_queue import WaitingQueue
     from server.engine.core.request import TokenEvent
     from server.engine.core.results.step_events import StepEvents
@@ -54,6 +53,10 @@ class Scheduler:
 
     There are no prefill and decode phases: every running sequence computes its known tokens that are
     not computed yet, at least one in each step. A decoding sequence has a single one.
+
+    States of fixed size: where a state has the same bits only if steps end at multiples of `StateSpec.chunk` tokens,
+    the chunks of prompts end there, so a prompt may wait for a step with room for so many tokens. The generated tokens
+    of a deterministic sequence are computed one by one, also when they are computed again after a preemption.
 
     Chunks: what a step's token budget leaves after one token for each running sequence is divided
     among the longer chunks and new sequences (`prompt_chunks.divide`): half of it to the sequence
@@ -121,6 +124,7 @@ class Scheduler:
         self.drafts = DraftPolicy(config, drafter, pads=pads_drafts)
         self._short_steps = ShortSteps(self._live, block_manager, self.accounting)
         self._results = StepResults(self._live, block_manager, self.accounting)
+        self._align = 1 if block_manager.slots is None else block_manager.slots.chunk
         self._scheduled: SchedulerOutput | None = None
         self._decode_batch = DecodeBatch([])  # of the latest `schedule`
         self._started: deque[SchedulerOutput] = deque()
@@ -239,6 +243,7 @@ class Scheduler:
         decoding: list[Sequence] = []
         starts: list[int] = []
         chunks: list[Chunk] = []
+        repeated: list[Sequence] = []
         preempted: list[int] = []
         self.admission.begin(self.num_steps)
         self._apply_shares(preempted)
@@ -256,25 +261,21 @@ class Scheduler:
             if num_known - start == 1:
                 decoding.append(sequence)
                 starts.append(start)
+            elif sequence.slots is not None and start >= sequence.slots.num_chunked:
+                repeated.append(sequence)
             else:
                 chunks.append(Chunk.of(sequence, num_known))
-        limit = self.config.max_num_batched_tokens if decoding else self.config.prefill_budget
-        budget = limit - len(decoding) - len(chunks)
         num_logits = len(decoding)
+        decoding += repeated
+        starts += [sequence.num_computed_tokens for sequence in repeated]
+        self.num_prefill_tokens = sum(
+            [it.num_known_tokens - it.num_computed_tokens - 1 for it in repeated]
+        )
         prefill: list[ScheduledSequence] = []
-        self.num_prefill_tokens = 0
         if chunks or (self._live.waiting and not preempted):
-            source = _NONE_WAITING if preempted else self.admission
-            for row in divide(budget, chunks, source, self._live.place_limits):
-                num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
-                self.num_prefill_tokens += num_left
-                if row.num_tokens > 1:
-                    prefill.append(row)
-                    continue
-                at = num_logits if row.num_logits else len(decoding)
-                num_logits += row.num_logits
-                decoding.insert(at, row.sequence)
-                starts.insert(at, row.start)
+            num_logits = self._divide(
+                chunks, decoding, starts, num_logits, prefill, admits=not preempted
+            )
         decode = self._decode_rows(decoding, starts, num_logits, drafts=not (prefill or preempted))
         self._is_full = bool(self._live.waiting) and self.num_free_places <= 0
         output = SchedulerOutput(
@@ -288,6 +289,37 @@ class Scheduler:
         self.num_steps += 1
         self._scheduled = output
         return output
+
+    def _divide(
+        self,
+        chunks: list[Chunk],
+        decoding: list[Sequence],
+        starts: list[int],
+        num_logits: int,
+        prefill: list[ScheduledSequence],
+        *,
+        admits: bool,
+    ) -> int:
+        """Divide the tokens that decode rows leave, and add the rows to those of the step.
+
+        Returns:
+            The decode rows that have logits; `num_logits` of them had before.
+        """
+        limit = self.config.max_num_batched_tokens if decoding else self.config.prefill_budget
+        budget = limit - len(decoding) - (len(chunks) if self._align == 1 else 0)
+        source = self.admission if admits else _NONE_WAITING
+        for row in divide(budget, chunks, source, self._live.place_limits, self._align):
+            num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
+            self.num_prefill_tokens += num_left
+            if row.num_tokens > 1:
+                prefill.append(row)
+                self.block_manager.plan_state(row.sequence, row.start, row.start + row.num_tokens)
+                continue
+            at = num_logits if row.num_logits else len(decoding)
+            num_logits += row.num_logits
+            decoding.insert(at, row.sequence)
+            starts.insert(at, row.start)
+        return num_logits
 
     def take_late(self) -> list[tuple[int, TokenEvent]]:
         """Return (request id, event) of the sequences that `schedule` ended because of their deadline."""
@@ -324,7 +356,7 @@ class Scheduler:
                 sequence.num_computed_tokens = row.start + row.num_tokens
                 sequence.num_tokens_in_flight += row.num_logits
         if self.block_manager.slots is not None:
-            self._advance_states(self.block_manager.slots, output)
+            self._advance_states(output)
 
     def commit(
         self, output: SchedulerOutput, sampled: SampledRows, device_seconds: float = 0.0
@@ -418,17 +450,16 @@ class Scheduler:
         self._complete_end(output, device_seconds)
         return events
 
-    def _advance_states(self, slots: StateSlots, output: SchedulerOutput) -> None:
+    def _advance_states(self, output: SchedulerOutput) -> None:
         """Note which slots the next steps of the sequences of a launched step read and write."""
-        decode, moved = output.decode, False
+        decode, moved, advance = output.decode, False, self.block_manager.advance_state
         assert decode.drafts is None, "states of fixed size cannot be taken back"
         for sequence, start in zip(decode.batch.sequences, decode.starts, strict=True):
             held = sequence.slots
-            if held is not None and (held.cuts or held.read != held.write):
-                moved |= slots.advance(held, start + 1)
+            if held is not None and (held.cuts or held.planned or held.read != held.write):
+                moved |= advance(sequence, start + 1)
         for row in output.prefill:
-            if row.sequence.slots is not None:
-                slots.advance(row.sequence.slots, row.start + row.num_tokens)
+            advance(row.sequence, row.start + row.num_tokens)
         if moved:  # the rows of a batch keep their slots
             self._decode_batch = NO_ROWS.batch
 

@@ -51,10 +51,20 @@ def kv_cache_size(
     return size_within(demand, free_bytes(device), share, str(device))
 
 
+def slots_text(demand: KVCacheDemand, num_snapshots: int) -> str:
+    """Describe the slots for states of fixed size."""
+    count = demand.num_seqs + num_snapshots
+    return (
+        f"states of fixed size take {count * demand.slot_bytes / GIB:.2f} GiB of that: {demand.num_seqs} for running "
+        f"sequences and {num_snapshots} for snapshots of the prefix cache (--state-snapshots), "
+        f"{demand.slot_bytes / MIB:.2f} MiB each"
+    )
+
+
 def allocate_kv_cache(
     demand: KVCacheDemand,
     device: torch.device,
-    allocate: Callable[[int], _Cache],
+    allocate: Callable[[int, int], _Cache],
     num_processes: int = 1,
 ) -> _Cache:
     """Choose a size and allocate the cache; if another process took the memory first, try a smaller size.
@@ -62,7 +72,8 @@ def allocate_kv_cache(
     Args:
         demand: requirements for the size.
         device: the cache's device.
-        allocate: creates a cache of the given number of blocks, and anything else that must fit in memory with it.
+        allocate: creates a cache of the given numbers of blocks and slots, and anything else that must fit in memory
+            with it.
         num_processes: of engines and ranks of the service; on a CPU they share its memory.
 
     Raises:
@@ -71,12 +82,15 @@ def allocate_kv_cache(
     share = default_share(demand, device.type) / (num_processes if device.type == "cpu" else 1)
     for attempt in itertools.count():
         size = kv_cache_size(demand, device, share / 2**attempt)
-        num_bytes = size.num_blocks * demand.block_bytes + demand.slots_bytes
+        num_slots = demand.num_seqs + size.num_snapshots if demand.slot_bytes else 0
+        num_bytes = size.num_blocks * demand.block_bytes + num_slots * demand.slot_bytes
         tokens = size.num_blocks * demand.block_size
         wanted = f"KV cache of {tokens} tokens, {num_bytes / GIB:.2f} GiB"
         try:
             log.info("%s: %s", wanted, size.why)
-            cache = allocate(size.num_blocks)
+            if demand.slot_bytes:
+                log.info("%s", slots_text(demand, size.num_snapshots))
+            cache = allocate(size.num_blocks, num_slots)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -14,7 +14,6 @@ from server.engine.core.memory.kv_demand import (
     NotEnoughMemoryError,
     requested_size,
 )
-from server.engine.core.memory.state_slots import slots_needed
 
 if TYPE_CHECKING:
     from model.network.state import StateSpec
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 # Share of the free memory that the cache may use by default. Other programs need the memory of a CPU as well; on a GPU,
 # the rest lets a second service start on the same device.
 SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
+
+_SNAPSHOT_SHARE: Final = 0.25
+"""Of the memory for a cache whose size is not set. A snapshot is as large as the keys and values of about 1,500 tokens
+(Qwen3.5-0.8B: 18.9 MB and 12 KiB), and a prefix of some thousand tokens is worth one or two."""
 
 # Memory needed in addition to a step's tensors: for recorded steps and for kernels that the driver loads at their first
 # use, 0.43 GiB on an H200, and for gaps between tensors of steps of different sizes.
@@ -60,7 +63,9 @@ def kv_cache_demand(
         block_size=config.block_size,
         bytes_per_token=state.token_bytes,
         kept_bytes=kept_bytes,
-        slots_bytes=num_slots(config, limits) * state.slot_bytes,
+        slot_bytes=state.slot_bytes,
+        num_seqs=limits.max_num_seqs,
+        requested_snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
         allowance=allowance,
     )
 
@@ -70,18 +75,14 @@ def default_share(demand: KVCacheDemand, device_type: str) -> float:
     return SHARE[device_type] if demand.allowance is None else 1.0
 
 
-def num_slots(config: EngineConfig, limits: SchedulerConfig) -> int:
-    """Return the slots of an engine's cache, where layers have a state of fixed size."""
-    return slots_needed(limits.max_num_seqs, enable_prefix_caching=config.enable_prefix_caching)
-
-
 def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> KVCacheSize:
     """Choose the size of the KV cache on a device with a number of free bytes; the device may be absent.
 
     Args:
         demand: requirements for the size.
         free: bytes that are free, including those that stay free for activations.
-        share: share of the usable memory, 0 to 1, that a size may use that is not explicit.
+        share: share of the usable memory, 0 to 1, that a size may use that is not explicit. A quarter of that is for
+            snapshots of states of fixed size, if their number is free.
         where: name of the device, for messages.
 
     Raises:
@@ -96,18 +97,25 @@ def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> K
     left = max(0, usable - demand.kept_bytes - demand.slots_bytes)
     stated += _less(demand)
     if demand.is_explicit:
-        return requested_size(demand, left, stated)
+        size = requested_size(demand, left, stated)
+        left -= size.num_blocks * demand.block_bytes
+        return size._replace(num_snapshots=demand.num_snapshots(int(left * share)))
     useful = -(-demand.useful_tokens // demand.block_size)
-    affordable = int(left * share) // demand.block_bytes
+    for_cache = int(left * share)
+    num_snapshots = demand.num_snapshots(int(for_cache * _SNAPSHOT_SHARE))
+    if demand.requested_snapshots is None:
+        for_cache -= num_snapshots * demand.slot_bytes
+    affordable = for_cache // demand.block_bytes
     if affordable < 1:
         raise NotEnoughMemoryError(
             f"one block of the KV cache needs {demand.block_bytes / MIB:.2f} MiB, but "
             f"{share:.0%} of the usable memory is {left * share / MIB:.2f} MiB: {stated}"
         )
     if useful <= affordable and demand.allowance is None:
-        return KVCacheSize(useful, "enough for all sequences of a step at full length")
+        why = "enough for all sequences of a step at full length"
+        return KVCacheSize(useful, why, num_snapshots)
     part = "" if share == 1 else f"{share:.0%} of "
-    return KVCacheSize(affordable, f"{part}{stated}")
+    return KVCacheSize(affordable, f"{part}{stated}", num_snapshots)
 
 
 def _less(demand: KVCacheDemand) -> str:

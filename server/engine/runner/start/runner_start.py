@@ -23,7 +23,7 @@ from model.device.memory import gpu_use, peak_memory, release_cached
 from model.device.replay import CudaGraphs
 from server.engine.core.memory.kv_demand import Allowance, NotEnoughMemoryError
 from server.engine.runner.start.kv_memory import allocate_kv_cache
-from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand, num_slots
+from server.engine.runner.start.kv_sizes import GPU_HEADROOM_BYTES, kv_cache_demand
 from server.engine.runner.start.warm_up import check_scores, compute_largest_step, warm_up
 from server.engine.runner.step.buckets import recorded_bytes
 from server.engine.runner.step.grammars import Grammars
@@ -203,10 +203,8 @@ def _allocate(
         hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
     """
 
-    def allocate(num_blocks: int) -> ModelRunner:
-        runner = make_runner(
-            model, config, num_blocks, num_slots(config, limits), most_logits=limits.max_logits
-        )
+    def allocate(num_blocks: int, num_slots: int) -> ModelRunner:
+        runner = make_runner(model, config, num_blocks, num_slots, most_logits=limits.max_logits)
         if hold_step is not None:
             hold_step(runner)
         return runner

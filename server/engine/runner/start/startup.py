@@ -12,18 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from kernels import KernelError, detect
 from kernels.collective.connect import connect
 from kernels.cpu.library import instructions
+from kernels.cpu.workers import set_num_threads
 from model.adapters.targets import find_targets
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.memory import free_bytes
-from model.device.quantizations import loaded_format, quantization_name
+from model.device.quantizations import quantization_name
 from model.errors import AdapterError, ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from server.engine.core.engine import EngineChannel
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineMessage, FrontEndMessage
+    from server.engine.core.plan_report import PlanReport
+    from server.engine.runner.step.model_runner import ModelRunner
     from server.engine.runner.step.ranks import FollowingExecutor, Ranks
 
 log = logging.getLogger("tessera.engine")
@@ -106,7 +110,11 @@ def start_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
         num_slots=runner.kv_cache.num_slots,
+        state_chunk=runner.kv_cache.spec.chunk,
+        keeps_inside=runner.keeps_states,
     )
+    if config.state_snapshots is not None:
+        _check_snapshots(config, runner)
     info = EngineInfo(
         model_id=config.model_id,
         device=str(device),
@@ -122,7 +130,7 @@ def start_engine(
         num_blocks=num_blocks,
         kv_cache_dtype=runner.cache_dtype,
         num_parameters=model_config.network.num_parameters,
-        plan=runner.describe_plan(),
+        plan=_plan(runner, limits),
         startup_seconds=phases.seconds,
         versions=_versions(model),
         max_draft_tokens=config.max_draft_tokens,
@@ -152,6 +160,24 @@ def start_engine(
         most = max(config.max_loras, config.max_cpu_loras or _CPU_LORAS * config.max_loras)
         adapters = AdapterPool(config.max_loras, most, loader)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
+
+
+def _plan(runner: ModelRunner, limits: SchedulerConfig) -> PlanReport:
+    """Return the plan of an engine, with what its cache has."""
+    plan, num_slots = runner.describe_plan(), runner.kv_cache.num_slots
+    if not num_slots:
+        return plan
+    memory = msgspec.structs.replace(plan.memory, state_snapshots=num_slots - limits.max_num_seqs)
+    return msgspec.structs.replace(plan, memory=memory)
+
+
+def _check_snapshots(config: EngineConfig, runner: ModelRunner) -> None:
+    """Log why a number of snapshots that the operator set has no effect, if it has none."""
+    why = "" if config.enable_prefix_caching else "prefixes are not cached"
+    if not runner.kv_cache.num_slots:
+        why = "no layer has a state of fixed size"
+    if why:
+        log.warning("--state-snapshots %d has no effect: %s", config.state_snapshots, why)
 
 
 def _reserve_adapters(model: DecoderLM, config: EngineConfig) -> None:
@@ -247,9 +273,13 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
         limits = step_limits(config, model_config, detect(device))
-        quantization, in_library = resolved_quantization(config, model_config, detect(device))
-        dtype = resolve_dtype(config.dtype, model_config, device)
-        threads = _set_threads(config, device, in_library=in_library)
+        resolved = resolved_quantization(config, model_config, detect(device))
+        quantization, in_library, has_products = resolved
+        dtype = torch.float32
+        if not has_products:
+            dtype = resolve_dtype(config.dtype, model_config, device)
+        threads = _set_threads(config, device, native=in_library or has_products)
+        set_num_threads(threads)
     communicator = None
     if endpoint is not None:
         with phases("connecting the ranks"):
@@ -264,7 +294,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
                 device,
                 config.load_format,
                 progress,
-                weight_format=loaded_format(quantization, model_config.stored_format),
+                weight_format=resolved.loaded(model_config),
                 communicator=communicator,
             )
         else:
@@ -324,7 +354,7 @@ def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _set_threads(config: EngineConfig, device: torch.device, *, in_library: bool) -> int:
+def _set_threads(config: EngineConfig, device: torch.device, *, native: bool) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
     PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks, and the
@@ -342,7 +372,7 @@ def _set_threads(config: EngineConfig, device: torch.device, *, in_library: bool
     )
     torch.set_num_threads(torch_threads)
     if device.type == "cpu":
-        threads = native_threads if in_library else torch_threads
+        threads = native_threads if native else torch_threads
         log.info("threads: %d, for %s", threads, cpus)
     return native_threads
 

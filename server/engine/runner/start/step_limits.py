@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.start_checks import StartupError
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
@@ -31,19 +32,28 @@ def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Sche
         config: of the engine.
         model: configuration of the checkpoint.
         arch: the processor.
+
+    Raises:
+        StartupError: the operator's limits are too low for prompts of layers with a state of fixed size.
     """
+    chunk = model.network.state("float32").chunk
     sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
     prefill = config.max_prefill_tokens
     most = budget or prefill
     if sequences is None:
         default = _CPU_SEQUENCES if arch.is_cpu else _GPU_SEQUENCES
-        sequences = default if most is None else min(default, most)
+        sequences = default if most is None else max(1, min(default, most - chunk + 1))
     if budget is None:
         # Half is left for prompts when all sequences decode.
-        budget = max(_CPU_BUDGET if arch.is_cpu else _GPU_BUDGET, 2 * sequences)
+        budget = max(_CPU_BUDGET if arch.is_cpu else _GPU_BUDGET, 2 * sequences, sequences + chunk)
         if prefill is None and not arch.is_cpu:
             prefill = max(budget, _prefill_tokens(model.network.num_parameters, config, arch))
         budget = min(budget, prefill or budget)
+    if chunk > 1 and budget < (least := sequences - 1 + chunk):
+        raise StartupError(
+            f"--max-num-batched-tokens is {budget}; at least {least} is needed with --max-num-seqs {sequences}, "
+            f"because steps divide prompts of this model at multiples of {chunk} tokens"
+        )
     return SchedulerConfig(
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,

@@ -146,6 +146,7 @@ class PackedStep:
         ]
         self._logits_rows: tuple[int, list[int]] | None = None
         self._first_sampled = 0
+        self._has_kept = False  # whether the last step kept states within prompts
 
     def pack(
         self,
@@ -273,6 +274,22 @@ class PackedStep:
             array[len(batch.sequences) : rows] = NO_SLOT
         array[rows : rows + len(prefill)] = _slots(it.sequence for it in prefill)
         array[rows + len(prefill) :] = NO_SLOT
+        if self.input.bucket.prompt_seqs:
+            self._pack_kept(prefill)
+
+    def _pack_kept(self, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the slots of the states that are kept within prompts."""
+        array, first = self.input.host.kept_slots, 0
+        if self._has_kept:
+            array.fill(NO_SLOT)
+        self._has_kept = False
+        for row in prefill:
+            slots = row.sequence.slots
+            for count, kept in () if slots is None else slots.planned.items():
+                if 0 < (offset := count - row.start) < row.num_tokens:
+                    array[first + offset - 1] = kept.slot
+                    self._has_kept = True
+            first += row.num_tokens
 
     def _pack_block_table(
         self, sequences: Sequence[EngineSequence], batch: DecodeBatch | None

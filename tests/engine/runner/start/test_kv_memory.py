@@ -25,7 +25,7 @@ class Device:
         self.free = free
         self.held = []
 
-    def allocate(self, num_blocks):
+    def allocate(self, num_blocks, _num_slots=0):
         """Raise PyTorch's error if the memory is too small."""
         if num_blocks * BLOCK_BYTES > self.free:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\nMore text")
@@ -52,7 +52,9 @@ def demand(tokens=None, gib=None, useful=1000, kept=0, allowance=None, slots=0):
         bytes_per_token=10,
         kept_bytes=kept,
         allowance=allowance,
-        slots_bytes=slots,
+        slot_bytes=slots,
+        num_seqs=1,
+        requested_snapshots=0,
     )
 
 
@@ -158,7 +160,7 @@ def test_a_share_that_the_weights_exceed_is_refused_with_the_numbers(device):
 def test_a_share_is_reduced_if_another_process_took_the_memory(device, caplog):
     device.free = 200 * BLOCK_BYTES
 
-    def allocate(num_blocks):
+    def allocate(num_blocks, _num_slots):
         if not device.held:
             device.allocate(140)  # the other process
         return device.allocate(num_blocks)
@@ -197,7 +199,7 @@ def test_the_log_states_the_size_before_the_memory_is_taken(device, caplog):
     device.free = 10 * 2**30
     before = []
 
-    def allocate(num_blocks):
+    def allocate(num_blocks, _num_slots):
         before.append(caplog.text)
         return device.allocate(num_blocks)
 
@@ -209,7 +211,7 @@ def test_the_log_states_the_size_before_the_memory_is_taken(device, caplog):
 def test_a_smaller_cache_is_tried_if_another_process_took_the_memory(device, caplog):
     device.free = 1000 * BLOCK_BYTES
 
-    def allocate(num_blocks):
+    def allocate(num_blocks, _num_slots):
         if not device.held:
             device.allocate(700)  # the other process
         return device.allocate(num_blocks)
@@ -225,7 +227,7 @@ def test_two_processes_fit_on_one_gpu_after_a_failed_first_attempt(device):
     device.free = 1000 * BLOCK_BYTES
     both = iter(range(1))
 
-    def allocate(num_blocks):
+    def allocate(num_blocks, _num_slots):
         if next(both, None) is not None:  # half of the cache is allocated on both sides
             raise RuntimeError("Triton Error [CUDA]: out of memory")
         return device.allocate(num_blocks)
@@ -240,7 +242,7 @@ def test_a_requested_size_is_never_reduced(device):
     device.free = 100 * BLOCK_BYTES
     attempts = []
 
-    def allocate(num_blocks):
+    def allocate(num_blocks, _num_slots):
         attempts.append(num_blocks)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -254,7 +256,7 @@ def test_allocation_fails_after_the_last_attempt(device):
     device.free = 1000 * BLOCK_BYTES
     attempts = []
 
-    def allocate(num_blocks):
+    def allocate(num_blocks, _num_slots):
         attempts.append(num_blocks)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -267,7 +269,7 @@ def test_allocation_fails_after_the_last_attempt(device):
 def test_other_allocation_errors_are_not_treated_as_out_of_memory(device):
     device.free = 1000 * BLOCK_BYTES
 
-    def allocate(_num_blocks):
+    def allocate(_num_blocks, _num_slots):
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
