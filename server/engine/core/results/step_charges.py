@@ -43,7 +43,7 @@ class StepCharges:
         """
         self._idle.append(idle)
         # A schedule that was not started may have admitted sequences that this one preempted.
-        self._entered.append([s for s in self._entering if s.status is SequenceStatus.RUNNING])
+        self._entered.append(_running(self._entering))
         self._entering = []
 
     def charge(self, output: SchedulerOutput, device_seconds: float) -> None:
@@ -52,12 +52,10 @@ class StepCharges:
         price = accounting.charge_step(
             output.num_tokens, device_seconds, prefill=bool(output.prefill)
         )
-        for sequence in self._entered.popleft():
-            if sequence.status is SequenceStatus.RUNNING:
-                accounting.enter(sequence.account)
-        for sequence in self._idle.popleft():
-            if sequence.status is SequenceStatus.RUNNING:
-                sequence.account.charge(-1, price, -1)
+        for sequence in _running(self._entered.popleft()):
+            accounting.enter(sequence.account)
+        for sequence in _running(self._idle.popleft()):
+            sequence.account.charge(-1, price, -1)
         for row in output.prefill:
             if row.sequence.finish_reason is None:
                 row.sequence.account.charge(row.num_tokens - 1, price)
@@ -83,3 +81,7 @@ class StepCharges:
             elif sequence.finish_reason is None:
                 waiting.append(sequence)
         self._without_token = waiting
+
+
+def _running(sequences: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]
