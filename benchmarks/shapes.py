@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 ALL = "all"
 SHAPES = (
-    "smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-1b", "tinyllama-1.1b", "llama-3.2-1b",
-    "qwen2.5-1.5b", "qwen3-1.7b", "llama-3.2-3b", "qwen3-4b", "mistral-7b", "llama-3.1-8b",
+    "smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3.5-0.8b", "gemma-3-1b", "tinyllama-1.1b",
+    "lfm2-1.2b", "llama-3.2-1b", "qwen2.5-1.5b", "falcon-h1-1.5b", "qwen3-1.7b", "qwen3.5-2b", "granite-4.0-h-micro",
+    "llama-3.2-3b", "qwen3-4b", "qwen3.5-4b", "mistral-7b", "llama-3.1-8b",
 )  # fmt: skip
 """The measured shapes, from the smallest to the largest."""
 COLUMNS = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from kernels.linear.projection import Purpose
 from model.executors.attention_plans import AttentionPlanner, attention_planner
@@ -75,7 +74,8 @@ class DecoderLM(DecoderParameters):
         Args:
             library_format: the `quantization` of a `CPULibrary`, which computes the model on a CPU whose
                 `model.executors.cpu_library.unsupported` is empty; None for the other executors.
-            threads: that compute a step in the C library.
+            threads: that compute a step in the C library; the products of layers have those of
+                `kernels.cpu.workers.set_num_threads`.
         """
         if self.is_packed:
             return
@@ -86,9 +86,7 @@ class DecoderLM(DecoderParameters):
             executors.cpu_library = CPULibrary(self, library_format, threads)
             self.assign_to_library(library_format)
             self.lm_head = None
-            # Without rows: it still says that activations are float32 on a CPU.
-            rows = torch.empty(0, self.network.hidden)
-            self.embed_tokens = nn.Parameter(rows, requires_grad=False)
+            self.drop_embedding()
             return
         whole = self.weight_bytes
         del executors.layers  # as above

@@ -16,7 +16,7 @@ import torch
 
 from kernels.torch_private import cpu_features
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Of the C functions and structures; a library of another version is not loaded."""
 _FOLDER: Final = Path(__file__).parent / "lib"
 

@@ -82,6 +82,7 @@ class PackedMatrix:
         order = _interleaved(outputs) if gated else None
         is_kept = is_read_by_library(weight.format) and weight.format.bits <= form.bits
         self.format = weight.format if is_kept else form
+        self._library = library
         layout = _layout(self.format, inputs)
         padded = -(-outputs // _PAIR) * _PAIR
         self.c = CMatrix(outputs=outputs, padded=padded, inputs=inputs, **layout)
@@ -118,6 +119,16 @@ class PackedMatrix:
     def num_bytes(self) -> int:
         """Bytes that it holds."""
         return sum(tensor.nbytes for tensor in self._tensors)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return rows, [M] int64, as numbers, [M, C] float32; of a matrix that is not gated."""
+        index = index.contiguous()
+        out = torch.empty((len(index), self.c.inputs))
+        address, count = ctypes.c_void_p(index.data_ptr()), ctypes.c_int64(len(index))
+        self._library.tessera_rows(
+            ctypes.byref(self.c), address, count, ctypes.c_void_p(out.data_ptr())
+        )
+        return out
 
 
 def _allocated(num_bytes: int, padded: int) -> Tensor:

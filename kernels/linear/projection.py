@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
 
 __all__ = [
-    "SWIGLU", "Activation", "FixedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
+    "SWIGLU", "Activation", "FixedProjection", "FusedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
     "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_projection", "linear_problem",
     "settled",
 ]  # fmt: skip
@@ -75,7 +75,7 @@ class Residual(NamedTuple):
     """The residual stream of a step.
 
     Attributes:
-        hidden: [..., C]; updated in place on a GPU.
+        hidden: [..., C]; updated in place on a GPU, and on a CPU by some products.
         partials: [S, T, C] contiguous, partial sums that are not yet added to `hidden`, float32 or, with `ranks`, its
             dtype; None for none.
         ranks: have partial sums too, all of which are to be added; None if `partials` are all. Only on a GPU.
@@ -155,6 +155,22 @@ class Projection(ResidualWriter, Protocol):
         """
 
 
+class FusedProduct(Protocol):
+    """A product for any number of rows with the operations around it; float32 on a CPU."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the product alone, [..., C] to [..., N]."""
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Compute what `Projection.from_residual` returns of a residual stream, [..., C]."""
+
+    def add(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Compute what `Projection.to_residual` returns of x, [..., C], and a residual stream, maybe in place."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return rows of the matrix, [M] int64, as numbers, [M, C]."""
+
+
 def add_both(
     first: tuple[ResidualWriter, Tensor], second: tuple[ResidualWriter, Tensor], residual: Residual
 ) -> Residual:
@@ -213,6 +229,8 @@ def bind_projection(
     )
     order, weights = weights.weight.order, _in_stored_order(weights)
     spec = select_linear(problem, arch).spec
+    if spec.any_rows and spec.absorbs_norm and order is None:
+        return FusedProjection(load(spec.target)(weights, problem, operations), operations)
     if spec.any_rows:
         product = _gathering(load(spec.target)(weights, problem), order)
         return FixedProjection(product, operations, copies_weights=spec.copies_weights)
@@ -335,6 +353,30 @@ class FixedProjection:
     def prefetches(self, _rows: int, /) -> bool:
         """See `Projection.prefetches`."""
         return False
+
+
+class FusedProjection(FixedProjection):
+    """A projection by a product for any number of rows, which computes the operations around it too.
+
+    Args:
+        product: bound to the operations.
+        operations: those, for a product with adapters, which computes none of them.
+
+    Attributes:
+        product: see above.
+    """
+
+    def __init__(self, product: FusedProduct, operations: Operations) -> None:
+        super().__init__(product, operations, copies_weights=True)
+        self.product = product
+
+    def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
+        """See `Projection.from_residual`."""
+        return self.product.read(residual.hidden), residual
+
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        """See `Projection.to_residual`."""
+        return Residual(self.product.add(x, residual.hidden))
 
 
 class _RowProjection:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import FP8_INSTRUCTIONS, HOPPER, GPUArch
-from kernels.linear import cpu, group_tiles, persistent_tiles
+from kernels.linear import cpu, cpu_library, group_tiles, persistent_tiles
 from kernels.linear.matrix_tiles import (
     FEWEST_FP8_ROWS,
     FEWEST_GROUPS_ROWS,
@@ -58,7 +58,8 @@ class LinearSpec:
         leaves_partials: whether it writes an output for the residual stream as partial sums, which the next norm adds.
         prefetches: whether it loads weights before it waits for its input.
         row_counts: numbers of rows that it is compiled for; other numbers are rounded up to one of these.
-        any_rows: whether one choice holds for any number of rows.
+        any_rows: whether one choice holds for any number of rows. If it absorbs norms too, its product computes all
+            operations around it: it is a `kernels.linear.projection.FusedProduct`.
         copies_weights: whether it keeps a copy of the weights in its own layout.
         converts: whether it reads full numbers of any dtype, which it converts at each call.
     """
@@ -231,6 +232,15 @@ def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     ) + cpu.unsupported(problem.dtype)
 
 
+def _integers_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    found = reasons(
+        (not arch.is_cpu, "needs a CPU"),
+        (problem.trainable, "not differentiable"),
+        (not problem.format.is_quantized, "weights are not quantized"),
+    )
+    return found or cpu_library.unsupported(problem)
+
+
 VECTOR: Final = LinearSpec(
     name="vector",
     target="kernels.linear.gpu.vector:VectorLinear",
@@ -303,6 +313,18 @@ LIBRARY: Final = LinearSpec(
     absorbs_residual=True,
 )
 """The vendor library's product, for any number of rows; quantized weights are converted at each call."""
+INTEGERS: Final = LinearSpec(
+    name="cpu_integers",
+    target="kernels.linear.cpu_library:CPULibraryLinear",
+    limits=_integers_unsupported,
+    formats=None,
+    absorbs_norm=True,
+    absorbs_gate=True,
+    absorbs_residual=True,
+    any_rows=True,
+    copies_weights=True,
+)
+"""The C library's product of weights of 8 or 4 bits on a CPU, with activations rounded to 8 bits; batch invariant."""
 PACKED: Final = LinearSpec(
     name="packed",
     target="kernels.linear.cpu:PackedLinear",
@@ -329,6 +351,7 @@ REGISTRY: Final = (
     INVARIANT,
     LIBRARY_FP8,
     LIBRARY,
+    INTEGERS,
     PACKED,
     PYTORCH,
 )

@@ -6,13 +6,15 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kernels.arch import TENSOR_CORES
+from kernels.cpu import recurrent
 from kernels.recurrent.problem import (
     GatedDeltaShape,
     Mamba2Shape,
     RecurrentProblem,
     ShortConvShape,
 )
-from kernels.selection import Choice, choose
+from kernels.selection import Choice, choose, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +48,64 @@ class RecurrentSpec:
         return self.limits(problem, arch)
 
 
+_DTYPES: Final = ("bfloat16", "float16", "float32")
+_MOST_TAPS: Final = 8
+_MOST_STATE: Final = 256
+"""Columns of the state of a head of Mamba-2, which a program keeps in registers."""
+_MOST_FLOAT32_STATE: Final = 128
+_MOST_HEAD: Final = 256
+"""Elements of a head of keys or values of the gated delta rule, of which a program keeps 64 tokens."""
+_MOST_FLOAT32_HEAD: Final = 128
+
+
+def _triton_limits(problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
+    """List why the kernels in Triton cannot compute a problem."""
+    shape, dtype = problem.shape, problem.dtype
+    return arch.unsupported(TENSOR_CORES) + reasons(
+        (problem.trainable, "not differentiable"),
+        (dtype not in _DTYPES, f"no {dtype}"),
+        (
+            not 1 < shape.width <= _MOST_TAPS,
+            f"convolutions of 2 to {_MOST_TAPS} tokens, not {shape.width}",
+        ),
+        *_state_limits(problem),
+    )
+
+
+def _state_limits(problem: RecurrentProblem) -> tuple[tuple[bool, str], ...]:
+    if isinstance(problem.shape, GatedDeltaShape):
+        size = max(problem.shape.key_dim, problem.shape.value_dim)
+        most = _MOST_FLOAT32_HEAD if problem.dtype == "float32" else _MOST_HEAD
+        return ((size > most, f"heads of up to {most} elements in {problem.dtype}, not {size}"),)
+    if not isinstance(problem.shape, Mamba2Shape):
+        return ()
+    size = problem.shape.state_dim
+    most = _MOST_FLOAT32_STATE if problem.dtype == "float32" else _MOST_STATE
+    return ((size > most, f"states of {most} columns a head in {problem.dtype}, not {size}"),)
+
+
+TRITON: Final = RecurrentSpec(
+    "triton_recurrent",
+    {
+        ShortConvShape: "kernels.recurrent.gpu.short_conv:ShortConv",
+        GatedDeltaShape: "kernels.recurrent.gpu.gated_delta:GatedDelta",
+        Mamba2Shape: "kernels.recurrent.gpu.mamba2:Mamba2",
+    },
+    _triton_limits,
+    "equal bits for a token beside any others, so deterministic steps take it too",
+)
+"""One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
+
+CPU_LIBRARY: Final = RecurrentSpec(
+    "cpu_recurrent",
+    {
+        ShortConvShape: "kernels.cpu.recurrent:ShortConv",
+        GatedDeltaShape: "kernels.cpu.recurrent:GatedDelta",
+        Mamba2Shape: "kernels.cpu.recurrent:Mamba2",
+    },
+    recurrent.unsupported,
+)
+"""One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(
     "torch_recurrent",
     {
@@ -57,7 +117,7 @@ PYTORCH: Final = RecurrentSpec(
 )
 """Separate operations, on every device."""
 
-REGISTRY: Final = (PYTORCH,)
+REGISTRY: Final = (TRITON, CPU_LIBRARY, PYTORCH)
 
 
 @functools.cache

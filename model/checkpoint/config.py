@@ -228,6 +228,12 @@ class ModelConfig:
                 (layer.mlp.inner, "columns of the MLP"),
             )
         )
+        sublayers = {
+            "per-layer inputs": self.network.per_layer,
+            "several residual streams": self.network.streams,
+        }
+        if found := [name for name, part in sublayers.items() if part is not None]:
+            return tuple(f"no tensor parallelism of {name}" for name in found)
         joint = any(mixer.joint_qk_norm for mixer in self.network.attentions)
         return (
             *(

@@ -213,13 +213,6 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             name = f"{prefix}{tensors.modules[module]}{suffix}"
             parts[name] = ParameterPart(parameter, values, (rows,))
 
-    def add_stacked(parameter: str) -> None:
-        values = Weight.full(outside[parameter].detach())
-        count, size = values.shape[0] // model.network.hidden, model.network.hidden
-        for index, part in enumerate(values.split_with_sizes([size] * count)):
-            name = f"{tensors.prefix}{tensors.modules[parameter]}.{index}.weight"
-            parts[name] = ParameterPart(parameter, part, (Rows(size),))
-
     add(
         "embed_tokens",
         "embed_positions",
@@ -227,8 +220,12 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
         "per_layer_projection",
         "per_layer_norm",
     )
-    for parameter in filter(outside.__contains__, _STREAMS):
-        add_stacked(parameter)
+    size = model.network.hidden
+    for parameter, stacked in model.named_parameters(recurse=False):
+        for index in range(len(stacked) // size if parameter in _STREAMS else 0):
+            square = Weight.full(stacked.detach()[index * size : (index + 1) * size])
+            name = f"{tensors.prefix}{tensors.modules[parameter]}.{index}.weight"
+            parts[name] = ParameterPart(parameter, square, (Rows(size),))
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
         for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
@@ -264,9 +261,10 @@ def _layer_parts(
     layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
-    mixer, head_dim, norm_dim, gate_dim = layer.spec.mixer, None, None, None
+    head_dim = norm_dim = gate_dim = None
     orders: dict[str, tuple[int, ...] | None] = {}
-    if isinstance(mixer, Attention):
+    mixer = next((it for it in layer.spec.mixers if isinstance(it, Attention)), None)
+    if mixer is not None:
         orders = dict.fromkeys(_ROTATED, head_order(mixer, tensors))
         head_dim = mixer.head_dim if tensors.grouped_qkv else None
         norm_dim = mixer.head_dim if mixer.qk_norm_by_head else None

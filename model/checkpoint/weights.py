@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.weight_format import unquantized
+from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.format import StoredTensor
@@ -33,6 +33,7 @@ from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hin
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.device.memory import drop_pages, free_bytes
+from model.device.quantizations import product_formats
 from model.errors import WeightsError
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Tensors
@@ -112,7 +113,7 @@ def load_part(
             "dummy" initializes random weights.
         progress: called after every tensor.
         weight_format: in which the layers' matrices are held: None for full numbers, the checkpoint's own, or one of
-            `QUANTIZATIONS`, to which they are rounded.
+            `QUANTIZATIONS`, to which they are rounded (for int8 and int4 see `product_formats`).
         communicator: of the ranks that share the model, of which each loads its part; None for a model that is whole.
 
     Returns:
@@ -127,10 +128,16 @@ def load_part(
     if load_format != "dummy":
         stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
-    if stored and weight_format is not None and weight_format == config.stored_format:
-        formats = _matrix_formats(config, stored, communicator, dtype)
+    held: dict[str, WeightFormat] = {}
+    rounds = weight_format in LIBRARY_FORMATS
+    has_format = weight_format is not None and config.stored_format is not None
+    if stored and has_format and (rounds or weight_format == config.stored_format):
+        formats = held = _matrix_formats(config, stored, communicator, dtype)
         if device.type != "cpu":
             formats = _full_tables(formats)
+    if rounds:
+        assert weight_format is not None
+        formats = product_formats(config.network, weight_format, held)
     model = _allocate(config, dtype, device, formats, communicator)
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)

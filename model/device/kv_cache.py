@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from kernels import FP8
-from model.network.state import Fixed, Paged, Shared, StateSpec
+from model.network.state import Paged, Shared, StateSpec, fixed_of, paged_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 class KVCache:
-    """The keys and values of a layer with attention, in blocks; the state of any other layer, in slots.
+    """The keys and values of layers with attention, in blocks; the states of recurrent mixers, in slots.
 
     Keys and values of a layer are one contiguous tensor [2, N, S, K, D]: index 0 holds keys, index 1 values. A float8
     cache has a second tensor per layer, [2, N, K, S] float32, with a scale for each key and each value of a head. It is
@@ -48,7 +48,7 @@ class KVCache:
         layers: every layer's keys and values; without elements for a layer that has none. A layer that reads those of
             an earlier layer has the same tensor.
         scales: every layer's scales, likewise; None if there are none.
-        fixed: every layer's arrays of fixed size; none for a layer with keys and values.
+        fixed: every layer's arrays of fixed size; none for a layer with keys and values alone.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class KVCache:
                 layers.append(layers[it.layer])
                 scales.append(scales[it.layer])
             else:
-                layers.append(self._keys_and_values(it, device))
-                scales.append(self._scales(it, device))
+                layers.append(self._keys_and_values(paged_of(it), device))
+                scales.append(self._scales(paged_of(it), device))
         self.layers, self.scales = tuple(layers), tuple(scales)
         self.device = self.layers[0].device
         self._slots = _zeros((self.num_slots, spec.slot_bytes), torch.uint8, device)
@@ -84,14 +84,14 @@ class KVCache:
         blocks = self.num_blocks * self.block_size * self.spec.token_bytes
         return blocks + self.num_slots * self.spec.slot_bytes
 
-    def _keys_and_values(self, it: Paged | Fixed, device: torch.device) -> Tensor:
-        if isinstance(it, Fixed):
+    def _keys_and_values(self, it: Paged | None, device: torch.device) -> Tensor:
+        if it is None:
             return torch.empty(0, dtype=self.dtype, device=device)
         shape = (2, self.num_blocks, self.block_size, it.num_kv_heads, it.head_dim)
         return _zeros(shape, getattr(torch, it.dtype), device)
 
-    def _scales(self, it: Paged | Fixed, device: torch.device) -> Tensor | None:
-        if isinstance(it, Fixed) or it.scale_dtype is None:
+    def _scales(self, it: Paged | None, device: torch.device) -> Tensor | None:
+        if it is None or it.scale_dtype is None:
             return None
         shape = (2, self.num_blocks, it.num_kv_heads, self.block_size)
         return _zeros(shape, getattr(torch, it.scale_dtype), device)
@@ -99,8 +99,8 @@ class KVCache:
     def _arrays(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the arrays of each layer, views of the slots."""
         end = 0
-        for it in self.spec.layers:
-            if not isinstance(it, Fixed):
+        for it in map(fixed_of, self.spec.layers):
+            if it is None:
                 yield ()
                 continue
             first, end = end, end + it.offsets[-1]

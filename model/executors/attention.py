@@ -213,8 +213,8 @@ class Attend(Protocol):
         Args:
             index: the layer's index.
             attention: of the layer.
-            qkv: [..., (H + 2 * K) * D], or [..., H * D] of a layer that reads the keys and values of another one; may be
-                overwritten.
+            qkv: [..., (H + 2 * K) * D], or [..., H * D] of a layer that reads the keys and values of another one; may
+                be overwritten.
 
         Returns:
             [..., H * D].

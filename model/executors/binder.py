@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from kernels.linear.projection import (
 )
 from kernels.selection import VectorProblem
 from model.executors.parallel import ReducedProjection
-from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention, Dense
 from model.network.spec import Norm as NormSpec
 from model.network.sublayers import AltUp, Laurel, PerLayerInput
@@ -125,8 +126,9 @@ class Product(NamedTuple):
 
 def _of_dense(mlp: Dense) -> tuple[Product, ...]:
     # What has parameters of its own, or needs all outputs, is computed after the product.
-    is_apart = mlp.activation == "xielu" or mlp.sparsity
-    activation = None if is_apart else Activation(mlp.activation, gated=mlp.gated)
+    activation = None
+    if mlp.activation != "xielu" and not mlp.sparsity:
+        activation = Activation(mlp.activation, gated=mlp.gated)
     return Product("gate_up", "mlp_norm", activation), Product("down")
 
 
@@ -144,6 +146,9 @@ PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
         Product("mixed"),
     ),
     Mamba2: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
+    Parallel: lambda mixer: tuple(
+        itertools.chain.from_iterable(PRODUCTS[type(it)](it) for it in mixer.mixers)
+    ),
     Dense: _of_dense,
     PerLayerInput: _of_per_layer_input,
     Laurel: lambda _part: (Product("laurel_in", STREAM), Product("laurel_out")),

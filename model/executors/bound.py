@@ -148,9 +148,9 @@ def deterministic_unsupported(
         in_c = cpu_library.unsupported(
             model.whole_network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks
         )
-        needed = "on a CPU the weights must be in int8 or int4"
+        needed = "on a CPU the C library must compute whole steps, with weights in int8 or int4"
         if in_c:
-            return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
+            return (f"{needed}, which it does not here: {'; '.join(in_c)}",)
         return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
     reasons = nondeterministic(model.network, model.dtype_name, arch)
     reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)

@@ -30,6 +30,8 @@ def token_embeddings(
     Returns:
         [T, C] in the model's dtype.
     """
+    if model.embedding_rows is not None:
+        return model.embedding_rows(known_ids(ids, sampled))
     table = model.embedding
     if table.format == unquantized(model.dtype):
         return embed_tokens(ids, table.numbers, sampled)

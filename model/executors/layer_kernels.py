@@ -65,7 +65,9 @@ def _recurrent_kernels(
     model: DecoderParameters, bucket: Bucket, arch: GPUArch
 ) -> Iterator[tuple[str, AnyChoice]]:
     """Yield what recurrent mixers compute between their products."""
-    for mixer, count in Counter(it.mixer for it in model.network.layers).items():
+    for mixer, count in Counter(
+        mixer for it in model.network.layers for mixer in it.mixers
+    ).items():
         if (choice := MIXERS[type(mixer)].choice) is not None:
             found = choice(mixer, model.dtype_name, arch, deterministic=bucket.deterministic)
             yield f"{type(mixer).__name__} of {count} layers", found

@@ -16,6 +16,7 @@ from kernels.errors import NoKernelError
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.lora import LoraLinear, StepLora
 from kernels.linear.projection import (
+    FusedProjection,
     LinearWeights,
     Projection,
     Purpose,
@@ -51,7 +52,7 @@ from model.executors.sublayers.per_layer import BoundPerLayerInput, BoundTable
 from model.network import spec
 from model.network.attention_problems import attention_problems
 from model.network.matrix import Matrix
-from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention, Dense
 from model.network.sublayers import AltUp, Laurel, PerLayerInput, PerLayerTable, Streams
 
@@ -77,7 +78,7 @@ _logger = logging.getLogger(__name__)
 class BoundMixer(Protocol):
     """A mixer with the projections around it, bound to the kernels that compute them."""
 
-    def read(self, index: int, residual: Residual, context: Any, /) -> tuple[Tensor, Residual]:  # noqa: ANN401 - of its kind
+    def read(self, index: int, residual: Residual, context: Any, /) -> tuple[Any, Residual]:  # noqa: ANN401 - of its kind
         """Mix what the normalized residual stream has.
 
         Args:
@@ -90,8 +91,8 @@ class BoundMixer(Protocol):
         """
 
     @property
-    def output(self) -> ResidualWriter:
-        """Adds the mixer's result to the residual stream."""
+    def output(self) -> Any:  # noqa: ANN401 - of its kind
+        """Adds the mixer's result to the residual stream: a `ResidualWriter` of what `read` returns."""
 
 
 class BoundMLP(Protocol):
@@ -305,6 +306,57 @@ def _begin_dense_recurrences(
     return compute_dense
 
 
+class BothWriters(NamedTuple):
+    """Adds the results of two mixers to the residual stream; the `ResidualWriter` of a `BoundParallel`."""
+
+    first: ResidualWriter
+    second: ResidualWriter
+
+    def to_residual(self, x: tuple[Tensor, Tensor], residual: Residual) -> Residual:
+        """Project the results of both mixers, [T, C] each, and add them."""
+        return add_both((self.first, x[0]), (self.second, x[1]), residual)
+
+
+class BoundParallel(NamedTuple):
+    """Mixers beside each other; its context has those of both by the types of bound mixers."""
+
+    first: BoundMixer
+    second: BoundMixer
+
+    @classmethod
+    def bind(cls, spec: Parallel, binder: Binder) -> BoundParallel:
+        """Bind a layer's mixers."""
+        first, second = (MIXERS[type(it)].bind(it, binder) for it in spec.mixers)
+        return cls(first, second)
+
+    def read(
+        self, index: int, residual: Residual, contexts: Contexts
+    ) -> tuple[tuple[Tensor, Tensor], Residual]:
+        """See `BoundMixer.read`."""
+        one, residual = self.first.read(index, residual, contexts[type(self.first)])
+        two, residual = self.second.read(index, residual, contexts[type(self.second)])
+        return (one, two), residual
+
+    @property
+    def output(self) -> BothWriters:
+        """See `BoundMixer.output`."""
+        return BothWriters(self.first.output, self.second.output)
+
+
+def _begin_both(model: DecoderParameters, it: PagedStep) -> Contexts:
+    return {
+        BoundAttention: _begin_attention(model, it),
+        BoundRecurrent: _begin_recurrences(model, it),
+    }
+
+
+def _begin_dense_both(model: DecoderParameters, positions: Tensor, hidden: Tensor) -> Contexts:
+    return {
+        BoundAttention: _begin_dense_attention(model, positions, hidden),
+        BoundRecurrent: compute_dense,
+    }
+
+
 class MixerSpec(NamedTuple):
     """The implementation of a kind of mixer.
 
@@ -357,6 +409,7 @@ MIXERS: Final[dict[type, MixerSpec]] = {
     ShortConv: _recurrent("bias"),
     GatedDelta: _recurrent(),
     Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias", "output_bias"),
+    Parallel: MixerSpec(BoundParallel.bind, _begin_both, _begin_dense_both, {}),
 }
 MLPS: Final[dict[type, MLPSpec]] = {
     Dense: MLPSpec(
@@ -473,6 +526,8 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
     )
     if bound_head.copies_weights:
         model.lm_head = None
+    if isinstance(bound_head, FusedProjection) and network.tied and model.communicator is None:
+        model.drop_embedding(bound_head.product.rows)
     if model.communicator is not None:
         bound_head = GatheredHead(bound_head, network.vocab, model.communicator)
     if network.logit_softcap is not None:
@@ -617,7 +672,7 @@ class Layers:
     def dense(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the hidden states of whole sequences; see `DecoderLM.forward`."""
         model, bound = self._model, self.bound
-        if isinstance(model.embed_tokens, Matrix):
+        if isinstance(model.embed_tokens, Matrix) or model.embedding_rows is not None:
             hidden = token_embeddings(model, input_ids.flatten()).view(*input_ids.shape, -1)
         else:  # differentiable
             hidden = functional.embedding(input_ids, model.embed_tokens)
@@ -667,7 +722,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
-        *(f"no {name} of drafts" for name in others if bucket.queries > 1),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
     )
 
 
@@ -680,7 +735,7 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
         arch: the processor.
     """
     found = []
-    for mixer in dict.fromkeys(it.mixer for it in network.layers):
+    for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
         row = MIXERS.get(type(mixer))
         if isinstance(mixer, Attention) or row is None:
             continue
@@ -697,7 +752,6 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
 def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
     """List why the layers cannot have adapters."""
     return reasons(
-        (problem.num_ranks > 1, "no adapters with tensor parallelism"),
         *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
     )
 
@@ -732,7 +786,7 @@ def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
 
 
 def _value_norms(network: spec.Network) -> tuple[str, ...]:
-    """List where norms of values cannot be computed, because the rotation does not include those of queries and keys."""
+    """List where norms of values cannot be computed, because the rotation includes no norms of queries and keys."""
     others = (
         it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
         for it in network.attentions

@@ -7,9 +7,9 @@ from typing import Final
 
 from msgspec import Meta
 
-from model.errors import UnsupportedModelError
+from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import gemma4, parts
-from model.families.gemma4 import kv_layers, per_layer_table
+from model.families.gemma4 import gelu, kv_layers, per_layer_table
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS, read_rotary_by_layer_type
 from model.network.spec import Attention, Dense, Layer, Network
@@ -23,12 +23,16 @@ _RANK: Final = Meta(ge=1, le=65_536)
 _SPARSITY: Final = Meta(ge=0, lt=1)
 _PATTERN: Final = 5
 _SPARSE_LAYERS: Final = 10
+_GEMMA4: Final = gemma4.FAMILY.tensors
 _TENSORS: Final = dataclasses.replace(
-    gemma4.FAMILY.tensors,
-    modules=gemma4.FAMILY.tensors.modules
-    | {"streams_in": "altup_projections", "streams_out": "altup_unembed_projections"},
-    layer_modules=gemma4.FAMILY.tensors.layer_modules
-    | {
+    _GEMMA4,
+    modules={
+        **_GEMMA4.modules,
+        "streams_in": "altup_projections",
+        "streams_out": "altup_unembed_projections",
+    },
+    layer_modules={
+        **_GEMMA4.layer_modules,
         "laurel_in": "laurel.linear_left",
         "laurel_out": "laurel.linear_right",
         "laurel_out_norm": "laurel.post_laurel_norm",
@@ -55,7 +59,7 @@ def network(keys: Keys) -> Network:
     inners = keys.for_layers("intermediate_size", parts.INNER, [16_384] * count)
     sparse = [0.95 if index < _SPARSE_LAYERS < count else 0.0 for index in range(count)]
     sparsities = keys.for_layers("activation_sparsity_pattern", _SPARSITY, sparse)
-    function = parts.activation(keys, parts.GELUS)
+    function = gelu(keys)
     table = per_layer_table(keys, norm.eps)
     if table is None:
         raise UnsupportedModelError(
@@ -64,7 +68,7 @@ def network(keys: Keys) -> Network:
     num_streams = keys.integer("altup_num_inputs", _STREAMS, 4)
     active = keys.integer("altup_active_idx", _ACTIVE, 0)
     if active >= num_streams:
-        raise UnsupportedModelError(
+        raise ModelFolderError(
             f"{keys.name('altup_active_idx')} = {active} must be less than altup_num_inputs = {num_streams}"
         )
     altup = AltUp(num_streams, active, keys.flag("altup_correct_scale", default=True))

@@ -8,7 +8,7 @@ norm and the rotation.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from msgspec import Meta
 
@@ -33,13 +33,13 @@ _ROTARIES: Final[dict[str, dict[str, Any]]] = {
         "rope_theta": 1_000_000.0,
     },
 }
-PER_LAYER: Final = {
+_PER_LAYER: Final = {
     "embed_per_layer": "embed_tokens_per_layer",
     "per_layer_projection": "per_layer_model_projection",
     "per_layer_norm": "per_layer_projection_norm",
 }
 """Modules of per-layer inputs outside the layers."""
-PER_LAYER_OF_LAYER: Final = {
+_PER_LAYER_OF_LAYER: Final = {
     "per_layer_gate": "per_layer_input_gate",
     "per_layer_output": "per_layer_projection",
     "per_layer_output_norm": "post_per_layer_input_norm",
@@ -48,8 +48,8 @@ PER_LAYER_OF_LAYER: Final = {
 _GEMMA3: Final = gemma3.FAMILY.tensors
 _TENSORS: Final = dataclasses.replace(
     _GEMMA3,
-    modules=_GEMMA3.modules | PER_LAYER,
-    layer_modules=_GEMMA3.layer_modules | PER_LAYER_OF_LAYER | {"scale": "layer_scalar"},
+    modules={**_GEMMA3.modules, **_PER_LAYER},
+    layer_modules={**_GEMMA3.layer_modules, **_PER_LAYER_OF_LAYER, "scale": "layer_scalar"},
 )
 
 
@@ -68,7 +68,7 @@ def network(keys: Keys) -> Network:
     sources = kv_layers(keys, kinds, shared)
     inner = parts.inner_size(keys, 9216)
     wide = inner * (2 if keys.flag("use_double_wide_mlp") else 1)
-    function = parts.activation(keys, parts.GELUS)
+    function = gelu(keys)
     table = per_layer_table(keys, norm.eps)
     layers = tuple(
         Layer(
@@ -92,6 +92,11 @@ def network(keys: Keys) -> Network:
         logit_softcap=keys.optional_number("final_logit_softcapping", parts.SOFTCAP),
     )
     return dataclasses.replace(found, per_layer=table)
+
+
+def gelu(keys: Keys) -> Literal["gelu", "gelu_tanh"]:
+    """Read the activation of MLPs and per-layer inputs."""
+    return "gelu" if parts.activation(keys, parts.GELUS) == "gelu" else "gelu_tanh"
 
 
 def per_layer_table(keys: Keys, eps: float) -> PerLayerTable | None:

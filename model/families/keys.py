@@ -82,9 +82,20 @@ class Keys:
         value: float | None = self._optional(key, Annotated[float, limits], absent)
         return value
 
-    def numbers(self, key: str, limits: Meta) -> tuple[float, ...]:
-        """Return a list of numbers."""
-        return tuple(self._required(key, list[Annotated[float, limits]], None))
+    def numbers(
+        self, key: str, limits: Meta, default: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
+        """Return a list of numbers, as many as `default` has.
+
+        Raises:
+            ModelFolderError: the list has another length.
+        """
+        found = tuple(self._required(key, list[Annotated[float, limits]], default))
+        if default is not None and len(found) != len(default):
+            raise ModelFolderError(
+                f"{self.name(key)} must have {len(default)} numbers, found {len(found)}"
+            )
+        return found
 
     def bounds(self, key: str, limits: Meta) -> tuple[float, float] | None:
         """Return a least and a largest number, which may be infinite; None if they are absent.
@@ -125,7 +136,7 @@ class Keys:
         """Return true or false."""
         return bool(self._required(key, bool, default))
 
-    def text_or_integer(self, key: str, limits: Meta, default: int) -> str | int:
+    def text_or_integer(self, key: str, limits: Meta, default: str | int) -> str | int:
         """Return a string or a whole number."""
         value: str | int = self._required(key, str | Annotated[int, limits], default)
         return value

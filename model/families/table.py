@@ -16,6 +16,7 @@ from model.families import (
     exaone,
     exaone4,
     falcon,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -24,6 +25,8 @@ from model.families import (
     gemma3n_multimodal,
     gemma4,
     gemma4_multimodal,
+    gemma4_unified,
+    gemma4_unified_multimodal,
     gpt2,
     gpt_bigcode,
     gpt_neox,
@@ -76,6 +79,8 @@ _FILES: Final = (
     gemma3n_multimodal,
     gemma4,
     gemma4_multimodal,
+    gemma4_unified,
+    gemma4_unified_multimodal,
     gpt2,
     opt,
     granite,
@@ -114,6 +119,7 @@ _FILES: Final = (
     qwen3_5_text,
     lfm2,
     granite4,
+    falcon_h1,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family

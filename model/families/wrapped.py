@@ -9,9 +9,10 @@ from model.families.tensors import Tensors
 
 _PREFIX: Final = "model.language_model."
 _OTHERS: Final = (
-    "visual.", "vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "visual.", "vision_tower.", "vision_embedder.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
+    "embed_audio.",
 )  # fmt: skip
-"""Prefixes of the tensors of encoders of images and audio."""
+"""Prefixes of the tensors of what reads images and audio."""
 
 
 def wrapped_tensors(tensors: Tensors) -> Tensors:

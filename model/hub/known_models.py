@@ -60,6 +60,12 @@ REPOSITORIES: Final[dict[str, str]] = {
         "ibm-granite/granite-3.1-8b-instruct",
         "ibm-granite/granite-3.3-2b-instruct",
         "ibm-granite/granite-3.3-8b-instruct",
+        "ibm-granite/granite-4.0-h-micro",
+        "ibm-granite/granite-4.0-micro",
+        "LiquidAI/LFM2-350M",
+        "LiquidAI/LFM2-700M",
+        "LiquidAI/LFM2-1.2B",
+        "LiquidAI/LFM2-2.6B",
         "meta-llama/Llama-3.1-8B",
         "meta-llama/Llama-3.1-8B-Instruct",
         "meta-llama/Llama-3.1-70B",
@@ -116,15 +122,25 @@ REPOSITORIES: Final[dict[str, str]] = {
         "Qwen/Qwen3-14B",
         "Qwen/Qwen3-14B-Base",
         "Qwen/Qwen3-32B",
+        "Qwen/Qwen3.5-0.8B",
+        "Qwen/Qwen3.5-2B",
+        "Qwen/Qwen3.5-4B",
+        "Qwen/Qwen3.5-9B",
         "stabilityai/stablelm-2-1_6b",
         "stabilityai/stablelm-3b-4e1t",
         "stabilityai/stablelm-zephyr-3b",
+        "tiiuae/Falcon-H1-0.5B-Instruct",
+        "tiiuae/Falcon-H1-1.5B-Base",
+        "tiiuae/Falcon-H1-1.5B-Instruct",
+        "tiiuae/Falcon-H1-3B-Instruct",
+        "tiiuae/Falcon-H1-7B-Instruct",
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     )
 }
 """Repositories by the last part of their names in lower case. No two of them share it."""
 
 SEVERAL: Final[dict[str, tuple[str, ...]]] = {
+    "falcon-h1-1.5b": ("tiiuae/Falcon-H1-1.5B-Base", "tiiuae/Falcon-H1-1.5B-Instruct"),
     "gemma-3-1b": ("google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
     "gemma-3-4b": ("google/gemma-3-4b-pt", "google/gemma-3-4b-it"),
     "mistral-7b": ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),

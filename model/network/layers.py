@@ -11,7 +11,7 @@ from torch import nn
 
 from kernels.weight_format import WeightFormat, unquantized
 from model.network.matrix import Matrix
-from model.network.mixers import GatedDelta, Mamba2, ShortConv
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.recurrent import add_gated_delta, add_mamba2, add_short_conv
 from model.network.spec import Attention, Dense
 from model.network.sublayers import AltUp, Laurel, PerLayerInput
@@ -152,6 +152,11 @@ class DecoderLayer(nn.Module):
         self.output = new.matrix("output", new.hidden, heads)
         self.output_bias = new.vector(new.hidden) if mixer.output_bias else None
 
+    def add_parallel(self, mixer: Parallel, new: NewParameters) -> None:
+        """Add the parameters of mixers beside each other."""
+        for it in mixer.mixers:
+            PARAMETERS[type(it)](self, it, new)
+
     def add_dense(self, mlp: Dense, new: NewParameters) -> None:
         """Add the parameters of a dense MLP."""
         widened = 2 * mlp.inner if mlp.gated else mlp.inner
@@ -206,6 +211,7 @@ PARAMETERS: Final[dict[type, Callable[[DecoderLayer, Any, NewParameters], None]]
     ShortConv: add_short_conv,
     GatedDelta: add_gated_delta,
     Mamba2: add_mamba2,
+    Parallel: DecoderLayer.add_parallel,
     Dense: DecoderLayer.add_dense,
     PerLayerInput: DecoderLayer.add_per_layer_input,
     Laurel: DecoderLayer.add_laurel,

@@ -6,9 +6,11 @@ rule reads it too. What they compute between their matrices: `kernels.recurrent.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
-from model.network.state import Fixed
+from model.network.state import Both, Fixed
 
 _CHUNK = 64
 """`kernels.recurrent.problem.CHUNK`, which a test compares."""
@@ -168,3 +170,35 @@ class Mamba2:
         """Return what a sequence keeps."""
         shapes = (self.width - 1, self.channels), (self.num_heads, self.head_dim, self.state_dim)
         return Fixed(shapes, (_FLOAT32,) * 2, _CHUNK)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Mixers beside each other: they read the same normalized stream, and their results are added to it.
+
+    Attributes:
+        mixers: attention, and one of the above. Their matrices have different names.
+    """
+
+    mixers: tuple[Any, Any]
+
+    @property
+    def num_float32(self) -> int:
+        """Number of parameters that are float32 in every model."""
+        count: int = sum(it.num_float32 for it in self.mixers)
+        return count
+
+    def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return the outputs of the projections that each matrix stacks, and its inputs."""
+        named = (it.matrices(hidden).items() for it in self.mixers)
+        return dict(itertools.chain.from_iterable(named))
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the number of parameters between streams of `hidden` elements."""
+        count: int = sum(it.num_parameters(hidden) for it in self.mixers)
+        return count
+
+    def state(self, dtype: str) -> Both:
+        """Return what a sequence keeps, in a cache of a dtype."""
+        paged, fixed = (it.state(dtype) for it in self.mixers)
+        return Both(paged, fixed)

@@ -17,7 +17,7 @@ from model.network.parallel import head_rows, shard, shard_network, shard_stacke
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -65,6 +65,8 @@ class DecoderParameters(nn.Module):
             other, [(A - 1) * C, C] each.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
         adapters: slots of adapters; None until they are reserved.
+        embedding_rows: looks up tokens, [T] int64, in a packed head that is tied to the embedding, which has no memory
+            of its own then: [T, C] float32; None where there is none.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class DecoderParameters(nn.Module):
         self.ropes = [RotaryEmbedding(*it) for it in network.rotaries]
         self.unmeasured_kernels = False
         self.adapters: AdapterSlots | None = None
+        self.embedding_rows: Callable[[Tensor], Tensor] | None = None
 
     def initialize(self, std: float, generator: torch.Generator | None = None) -> None:
         """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
@@ -169,6 +172,16 @@ class DecoderParameters(nn.Module):
         self.is_in_library = True
         if quantization in LIBRARY_FORMATS:
             self.weight_format, self.other_formats = quantization, ()
+
+    def drop_embedding(self, rows: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Free the embedding's memory; what remains says that activations are float32.
+
+        Args:
+            rows: becomes `embedding_rows`.
+        """
+        self.embedding_rows = rows
+        empty = torch.empty(0, self.network.hidden, device=self.device)
+        self.embed_tokens = nn.Parameter(empty, requires_grad=False)
 
     @property
     def arch(self) -> GPUArch:

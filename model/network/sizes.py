@@ -36,11 +36,16 @@ class ModelSizes:
 
 
 def table_bytes(network: Network, dtype: str, num_ranks: int) -> int:
-    """Return the bytes of the embeddings of tokens and positions, and of the rows of the head that a rank has."""
+    """Return the bytes of all tables of embeddings, and of the rows of the head that a rank has."""
     rows = network.vocab if network.tied else network.vocab + head_rows(network.vocab, num_ranks)
     if network.positions is not None:
         rows += network.positions.count + network.positions.offset
-    return rows * network.hidden * dtype_bytes(dtype)
+    return (rows * network.hidden + _per_layer_table(network)) * dtype_bytes(dtype)
+
+
+def _per_layer_table(network: Network) -> int:
+    """Return the elements of the table of `Network.per_layer`."""
+    return 0 if network.per_layer is None else network.per_layer.num_table(len(network.layers))
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -53,7 +58,7 @@ def _weight_bytes(network: Network, dtype: str, form: WeightFormat, num_ranks: i
     total = table_bytes(network, dtype, num_ranks)
     total += _norm_bytes(network.norm, hidden, element)
     total += network.head_bias * head_rows(network.vocab, num_ranks) * element
-    total += network.num_others * element
+    total += (network.num_others - _per_layer_table(network)) * element
     for layer in network.layers:
         others = layer.num_parameters(hidden)
         for rows, inputs in _matrices(layer, hidden):

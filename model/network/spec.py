@@ -49,8 +49,7 @@ class Rotary:
         short_factor: longrope; divides the frequency of each pair of dimensions within the original context.
         long_factor: longrope; the same for longer contexts.
         dims: dimensions of a head that rotate, which come first in each half of the head; None for all.
-        pairs: proportional; pairs of dimensions that rotate, the first ones, with the frequencies of a head of which all
-            rotate.
+        pairs: proportional; how many pairs of dimensions rotate, with the frequencies that they have where all do.
     """
 
     rope_type: RopeType = "default"
@@ -215,8 +214,8 @@ class Dense:
         activation: f.
         gated: whether f(gate projection) * up projection is between them; else f(projection).
         bias: whether the projections have biases.
-        sparsity: s, the share of the gate's outputs that become 0, if they have a normal distribution: what exceeds their
-            mean by its s-quantile is left of the others; 0 for all as they are.
+        sparsity: s, the share of the gate's outputs that become 0 before the activation if they are distributed
+            normally; their s-quantile is subtracted from the others. 0 for all outputs as they are.
 
     Source: So et al., Primer, 2021, for "relu2", the square of ReLU; Huang and Schlag, Deriving Activation Functions
     Using Integration, 2024 (arXiv 2411.13010), for "xielu".
@@ -279,6 +278,11 @@ class Layer:
     scaled: bool = field(default=False, metadata={_TEXT: "scale of the stream after a layer"})
     laurel: Laurel | None = field(default=None, metadata={_TEXT: "LAuReL"})
     altup: AltUp | None = field(default=None, metadata={_TEXT: "AltUp"})
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its mixer, or those that are beside each other."""
+        return getattr(self.mixer, "mixers", (self.mixer,))
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -413,13 +417,13 @@ class Network:
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """The mixers of the layers with attention, in order."""
-        mixers = (layer.mixer for layer in self.layers)
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
     def other_mixers(self) -> tuple[str, ...]:
         """The kinds of the other mixers."""
-        kinds = (type(layer.mixer) for layer in self.layers)
+        kinds = (type(mixer) for layer in self.layers for mixer in layer.mixers)
         return tuple(dict.fromkeys(kind.__name__ for kind in kinds if kind is not Attention))
 
     @property

@@ -96,7 +96,29 @@ class Shared:
     layer: int
 
 
-MixerState: TypeAlias = Paged | Fixed | Shared
+@dataclass(frozen=True)
+class Both:
+    """Keys and values in blocks, and arrays of a fixed size in a slot."""
+
+    paged: Paged
+    fixed: Fixed
+
+
+MixerState: TypeAlias = Paged | Fixed | Shared | Both
+
+
+def paged_of(state: MixerState) -> Paged | None:
+    """Return what a layer keeps in blocks of its own; None for nothing."""
+    if isinstance(state, Both):
+        return state.paged
+    return state if isinstance(state, Paged) else None
+
+
+def fixed_of(state: MixerState) -> Fixed | None:
+    """Return what a layer keeps in a slot; None for nothing."""
+    if isinstance(state, Both):
+        return state.fixed
+    return state if isinstance(state, Fixed) else None
 
 
 @dataclass(frozen=True)
@@ -114,14 +136,14 @@ class StateSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        return sum(it.token_bytes for it in self.layers if isinstance(it, Paged))
+        return sum(it.token_bytes for it in map(paged_of, self.layers) if it is not None)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot, for what does not depend on the number of tokens; 0 if no layer has such a state."""
-        return sum(it.offsets[-1] for it in self.layers if isinstance(it, Fixed))
+        return sum(it.offsets[-1] for it in map(fixed_of, self.layers) if it is not None)
 
     @property
     def chunk(self) -> int:
         """The least common multiple of `Fixed.chunk` of all layers."""
-        return math.lcm(*(it.chunk for it in self.layers if isinstance(it, Fixed)))
+        return math.lcm(*(it.chunk for it in map(fixed_of, self.layers) if it is not None))

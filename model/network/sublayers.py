@@ -31,9 +31,13 @@ class PerLayerTable:
     size: int
     eps: float
 
+    def num_table(self, num_layers: int) -> int:
+        """Return the number of elements of the table of a network of L layers, of which a token reads a row."""
+        return self.vocab * num_layers * self.size
+
     def num_parameters(self, hidden: int, num_layers: int) -> int:
         """Return the number of parameters of a network of L layers."""
-        return (self.vocab + hidden) * num_layers * self.size + self.size
+        return self.num_table(num_layers) + hidden * num_layers * self.size + self.size
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ class EngineSettings:
         dtype: dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the checkpoint's
             dtype on a GPU and the faster one on a CPU.
         quantization: of the weights when they are loaded. On a CPU int8: all matrices in 8 bits, int4: those of the
-            layers in 4; auto is int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the
-            layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on,
-            not below sm_80; auto is none there. auto and none keep the format of a checkpoint that is quantized
-            already.
+            layers in 4; auto is int8 there, unless --dtype is set. On a GPU fp8: the layers' weights in float8_e4m3fn
+            with a scale per output, half the memory, and faster steps from sm_89 on, not below sm_80; auto is none
+            there. auto and none keep the format of a checkpoint that is quantized already.
         load_format: auto and safetensors read safetensors files. pickle also reads pytorch_model.bin, where there are
             none, with PyTorch's loader of tensors alone: it refuses all other content, but a mistake in it could run
             code of the file with the rights of the service, so use it for files whose author you trust. dummy generates
@@ -44,9 +43,9 @@ class EngineSettings:
             default: --max-num-batched-tokens if that is given and on a CPU, otherwise what the GPU computes in 15 ms at
             its peak, up to 8192.
         block_size: tokens in a block of the KV cache.
-        kv_cache_dtype: auto stores keys and values in --dtype, with int8 and int4 weights in float16; fp8 in
-            float8_e4m3fn with a scale per vector, which takes about half the memory and is efficient on GPUs from sm_89
-            on.
+        kv_cache_dtype: auto stores keys and values in --dtype, in float16 where the C library computes whole steps; fp8
+            in float8_e4m3fn with a scale per vector, which takes about half the memory and is efficient on GPUs from
+            sm_89 on.
         kv_cache_tokens: capacity of the KV cache in tokens; default: as much as --max-num-seqs requests can fill, and
             at most 80 % of a GPU's free memory or 25 % of a CPU's.
         kv_cache_gib: capacity of the KV cache in GiB, instead of --kv-cache-tokens.

@@ -117,6 +117,46 @@ MODELS = {
         "n_positions": 512,
         "rotary_dim": 32,
     },
+    "qwen3_5_text": SIZES
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "full_attention_interval": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "lfm2": SIZES
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "full_attn_idxs": [1],
+    },
+    "granitemoehybrid": SIZES
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 512,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+        "attention_multiplier": 0.125,
+    },
+    "falcon_h1": SIZES
+    | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "hidden_size": 256,
+        "head_dim": 64,
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 64,
+        "mamba_rms_norm": True,
+    },
     "cohere2": SIZES
     | {"architectures": ["Cohere2ForCausalLM"], "hidden_size": 256, "sliding_window": 40},
     "falcon": SIZES | {"architectures": ["FalconForCausalLM"], "hidden_size": 256},

@@ -42,6 +42,9 @@ _MODULES = (
     "kernels.linear.gpu.invariant",
     "kernels.linear.gpu.lora",
     "kernels.collective.one_shot",
+    "kernels.recurrent.gpu.gated_delta",
+    "kernels.recurrent.gpu.mamba2",
+    "kernels.recurrent.gpu.short_conv",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 

@@ -236,10 +236,20 @@ static Tiles *tiles_of(const Matrix *m) {
 
 /* What becomes of the outputs. */
 enum Result {
-    STORE, /* y = x W^T */
-    ADD,   /* y += x W^T */
-    GATE,  /* tiles alternate between gate and up: y = silu(gate) * up, half as many outputs */
+    STORE,      /* y = x W^T */
+    ADD,        /* y += x W^T */
+    GATE,       /* tiles alternate between gate and up: y = silu(gate) * up, half as many outputs */
+    GATE_GELU,  /* the same with the approximation of GELU by tanh */
+    STORE_GELU, /* y = gelu(x W^T), likewise */
 };
+
+INLINE float16 silu(float16 x) { return x / (1.0f + vexp(-x)); }
+
+/* Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016: x / 2 (1 + tanh(u)) = x / (1 + e^-2u). */
+INLINE float16 gelu(float16 x) {
+    float16 twice = x * (1.59576912f + 0.0713548163f * (x * x));
+    return x / (1.0f + vexp(-twice));
+}
 
 /* Where the weights and scales of a pair of tiles are. */
 typedef struct { const char *weights, *scales; } Place;
@@ -253,6 +263,7 @@ INLINE Place place_of(const Matrix *m, int64_t pair) {
    is added to gates, [row][stride], and then to the other outputs before they are multiplied; NULL for nothing. */
 static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t others, const Matrix *following, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result, const float *added) {
     Tiles *tiles = tiles_of(m);
+    int is_gated = result == GATE || result == GATE_GELU;
     int64_t pairs = m->padded / PAIR, count = row_end - row;
     int64_t most = count <= MOST_ROWS || m->scale_groups == 0 ? MOST_ROWS : MANY_ROWS, passes = (count + most - 1) / most;
     int64_t at_once = passes > 0 ? (count + passes - 1) / passes : 1;
@@ -269,21 +280,22 @@ static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end,
                 for (int r = 0; r < rows; r++) out[r][v] += bias;
             }
             for (int r = 0; r < rows; r++) {
-                float *at = y + (r0 + r) * stride + pair * (result == GATE ? LANES : PAIR);
-                if (result == GATE) {
+                float *at = y + (r0 + r) * stride + pair * (is_gated ? LANES : PAIR);
+                if (result == STORE_GELU)
+                    for (int v = 0; v < 2; v++) out[r][v] = gelu(out[r][v]);
+                if (is_gated) {
                     float16 gate = out[r][0], up = out[r][1];
                     if (added != NULL) {
                         const float *more = added + (r0 + r) * 2 * stride + pair * LANES;
                         gate += load(more);
                         up += load(more + stride);
                     }
-                    store(at, gate / (1.0f + vexp(-gate)) * up);
-                } else if (result == ADD) {
-                    store(at, load(at) + out[r][0]);
-                    store(at + LANES, load(at + LANES) + out[r][1]);
+                    store(at, (result == GATE ? silu(gate) : gelu(gate)) * up);
                 } else if ((pair + 1) * PAIR <= m->outputs) {
-                    store(at, out[r][0]);
-                    store(at + LANES, out[r][1]);
+                    for (int v = 0; v < 2; v++) store(at + v * LANES, result == ADD ? load(at + v * LANES) + out[r][v] : out[r][v]);
+                } else if (result == ADD) {
+                    const float *sums = (const float *)out[r];
+                    for (int64_t i = 0; i < m->outputs - pair * PAIR; i++) at[i] += sums[i];
                 } else {
                     memcpy(at, out[r], (size_t)(m->outputs - pair * PAIR) * sizeof(float));
                 }

@@ -2,9 +2,9 @@
 
    The structures are those of `kernels/cpu/decoder.py`; every member is 8 bytes wide, so that both sides lay them out
    alike. Rows of a step are tokens; see `model.executors.columns` for their order. */
-#include "attention.h"
-#include "pool.h"
-#include "products.h"
+#include "layer_attention.h"
+#include "linear.h"
+#include "recurrent.h"
 
 typedef struct {
     Matrix qkv, output, gate_up, down;
@@ -20,15 +20,6 @@ typedef struct {
     const float *norm;
     const Matrix *head, *embedding; /* the same one if tied */
 } Model;
-
-/* Sequences with neighbouring rows. */
-typedef struct {
-    int64_t count, columns;
-    int64_t queries; /* of decode rows: the most rows of a sequence; `count * queries` rows are theirs */
-    const int32_t *first_row; /* [count + 1], in the rows of these sequences */
-    const int32_t *lengths;   /* [count], tokens of the sequence, these rows included; 0 for an unused one */
-    const int32_t *tables;    /* [count][columns] */
-} Sequences;
 
 /* The matrices of all slots of adapters for one matrix of a layer; see `kernels.linear.lora`. */
 typedef struct {
@@ -81,12 +72,11 @@ typedef struct {
 } Computation;
 
 /* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
-#define TESSERA_VERSION 5
+#define TESSERA_VERSION 6
 #define LOOPS_OF_LAYER 10
 #define LOOPS_OF_ADAPTERS 8
 #define MOST_PARTS 3
 #define OUTPUTS_AT_ONCE 256
-#define MOST_PANEL 96
 
 const char *tessera_instructions(void) { return INSTRUCTIONS; }
 
@@ -117,19 +107,6 @@ void tessera_pack(const Matrix *m, int64_t first, int64_t rows, const uint8_t *n
         for (int64_t i = 0; i < m->inputs; i += 8)
             for (int64_t j = i; j < i + 4; j++) weights[position4(m, output, j)] = (uint8_t)(row[j] | row[j + 4] << 4);
     }
-}
-
-/* Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. */
-static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
-    float16 squares = splat(0);
-    for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
-    float factor = 1.0f / __builtin_sqrtf(sum(squares) / (float)size + eps);
-    for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i) * factor * load(weight + i));
-}
-
-static int64_t chunk_of(int64_t items, int threads) {
-    int64_t chunk = items / (threads * 8);
-    return chunk > 0 ? chunk : 1;
 }
 
 /* Source: Su et al., RoFormer, 2021, eq. 34, with the pairs half a head apart. */
@@ -175,10 +152,8 @@ static void attend_tokens(const Computation *c, int64_t layer, const Sequences *
         for (int64_t t = 0; t < tokens; t++) memset(out + t * out_width, 0, (size_t)(group * dim) * sizeof(float));
         return;
     }
-    attend(&c->step->caches[layer], all->tables + sequence * all->columns, kv_head, group, q, width, tokens, length - of_sequence + token, m->layer[layer].window, out, out_width);
+    attend(&c->step->caches[layer], all->tables + sequence * all->columns, kv_head, group, q, width, tokens, length - of_sequence + token, (Scores){1, 0, m->layer[layer].window}, out, out_width);
 }
-
-static int64_t tokens_at_once(int64_t group) { return group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group; }
 
 /* Tiles of tokens of each decode row; those of a row with fewer tokens may be empty. */
 static int64_t decode_tiles(const Computation *c) {
@@ -214,18 +189,6 @@ static int64_t attention_items(const Computation *c) {
     int64_t at_once = tokens_at_once(c->model->heads / c->model->kv_heads), tiles = c->step->decode.count * decode_tiles(c);
     for (int64_t i = 0; i < p->count; i++) tiles += (p->first_row[i + 1] - p->first_row[i] + at_once - 1) / at_once;
     return tiles * c->model->kv_heads;
-}
-
-/* A product as a loop over chunks of outputs and panels of rows. following: see `multiply`. */
-static void product(Pool *pool, int64_t loop, const Matrix *m, const Matrix *following, Activations a, int64_t rows, float *y, int64_t stride, enum Result result, const float *added) {
-    int64_t pairs = m->padded / PAIR, panels = (rows + MOST_PANEL - 1) / MOST_PANEL;
-    int64_t panel = panels > 0 ? ((rows + panels - 1) / panels + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS : 1;
-    int64_t chunk = chunk_of(pairs, pool->threads), chunks = (pairs + chunk - 1) / chunk;
-    panels = (rows + panel - 1) / panel;
-    LOOP(pool, loop, chunks * panels, 1, item, item_end, {
-        int64_t first = item % chunks * chunk, row = item / chunks * panel;
-        multiply(m, a, first, first + chunk < pairs ? first + chunk : pairs, chunk * (pool->threads - 1), following, row, row + panel < rows ? row + panel : rows, y, stride, result, added);
-    });
 }
 
 /* Norm and quantization of rows, for a product with `m`. rows_of: indices of the rows of x, or NULL. kept: gets the
@@ -278,17 +241,6 @@ static void add_adapters(Pool *pool, int64_t loop, const Computation *c, const L
     });
 }
 
-static void quantize_rows(Pool *pool, int64_t loop, const Computation *c, const float *x, int64_t rows, const Matrix *m) {
-    /* Parts of a row are items too, since a decode step of one sequence has one row. */
-    int64_t size = m->inputs, part = size <= 512 ? size : 512, parts = (size + part - 1) / part;
-    LOOP(pool, loop, rows * parts, chunk_of(rows * parts, pool->threads), first, end, {
-        for (int64_t item = first; item < end; item++) {
-            int64_t row = item / parts, from = item % parts * part;
-            quantize_row(m, x + row * size, c->space.activations, row, from, from + part < size ? from + part : size);
-        }
-    });
-}
-
 static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_t index) {
     const Model *m = c->model;
     const Layer *l = &m->layer[index];
@@ -303,13 +255,13 @@ static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_
         for (int64_t item = first; item < end; item++) prepare_heads(c, index, item / m->kv_heads, item % m->kv_heads);
     });
     LOOP(pool, loop + 3, attention_items(c), 1, first, end, { attend_item(c, index, first); });
-    quantize_rows(pool, loop + 4, c, w->attended, rows, &l->output);
+    quantize_rows(pool, loop + 4, w->attended, rows, &l->output, w->activations);
     product(pool, loop + 5, &l->output, &l->gate_up, w->activations, rows, w->hidden, m->hidden, ADD, NULL);
     if (adapted != NULL) add_adapters(pool, more + 2, c, &adapted->output, w->attended, w->hidden, 0);
     norm_rows(pool, loop + 6, c, w->hidden, NULL, rows, l->mlp_norm, &l->gate_up, kept);
     if (adapted != NULL) add_adapters(pool, more + 4, c, &adapted->gate_up, w->normed, w->added, 1);
     product(pool, loop + 7, &l->gate_up, &l->down, w->activations, rows, w->gated, m->inner, GATE, added);
-    quantize_rows(pool, loop + 8, c, w->gated, rows, &l->down);
+    quantize_rows(pool, loop + 8, w->gated, rows, &l->down, w->activations);
     product(pool, loop + 9, &l->down, index + 1 < m->layers ? &l[1].qkv : m->head, w->activations, rows, w->hidden, m->hidden, ADD, NULL);
     if (adapted != NULL) add_adapters(pool, more + 6, c, &adapted->down, w->gated, w->hidden, 0);
 }
@@ -374,7 +326,7 @@ static void compute_logits(Pool *pool, const void *argument, int thread) {
     (void)thread;
     const Computation *c = argument;
     const Matrix *head = c->model->head;
-    quantize_rows(pool, 0, c, c->step->normed, c->step->num_logits, head);
+    quantize_rows(pool, 0, c->step->normed, c->step->num_logits, head, c->space.activations);
     product(pool, 1, head, NULL, c->space.activations, c->step->num_logits, c->step->logits, head->outputs, STORE, NULL);
 }
 
@@ -384,12 +336,6 @@ typedef struct {
     void *adapted; /* memory of steps with adapters */
     Workspace space;
 } Engine;
-
-static void *carve(char **next, int64_t bytes) {
-    void *at = *next;
-    *next += (bytes + 63) / 64 * 64;
-    return at;
-}
 
 /* Makes room for the rows of a step; returns 0 if there is no memory. */
 static int reserve(Engine *e, const Model *m, int64_t rows) {

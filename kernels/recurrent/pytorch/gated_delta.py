@@ -126,7 +126,7 @@ class GatedDelta:
         q, k, v = torch.split(convolved, [keys, keys, shape.inner], -1)
         each = shape.num_heads // shape.num_key_heads
         q, k = (
-            _unit(it.unflatten(-1, [shape.num_key_heads, shape.key_dim])).repeat_interleave(
+            _unit(torch.unflatten(it, -1, (shape.num_key_heads, shape.key_dim))).repeat_interleave(
                 each, -2
             )
             for it in (q, k)
@@ -136,7 +136,7 @@ class GatedDelta:
         return _Heads(
             q * shape.key_dim**-0.5,
             k,
-            v.unflatten(-1, [shape.num_heads, shape.value_dim]),
+            torch.unflatten(v, -1, (shape.num_heads, shape.value_dim)),
             g.clamp(min=LEAST_DECAY),
             sigmoid(b),
         )

@@ -172,19 +172,22 @@ def _prompt(inputs: _Inputs, state: Tensor, begin: int) -> tuple[Tensor, Tensor]
     padded = inputs.padded(begin, -(begin + length) % CHUNK)
     x, b, c, d, log_decay = (torch.unflatten(it, 0, (-1, CHUNK)) for it in padded)
     # [blocks, H, CHUNK], [blocks, G, heads of a group, CHUNK, P] and [blocks, G, CHUNK, N]
-    total = log_decay.transpose(1, 2).cumsum(-1)
+    # In float64, since the difference of two sums of strong decays may be a weak one.
+    total = log_decay.double().transpose(1, 2).cumsum(-1)
     weighted = (x * d[..., None]).transpose(1, 2)
     b, c = b.transpose(1, 2).contiguous(), c.transpose(1, 2).contiguous()
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=total.device).tril()
-    kept = torch.exp(total)
-    remaining = torch.exp(total[..., -1:] - total)
+    kept = torch.exp(total.float())
+    remaining = torch.exp((total[..., -1:] - total).float())
     added = torch.unflatten(weighted * remaining[..., None], 1, (groups, -1)).transpose(3, 4)
     added = added.reshape(len(x), groups, -1, CHUNK)
     state = state.reshape(groups, -1, state_dim)
     found = []
     for i in range(len(x)):
         # Differences of tokens after the row's would be positive and overflow.
-        distance = (total[i][:, :, None] - total[i][:, None]).masked_fill(~causal, -torch.inf)
+        distance = (
+            (total[i][:, :, None] - total[i][:, None]).masked_fill(~causal, -torch.inf).float()
+        )
         scores = torch.matmul(c[i], b[i].mT)[:, None] * torch.unflatten(
             torch.exp(distance), 0, (groups, -1)
         )

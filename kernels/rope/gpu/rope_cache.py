@@ -236,7 +236,7 @@ def rope_and_write_kv(
 
     Args:
         qkv: [T, (H + 2 * K) * D], contiguous in its rows.
-        kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values. K is 0 for queries alone.
+        kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values. K may be 0.
         rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in qkv's dtype.
         positions: [T] int64, rows of `rope`.
         slot_mapping: [T] int32 or int64; -1 skips a token's key and value.
@@ -277,7 +277,8 @@ def rope_and_write_kv(
     programs += triton.cdiv(sum(lines), _FETCH_LINES * blocks)
     rotate_and_write[(blocks, programs)](
         qkv, q_out, keys, values, *scales, q_weight, k_weight, *rope, positions, slot_mapping,
-        *((qkv, qkv) if ahead is None else ahead), *lines, tokens, qkv.stride(0), q_out.stride(0), eps, value_eps or 0.0,
+        *((qkv, qkv) if ahead is None else ahead), *lines, tokens, qkv.stride(0), q_out.stride(0), eps,
+        value_eps or 0.0,
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, BLOCK_T=launch.tokens, BLOCK_H=launch.heads,
         BLOCK_SIZE=kv.shape[2], NORM=norms is not None, VALUE_NORM=value_eps is not None, FP8=kv_scale is not None,
         FETCH=0 if ahead is None else _FETCH_LINES, num_warps=launch.num_warps, **dependent_launch(pdl),

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
-from kernels.linear.projection import Residual, settled
+from kernels.linear.projection import Norm, Residual, settled
 from kernels.norms.pytorch import rms_norm
-from model.executors.binder import make_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from kernels.linear.projection import Norm, Projection, ResidualWriter
+    from kernels.linear.projection import Projection, ResidualWriter
     from model.executors.binder import Binder
     from model.network.layers import DecoderLayer
     from model.network.parameters import DecoderParameters
@@ -45,7 +44,7 @@ class BoundLaurel(NamedTuple):
         """Bind the sublayer of a layer."""
         layer = binder.layer
         assert layer.input_norm is not None
-        norm = make_norm(layer.input_norm, None, layer.spec.norm)
+        norm = Norm(layer.input_norm, layer.spec.norm.eps)
         return cls(binder.norm(norm), binder.reading("laurel_in"), binder.adding("laurel_out"))
 
     def result(self, stream: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ class BoundAltUp(NamedTuple):
     @classmethod
     def bind(cls, spec: AltUp, binder: Binder) -> BoundAltUp:
         """Bind the parameters of a layer."""
-        norm = make_norm(binder.layer.altup_norm, None, binder.layer.spec.norm)
-        assert hasattr(norm, "eps")
+        norm = Norm(binder.layer.altup_norm, binder.layer.spec.norm.eps)
         return cls(spec, binder.layer, norm)
 
     def predicted(self, streams: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ class BoundAltUp(NamedTuple):
             self._route(streams[self.spec.active]), self.layer.altup_predict
         )
         # [..., A of the result, A that is read]
-        matrix = coefficients.unflatten(-1, (count, count))
+        matrix = coefficients.view(*coefficients.shape[:-1], count, count)
         return streams + torch.einsum("...rs,s...c->r...c", matrix, streams)
 
     def corrected(self, predicted: Tensor, computed: Tensor) -> Tensor:

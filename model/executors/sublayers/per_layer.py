@@ -28,7 +28,7 @@ class BoundTable(NamedTuple):
     Attributes:
         spec: what it computes.
         table: [vocab, L * E].
-        projection: of the embedding that the residual stream begins with; without the factor, which is in the norm's eps.
+        projection: of the embedding that the residual stream begins with; the norm's eps has its factor.
         norm: of E elements.
     """
 
@@ -58,11 +58,11 @@ class BoundTable(NamedTuple):
         """
         known = known_ids(ids, sampled)
         rows = torch.where(known < self.spec.vocab, known, 0)
-        size = self.spec.size
-        token = functional.embedding(rows, self.table).unflatten(-1, (-1, size))
+        shape = (*ids.shape, -1, self.spec.size)
+        token = functional.embedding(rows, self.table).view(shape)
         # The factor is rounded to the dtype, as that of the embeddings is.
-        factor = torch.tensor(math.sqrt(size), dtype=hidden.dtype).item()
-        context = rms_norm(self.projection(hidden).unflatten(-1, (-1, size)), *self.norm)
+        factor = torch.tensor(math.sqrt(self.spec.size), dtype=hidden.dtype).item()
+        context = rms_norm(self.projection(hidden).view(shape), *self.norm)
         return torch.add(context, token, alpha=factor).mul(math.sqrt(0.5)).movedim(-2, 0)
 
 

@@ -8,10 +8,11 @@ import torch
 
 from kernels import GPUArch
 from kernels.collective.communicator import AbsentRanks
+from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import gpu_dtype, resolve_dtype
 from model.decoder import DecoderLM
-from model.device.quantizations import loaded_format
+from model.device.quantizations import product_formats
 from model.errors import UnsupportedModelError
 from model.modules import plan_modules
 from model.network.state import quantized_kv_dtype
@@ -61,12 +62,17 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     num_ranks = settings.tensor_parallel
     if reasons := config.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
-    quantization, in_library = resolved_quantization(engine_config(settings, folder), config, arch)
+    resolved = resolved_quantization(engine_config(settings, folder), config, arch)
+    quantization, in_library, has_products = resolved
+    formats: WeightFormat | dict[str, WeightFormat] | None = resolved.loaded(config)
+    if has_products and quantization in LIBRARY_FORMATS:
+        assert quantization is not None
+        formats = product_formats(config.network, quantization, {})
     model = DecoderLM(
         config,
-        _dtype(settings.dtype, config, arch),
+        torch.float32 if has_products else _dtype(settings.dtype, config, arch),
         "meta",
-        loaded_format(quantization, config.stored_format),
+        formats,
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels

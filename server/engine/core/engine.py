@@ -423,7 +423,11 @@ class Engine:
         Raises:
             RefusedError: see `Scheduler.add`.
         """
-        if sequence.adapter is None or self._adapters is None or self._adapters.add(sequence):
+        if sequence.adapter is None or self._adapters is None:
+            self._scheduler.add(sequence)
+            return
+        self._scheduler.estimate_output(sequence)
+        if self._adapters.add(sequence):
             self._scheduler.add(sequence)
 
     def _add_loaded(self, adapters: AdapterPool) -> None:

@@ -129,6 +129,6 @@ def test_invalid_flags_are_refused(flag, capsys):
 
 
 def test_shapes_are_available_as_models():
-    assert len(shapes()) == 16
+    assert len(shapes()) == 22
     assert "llama-3.2-1b" in shapes()
     assert len(ModelConfig.from_folder(SHAPES / "qwen3-0.6b").network.layers) == 28

@@ -18,7 +18,7 @@ NOT_OF_THE_LIBRARY = [
     "gpt2", "opt", "gemma1", "gemma2", "gemma3 ropes", "smollm3 windows untied biases", "stablelm biases tied",
     "olmo2", "gpt_neox", "gptj", "cohere2", "falcon", "gpt_bigcode", "mistral3 ministral tied",
     "olmo3 yarn tied biases", "exaone4 hybrid", "arcee", "hunyuan", "apertus", "nemotron biases tied", "qwen3.5",
-    "qwen3.5 vl", "lfm2",
+    "qwen3.5 vl", "lfm2", "granite4", "falcon h1", "gemma4", "gemma4 large", "gemma3n",
 ]  # fmt: skip
 FAMILIES = [*NOT_OF_THE_LIBRARY, "phi3", "qwen2 vl tied windows", "ernie4.5", "internlm3"]
 NEW_TOKENS = 24

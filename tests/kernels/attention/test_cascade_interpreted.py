@@ -74,7 +74,7 @@ def test_ragged_lengths_after_the_prefix_agree_with_the_reference(prefixes, dtyp
     assert prefixes == [96]
 
 
-@pytest.mark.parametrize("head_dim", [32, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 80, 96, 128, 192, 256, 512])
 def test_every_head_dim_agrees_with_the_reference(prefixes, head_dim):
     case = shared_case(problem(DECODE, "bfloat16", 4, 2, head_dim), [1] * 3, [40, 33, 60], 32)
 

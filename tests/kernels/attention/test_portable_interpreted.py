@@ -80,7 +80,7 @@ def test_lengths_around_block_boundaries_agree_with_the_reference(phase, block_s
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_head_dim_and_dtype_agrees_with_the_reference(phase, head_dim, dtype):
     asked = problem(phase, dtype, 4, 2, head_dim)

@@ -45,6 +45,7 @@ from kernels.weights import Weight
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
+from tests.kernels.compile.recurrent_launches import launch_gated_delta
 from tests.kernels.linear.layer import linear
 from tests.kernels.linear.weights import linear_weights
 
@@ -129,19 +130,20 @@ class FusedJob:
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
         operation: "linear", "groups", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed",
-            "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks" or "training".
+            "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks", "gated_delta" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
+            "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
             "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
             of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
             "lora" "rank 64", "rank 256" or "float32"; of
-            "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window", "softcap", "alibi",
-            "dropout", "mask", "float32", "float16", "one head a group".
+            "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "training" some of "all",
+            "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: the kernel to compile, of those that "argmax", "chosen", "lora", "sample" and "training" launch.
+        function: the kernel to compile, of those that "argmax", "chosen", "gated_delta", "lora", "sample" and "training"
+            launch.
         vocabulary: tokens of a row, for "argmax", "chosen" and "sample".
     """
 
@@ -349,6 +351,8 @@ class FusedCompiler(Compiler):
         slots = torch.empty(job.tokens, dtype=torch.int32)
         add_lora(x, y, weights, LoraRows(slots, slots.long()))
 
+    _gated_delta = staticmethod(launch_gated_delta)
+
     def _best(self, job: FusedJob, pdl: bool) -> None:
         best = TileBest.empty(job.tokens, 19000, "cpu")
         ids, tokens = torch.empty((2, job.tokens), dtype=torch.int64)
@@ -364,6 +368,8 @@ class FusedCompiler(Compiler):
         kv, scale = empty(2, 3, 16, 8, head_dim), None
         if "fp8" in job.around:
             kv, scale = kv.to(torch.float8_e4m3fn), torch.empty(2, 3, 8, 16)
+        if "queries" in job.around:
+            kv = kv[:, :, :, :0]
         rope_and_write_kv(
             empty(tokens, 32 * head_dim),
             kv,
@@ -372,6 +378,7 @@ class FusedCompiler(Compiler):
             torch.empty(tokens, dtype=torch.int32),
             norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
             eps=1e-6,
+            value_eps=1e-6 if "values" in job.around else None,
             kv_scale=scale,
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
             batch_invariant="invariant" in job.around,

@@ -41,6 +41,8 @@ BULK_COPIES = {
 """Required instructions of the rows that load by the tensor memory accelerator, some of them in a separate warp."""
 FEWEST_WIDE_ROWS = 64
 """Rows of the smallest tile that wgmma and tcgen05 multiply."""
+WIDEST_OF_WIDE_ROWS = 256
+"""The widest heads of which the smallest such tile spills no register on every architecture."""
 ROW_SHUFFLES = 32
 """Shuffles for maxima and sums of rows. Moving FP8 weights to other threads would take hundreds more."""
 JOBS = distinct_jobs()
@@ -58,7 +60,8 @@ def family(job: Job) -> str | None:
     if job.kernel in BULK_COPIES:
         return "tcgen05.mma" if job.kernel == "blackwell_prefill" else "wgmma.mma_async"
     wide = job.problem.phase is Phase.PREFILL or job.kernel.endswith("prefix")
-    if job.problem.batch_invariant and job.launch.block_m < FEWEST_WIDE_ROWS:
+    fewer = job.problem.batch_invariant or job.problem.head_dim > WIDEST_OF_WIDE_ROWS
+    if fewer and job.launch.block_m < FEWEST_WIDE_ROWS:
         wide = False
     if wide and job.name != "safe default":
         return {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(job.sm, "mma.sync")

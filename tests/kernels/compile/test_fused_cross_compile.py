@@ -183,6 +183,12 @@ def jobs_for(sm: int) -> list[FusedJob]:
         ),
         FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
         *(
+            FusedJob(sm, "rope", around=("norm", *around), tokens=tokens, head_dim=head_dim)
+            for tokens in (1, 256, 4096)
+            for head_dim in (256, 512)
+            for around in (("values",), ("queries",), ("values", "fp8"))
+        ),
+        *(
             FusedJob(sm, "rope", around=around, tokens=tokens, head_dim=head_dim)
             for head_dim in NARROW_HEADS
             for around, tokens in NARROW_ROPES
@@ -263,9 +269,10 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     # 16 bytes are no more than half a head, and a thread has one token.
     wide = job.head_dim % 16 == 0 and {"fp8", "float32"}.isdisjoint(job.around)
     if job.operation == "rope" and job.tokens > FEW_TOKENS and wide:
-        # The only narrow loads are of a token's position and slot.
+        # The only narrow loads are of a token's position and, where something is written, slot.
         narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
-        expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
+        loads = 1 if "queries" in job.around else 2
+        expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": loads}
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
     if job.operation == "sum_ranks":
         # The only narrow store is of the number of launches.

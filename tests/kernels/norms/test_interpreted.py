@@ -347,6 +347,69 @@ def test_over_fp8_caches_heads_are_mixed_and_keys_and_values_quantized(
     assert bool((scale.transpose(2, 3).flatten(1, 2)[:, untouched] == 7.0).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(
+    "launch", [None, RotationLaunch(4, 4, 1)], ids=["few tokens", "several heads"]
+)
+def test_values_are_normalized_without_a_weight(dtype, quantized, launch, monkeypatch):
+    if quantized and dtype is torch.float32:
+        pytest.skip("caches of float32 models are not quantized")
+    case = CacheCase(5, 6, 2, 64, dtype, norms=True)
+    values = case.qkv.clone()[:, 8 * 64 :].view(5, 2, 64)
+    if launch is not None:
+        monkeypatch.setattr(rope_cache, "rotation_launch", lambda *_, **__: launch)
+    kv, scale = case.kv, None
+    if quantized:
+        kv, scale = case.kv.to(torch.float8_e4m3fn), torch.ones(2, len(case.kv[0]), 2, 16)
+
+    rope_and_write_kv(
+        case.qkv, kv, case.rope, case.positions, case.slots,
+        norms=case.norms, eps=1e-5, value_eps=0.5, kv_scale=scale,
+    )  # fmt: skip
+
+    written = case.slots >= 0
+    slots = case.slots[written].long()
+    truth = torch.nn.functional.rms_norm(values.float(), (64,), eps=0.5)
+    plain = torch.nn.functional.rms_norm(values, (64,), eps=0.5)
+    stored = kv[1].flatten(0, 1)[slots]
+    if quantized:
+        assert scale is not None
+        scales = scale[1].transpose(1, 2).flatten(0, 1)[slots]
+        found, truth = dequantize_rows(stored, scales, torch.float32), truth[written]
+        assert bool(((found - truth).abs() <= truth.abs() / 14 + scales[..., None] / 512).all())
+    else:
+        assert_no_worse_than(stored, truth[written], plain[written])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, 16, 128), (5, 6, 64), (3, 7, 80)])
+def test_queries_alone_are_rotated_and_nothing_is_written(
+    dtype, norms, quantized, tokens, heads, head_dim
+):
+    if quantized and dtype is torch.float32:
+        pytest.skip("caches of float32 models are not quantized")
+    case = CacheCase(tokens, heads, 2, head_dim, dtype, norms=norms)
+    (q, _), (plain_q, _) = case.expected(torch.float32), case.expected()
+    kv, scale = case.kv, None
+    if quantized:
+        kv, scale = case.kv.to(torch.float8_e4m3fn), torch.full((2, len(case.kv[0]), 2, 16), 7.0)
+        q, plain_q = hadamard_transform(q), hadamard_transform(plain_q)
+    queries = case.qkv[:, : heads * head_dim]
+
+    found = rope_and_write_kv(
+        queries, kv[:, :, :, :0], case.rope, case.positions, case.slots,
+        norms=case.norms, eps=1e-5, kv_scale=scale,
+    )  # fmt: skip
+
+    assert found.data_ptr() == queries.data_ptr()
+    assert_no_worse_than(found, q, plain_q)
+    assert bool((kv.float() == 7.0).all())
+    assert scale is None or bool((scale == 7.0).all())
+
+
 @pytest.mark.parametrize(
     ("bytes_of", "lines"),
     [((4096, 1000), (32, 7)), ((30 << 20, 4096), (24 << 13, 0)), ((4 << 20, 40 << 20), (4 << 13, 20 << 13))],

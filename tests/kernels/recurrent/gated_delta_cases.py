@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +41,28 @@ def make_weights(shape, dtype=torch.float32, decay=0.0):
     )
 
 
+def empty_states(shape, num_slots):
+    """Return states of NaN: views of slots that hold both, and what is of other layers between them."""
+    sizes = (
+        (shape.width - 1, shape.channels),
+        (shape.num_heads, shape.key_dim, shape.value_dim),
+    )
+    first, second = (math.prod(it) for it in sizes)
+    slots = torch.full((num_slots, 32 + first + 32 + second), torch.nan)
+    return (
+        slots[:, 32 : 32 + first].view(num_slots, *sizes[0]),
+        slots[:, 64 + first :].view(num_slots, *sizes[1]),
+    )
+
+
+def copied(shape, states):
+    """Return copies of states in slots of their own."""
+    found = empty_states(shape, len(states[0]))
+    for it, state in zip(found, states, strict=True):
+        it.copy_(state)
+    return found
+
+
 class Step:
     """A packed step: decode rows, then prompts.
 
@@ -60,10 +84,7 @@ class Step:
         total = sum(it.length for it in self.sequences)
         self.projected = torch.randn(total, shape.channels + shape.inner).to(dtype)
         self.gates = (torch.randn(total, 2 * shape.num_heads) * spread).to(dtype)
-        self.states = (
-            torch.full((num_slots, shape.width - 1, shape.channels), torch.nan),
-            torch.full((num_slots, shape.num_heads, shape.key_dim, shape.value_dim), torch.nan),
-        )
+        self.states = empty_states(shape, num_slots)
         for it in self.sequences:
             if it.read >= 0:
                 for state in self.states:
@@ -84,13 +105,13 @@ class Step:
 
     def run(self, kernel: Any):
         """Return the result and the states after, of copies of the arguments."""
-        states = tuple(state.clone() for state in self.states)
+        states = copied(self.shape, self.states)
         out = kernel(self.shape, self.weights)(
             self.projected.clone(), self.gates.clone(), states, self.segments
         )
         return out, states
 
-    def references(self, dtype):
+    def references(self, dtype, rounding=None):
         """Return what the formula gives for each sequence; None for one without tokens."""
         found, first = [], 0
         for it in self.sequences:
@@ -102,7 +123,9 @@ class Step:
             ]
             inputs = self.projected[tokens], self.gates[tokens], *before
             found.append(
-                gated_delta(self.shape, self.weights, *inputs, dtype) if it.length else None
+                gated_delta(self.shape, self.weights, *inputs, dtype, rounding)
+                if it.length
+                else None
             )
         return found
 
@@ -135,3 +158,46 @@ class Step:
         for state, before in zip(states, self.states, strict=True):
             kept = [slot for slot in range(len(state)) if slot not in written]
             torch.testing.assert_close(state[kept], before[kept], rtol=0, atol=0, equal_nan=True)
+
+
+def check_divided(kernel: Any, shape, ends, dtype=torch.float32):
+    """Assert that a prompt has the same bits when it is computed by parts, beside others.
+
+    Args:
+        kernel: the class of the kernel.
+        shape: of the mixer.
+        ends: of the parts, multiples of `CHUNK` but the last one.
+        dtype: of weights and inputs.
+    """
+    whole = Step(shape, prompts=[Sequence(ends[-1], 0, NEW, 0)], dtype=dtype)
+    out, states = whole.run(kernel)
+    now, parts = copied(shape, whole.states), []
+    computed = kernel(shape, whole.weights)
+
+    for first, end in itertools.pairwise((0, *ends)):
+        prompt = Sequence(end - first, first, 1 if first else NEW, 1)
+        step = Step(shape, [(NEW, NEW)], [Sequence(3, 0), prompt], dtype=dtype)
+        step.projected[4:], step.gates[4:] = whole.projected[first:end], whole.gates[first:end]
+        parts.append(computed(step.projected, step.gates, now, step.segments)[4:])
+
+    assert torch.equal(torch.cat(parts), out)
+    for state, other in zip(now, states, strict=True):
+        assert torch.equal(state[1], other[0])
+
+
+def check_alone(kernel: Any, shape, count, dtype=torch.float32):
+    """Assert that each of `count` decode rows has the same bits when it is the only sequence of a step."""
+    rows = [(i, i) for i in range(count)]
+    many = Step(shape, rows, [Sequence(9, 0, NEW, count)], dtype=dtype, num_slots=count + 1)
+    out, states = many.run(kernel)
+    computed = kernel(shape, many.weights)
+
+    for i in range(count):
+        now = copied(shape, many.states)
+        row = slice(i, i + 1)
+        alone = Step(shape, [rows[i]], num_slots=count + 1)
+        found = computed(many.projected[row].clone(), many.gates[row], now, alone.segments)
+
+        assert torch.equal(found[0], out[i])
+        for state, other in zip(now, states, strict=True):
+            assert torch.equal(state[i], other[i])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from kernels.recurrent.problem import CHUNK
 from kernels.recurrent.pytorch.gated_delta import GatedDelta
-from tests.kernels.recurrent.gated_delta_cases import Sequence, Step, make_shape, make_weights
+from tests.kernels.recurrent.gated_delta_cases import (
+    Sequence,
+    Step,
+    check_alone,
+    check_divided,
+    make_shape,
+    make_weights,
+)
 from tests.kernels.references.gated_delta import gated_delta
 from tests.kernels.references.problems import assert_no_worse_than
 
@@ -88,39 +93,12 @@ def test_sizes(sizes, width):
     "ends", [(64, 128, 192, 250), (128, 250), (192, 250), (64, 192, 250)], ids=str
 )
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends):
-    whole = Step(make_shape(3, 3, 40, 56), prompts=[Sequence(250, 0, -1, 0)])
-    out, states = whole.run(GatedDelta)
-    parts, kernel = [], GatedDelta(whole.shape, whole.weights)
-    now = tuple(state.clone() for state in whole.states)
-
-    for first, end in itertools.pairwise((0, *ends)):
-        slots = (1, 1) if first else (-1, 1)
-        step = Step(whole.shape, [(-1, -1)], [Sequence(3, 0), Sequence(end - first, first, *slots)])
-        step.projected[4:], step.gates[4:] = whole.projected[first:end], whole.gates[first:end]
-        parts.append(kernel(step.projected, step.gates, now, step.segments)[4:])
-
-    assert torch.equal(torch.cat(parts), out)
-    for state, other in zip(now, states, strict=True):
-        assert torch.equal(state[1], other[0])
+    check_divided(GatedDelta, make_shape(3, 3, 40, 56), ends)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
-    shape = make_shape(*sizes)
-    many = Step(shape, [(i, i) for i in range(7)], [Sequence(9, 0, -1, 7)])
-    out, states = many.run(GatedDelta)
-    kernel = GatedDelta(shape, many.weights)
-
-    for i in range(7):
-        now = tuple(state.clone() for state in many.states)
-        alone = Step(shape, [(i, i)])
-        found = kernel(
-            many.projected[i : i + 1].clone(), many.gates[i : i + 1], now, alone.segments
-        )
-
-        assert torch.equal(found[0], out[i])
-        for state, other in zip(now, states, strict=True):
-            assert torch.equal(state[i], other[i])
+    check_alone(GatedDelta, make_shape(*sizes), 7)
 
 
 def test_whole_sequences_agree_with_the_formula_and_can_be_trained():

@@ -33,6 +33,7 @@ def gated_delta(
     conv_state: Tensor,
     state: Tensor,
     dtype: torch.dtype = torch.float64,
+    rounding: torch.dtype | None = None,
 ) -> Found:
     """Compute the formula of `GatedDeltaShape`.
 
@@ -44,7 +45,13 @@ def gated_delta(
         conv_state: [W - 1, channels], before the first token.
         state: [H, key_dim, value_dim], before the first token.
         dtype: to compute in.
+        rounding: dtype to which the results of the convolution, beta, and the results of the rule before the norm are
+            rounded, as by implementations from separate operations; None for none.
     """
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if rounding is None else x.to(rounding).to(dtype)
+
     assert weights.a_log is not None
     assert weights.dt_bias is not None
     assert weights.norm is not None
@@ -57,20 +64,20 @@ def gated_delta(
         total = total + weights.conv_bias.to(dtype)
     q, k, v = torch.split(functional.silu(total), [groups * size, groups * size, shape.inner], -1)
     q, k = (
-        _unit(it.unflatten(-1, [groups, size])).repeat_interleave(heads // groups, 1)
+        _unit(torch.unflatten(it, -1, (groups, size))).repeat_interleave(heads // groups, 1)
         for it in (q, k)
     )
-    v = v.unflatten(-1, [heads, shape.value_dim])
+    v = torch.unflatten(v, -1, (heads, shape.value_dim))
     b, a = gates.to(dtype).chunk(2, -1)
     g = -weights.a_log.to(dtype).exp() * functional.softplus(a + weights.dt_bias.to(dtype))
-    beta, state = b.sigmoid(), state.to(dtype)
+    beta, state = rounded(b.sigmoid()), state.to(dtype)
     outs = []
     for t in range(len(projected)):
         state = g[t].exp()[:, None, None] * state
         read = torch.einsum("hkv,hk->hv", state, k[t])
         state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - read))[:, None]
         outs.append(torch.einsum("hkv,hk->hv", state, q[t] / size**0.5))
-    out = torch.stack(outs)
+    out = rounded(torch.stack(outs))
     norm = (out.square().mean(-1, keepdim=True) + shape.eps).rsqrt()
     out = (out * norm * weights.norm.to(dtype)).flatten(1) * functional.silu(z)
     return Found(out, inputs[len(projected) :], state)

@@ -263,6 +263,20 @@ _QWEN3_5 = _layers(
 )
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 _GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 96, **_MAMBA, **_GRANITE}
+_FALCON_H1 = {
+    **_MAMBA,
+    "mamba_d_ssm": 96,
+    "head_dim": 16,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.1,
+    "attention_in_multiplier": 0.7,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 1.4,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.35, 0.25, 0.7, 0.5, 0.4],
+    "mlp_multipliers": [0.9, 0.4],
+}
 _LFM2 = _layers(4, full_attn_idxs=[1], block_multiple_of=16, block_ffn_dim_multiplier=1.1)
 CASES = {
     "llama": Case("Llama"),
@@ -398,6 +412,16 @@ CASES = {
         _GEMMA4,
         model="ForConditionalGeneration",
         others={"vision_config": _GEMMA_ENCODER, "audio_config": None},
+    ),
+    "gemma4 unified": Case(
+        "Gemma4Unified",
+        {it: value for it, value in _GEMMA4_LARGE.items() if it != "hidden_size_per_layer_input"},
+        model="ForConditionalGeneration",
+        others={"vision_config": None, "audio_config": None},
+    ),
+    "gemma4 unified text": Case(
+        "Gemma4UnifiedText",
+        {it: value for it, value in _GEMMA4_LARGE.items() if it != "hidden_size_per_layer_input"},
     ),
     "gemma3n": Case("Gemma3nText", _GEMMA3N, in_half=True),
     "gemma3n second stream untied biases": Case(
@@ -629,6 +653,19 @@ CASES = {
         "GraniteMoeHybrid",
         _layers(2, layer_types=["attention"] * 2, **_GRANITE4)
         | {"position_embedding_type": "rope"},
+    ),
+    "falcon h1": Case("FalconH1", _FALCON_H1, in_half=True),
+    "falcon h1 norm tied biases": Case(
+        "FalconH1",
+        _FALCON_H1
+        | dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+        | {"mamba_rms_norm": True, "mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "falcon h1 norm after gate": Case(
+        "FalconH1",
+        _FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
+        | {"mamba_d_ssm": None, "mamba_conv_bias": False},
     ),
     "lfm2": Case("Lfm2", _LFM2, in_half=True),
     "lfm2 untied biases": Case(

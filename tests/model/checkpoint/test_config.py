@@ -92,7 +92,7 @@ LONGROPE = {
 }
 
 
-OTHER_MODELS = re.compile(r"vision_tower|multi_modal_projector|visual\.")
+OTHER_MODELS = re.compile(r"vision_tower|multi_modal_projector|visual\.|embed_vision")
 
 
 def mixer(config, layer=0):
@@ -816,7 +816,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "BloomForCausalLM"),
-        ({"architectures": None, "model_type": "gemma3n"}, "gemma3n"),
+        ({"architectures": None, "model_type": "gemma3n_vision"}, "gemma3n_vision"),
         ({"model_type": "mistral"}, "mistral"),
         ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
@@ -973,8 +973,13 @@ def test_the_parameter_count_equals_that_of_the_checkpoint():
         model = case.build()
         config = ModelConfig.from_dict(model.config.to_dict() | case.restated)
 
+        scales = (
+            (name, it) for name, it in model.named_buffers() if name.endswith(".layer_scalar")
+        )
         language_model = [
-            it.numel() for name, it in model.named_parameters() if not OTHER_MODELS.search(name)
+            it.numel()
+            for name, it in (*model.named_parameters(), *scales)
+            if not OTHER_MODELS.search(name)
         ]
         assert config.network.num_parameters == sum(language_model)
 

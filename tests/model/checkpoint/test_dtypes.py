@@ -128,7 +128,8 @@ def test_integer_weights_on_a_cpu_that_supports_them_are_used(quantization):
     form = resolve_quantization(quantization, CPU, "auto", supported)
     assert form in LIBRARY_FORMATS
     assert quantization_name(form) == quantization
-    assert loaded_format(form, None) is None
+    assert loaded_format(form, None, in_library=True) is None
+    assert loaded_format(form, None) == form
 
 
 STORED = WeightFormat("Q4_1", 4, 32, "group", shifts=True, float=False, scale_dtype="float16")
@@ -162,8 +163,16 @@ def test_a_setting_of_the_library_loads_the_format_of_the_checkpoint(requested):
     form = resolve_quantization(requested, CPU, "auto", supported, STORED)
 
     assert quantization_name(form) == requested
-    assert is_for_library(form, CPU, "auto", never)
-    assert loaded_format(form, STORED) == STORED
+    assert is_for_library(form, CPU, "auto", supported)
+    assert loaded_format(form, STORED, in_library=True) == STORED
+
+
+@pytest.mark.parametrize("requested", ["int8", "int4"])
+def test_a_network_whose_steps_the_library_does_not_compute_is_rounded_when_it_is_loaded(requested):
+    form = resolve_quantization(requested, CPU, "auto", supported)
+
+    assert not is_for_library(form, CPU, "auto", unsupported)
+    assert loaded_format(form, None) == form
 
 
 @pytest.mark.parametrize("arch", [CPU, CATALOGUE["h100"]])

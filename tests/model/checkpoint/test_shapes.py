@@ -29,6 +29,12 @@ SHAPES = Path(__file__).parents[3] / "server" / "cli" / "bench" / "shapes"
         ("gemma-3-1b", 999_885_952, (4, 1, 256), 32768),
         ("gpt2", 124_439_808, (12, 12, 64), 1024),
         ("opt-125m", 125_239_296, (12, 12, 64), 2048),
+        ("qwen3.5-0.8b", 752_393_024, (8, 2, 256), 262_144),
+        ("qwen3.5-2b", 1_881_825_088, (8, 2, 256), 262_144),
+        ("qwen3.5-4b", 4_205_751_296, (16, 4, 256), 262_144),
+        ("lfm2-1.2b", 1_170_340_608, (32, 8, 64), 128_000),
+        ("granite-4.0-h-micro", 3_191_396_096, (32, 8, 64), 131_072),
+        ("falcon-h1-1.5b", 1_554_789_760, (8, 2, 128), 131_072),
     ],
 )
 def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
@@ -37,7 +43,7 @@ def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
     config = ModelConfig.from_folder(SHAPES / name)
 
     assert config.network.num_parameters == num_parameters
-    mixer = config.network.layers[0].mixer
+    mixer = config.network.attentions[0]
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == heads
     assert config.max_context == context
 
@@ -50,4 +56,4 @@ def test_the_shape_of_gemma_has_a_window_in_five_of_six_layers():
 
 
 def test_every_shape_is_checked():
-    assert len(list(SHAPES.iterdir())) == 16
+    assert len(list(SHAPES.iterdir())) == 22

@@ -36,6 +36,49 @@ def _sizes(hidden, inner, layers, heads, kv_heads, vocab, context):
     }
 
 
+def _kinds(count, pattern):
+    """Return the types of layers of which each `pattern`-th one attends to all tokens."""
+    return (["sliding_attention"] * (pattern - 1) + ["full_attention"]) * (count // pattern)
+
+
+_GEMMA4 = {
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 262_144,
+}
+_GEMMA3N = {
+    "altup_active_idx": 0,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_num_inputs": 4,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "laurel_rank": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10_000.0,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+}
 FILES = {
     "OLMo-3-7B": (
         "Olmo3ForCausalLM",
@@ -180,5 +223,55 @@ FILES = {
         32_581_097_472,
         _sizes(6144, 21_504, 64, 48, 8, 128_256, 131_072)
         | {"head_dim": 128, "rope_scaling": _llama3(16.0, 8192), "rope_theta": 1_000_000.0},
+    ),
+    "gemma-4-E2B": (
+        "Gemma4ForCausalLM",
+        4_628_569_379,
+        _sizes(1536, 6144, 35, 8, 1, 262_144, 131_072)
+        | _GEMMA4
+        | {
+            "layer_types": _kinds(35, 5),
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "num_global_key_value_heads": None,
+        },
+    ),
+    "gemma-4-E4B": (
+        "Gemma4ForCausalLM",
+        7_463_013_418,
+        _sizes(2560, 10_240, 42, 8, 2, 262_144, 131_072)
+        | _GEMMA4
+        | {"layer_types": _kinds(42, 6), "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
+    ),
+    "gemma-4-31B": (
+        "Gemma4ForCausalLM",
+        30_697_345_340,
+        _sizes(5376, 21_504, 60, 32, 16, 262_144, 262_144)
+        | _GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": _kinds(60, 6),
+            "num_global_key_value_heads": 4,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma-3n-E2B": (
+        "Gemma3nForCausalLM",
+        4_435_182_688,
+        _sizes(2048, [8192] * 30, 30, 8, 2, 262_400, 32_768)
+        | _GEMMA3N
+        | {
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+            "layer_types": _kinds(30, 5),
+            "num_kv_shared_layers": 10,
+        },
+    ),
+    "gemma-3n-E4B": (
+        "Gemma3nForCausalLM",
+        6_835_235_568,
+        _sizes(2048, 16_384, 35, 8, 2, 262_400, 32_768) | _GEMMA3N | {"num_kv_shared_layers": 15},
     ),
 }

@@ -28,6 +28,13 @@ FAMILIES = {
         "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8, "sliding_window_pattern": 2,
         "tie_word_embeddings": True,
     },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": 4,
+        "num_key_value_heads": 4, "global_head_dim": 32, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8, "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "opt": {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 96, "activation_function": "relu",
         "word_embed_proj_dim": 64, "do_layer_norm_before": True, "num_key_value_heads": 4,

@@ -60,7 +60,12 @@ def check(config, dtype, form, num_ranks):
     assert sizes.weight_bytes == model.weight_bytes
     assert sizes.network == model.network
     assert sizes.weight_format.name == model.weight_format.name
-    tables = (model.embed_tokens, model.embed_positions, model.lm_head)
+    tables = (
+        model.embed_tokens,
+        model.embed_positions,
+        model.lm_head,
+        getattr(model, "embed_per_layer", None),
+    )
     assert table_bytes(model.network, dtype, num_ranks) == sum(
         it.nbytes for it in tables if it is not None
     )

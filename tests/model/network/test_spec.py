@@ -22,6 +22,7 @@ from model.network.spec import (
     QueryScale,
     Rotary,
 )
+from model.network.sublayers import AltUp, Laurel, PerLayerInput, PerLayerTable, Streams
 
 OTHERS = {
     Network: {
@@ -31,8 +32,19 @@ OTHERS = {
         "tied": True,
         "head_bias": True,
         "modules": Modules("olmo"),
+        "per_layer": PerLayerTable(8, 4, 1e-6),
+        "streams": Streams(2),
     },
-    Layer: {"post_norms": True, "pre_norms": False, "parallel": True, "shared_norm": True},
+    Layer: {
+        "post_norms": True,
+        "pre_norms": False,
+        "parallel": True,
+        "shared_norm": True,
+        "per_layer": PerLayerInput(4),
+        "scaled": True,
+        "laurel": Laurel(4),
+        "altup": AltUp(2),
+    },
     Norm: {"eps": 1e-5, "kind": "layer", "float32": True, "bias": False},
     Attention: {
         "window": 3,
@@ -46,12 +58,18 @@ OTHERS = {
         "late_qk_norm": True,
         "query_scale": QueryScale(0.1, 8),
         "gate": True,
+        "value_norm": True,
+        "tied_values": True,
+        "kv_layer": 0,
     },
-    Dense: {"activation": "relu", "gated": False, "bias": True},
+    Dense: {"activation": "relu", "gated": False, "bias": True, "sparsity": 0.5},
 }
 """A value of each field that has a default, other than that; a norm that is always there is read by its own fields."""
 FIELDS = [(part, name) for part, fields in OTHERS.items() for name in fields]
-EVERY_PART = {part: {} for part in (*OTHERS, Rotary, Positions, QueryScale, Modules)}
+OPTIONAL = (
+    Rotary, Positions, QueryScale, Modules, PerLayerTable, PerLayerInput, Laurel, AltUp, Streams,
+)  # fmt: skip
+EVERY_PART = {part: {} for part in (*OTHERS, *OPTIONAL)}
 EXECUTORS = {
     "a launch": (single_launch.READS, single_launch.VARYING),
     "a launch of several": (single_launch.READS_OF_ROWS, single_launch.VARYING_OF_ROWS),

@@ -17,6 +17,7 @@ import torch
 
 from kernels import FP8, GPUArch, KernelError, detect
 from kernels.collective.communicator import AbsentRanks
+from kernels.weight_format import LIBRARY_FORMATS
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.device.quantizations import QUANTIZATIONS, loaded_format
@@ -82,7 +83,7 @@ def main(
                 model,
                 getattr(torch, engine.info.dtype),
                 "meta",
-                loaded_format(quantization, None),
+                loaded_format(quantization, None, in_library=quantization in LIBRARY_FORMATS),
                 AbsentRanks(config.tensor_parallel) if config.tensor_parallel > 1 else None,
             ),
             config.block_size,

@@ -86,10 +86,14 @@ class LiveSequences:
         if sequence.request_id in self._by_id:
             raise DuplicateRequestError(sequence.request_id)
         self._by_id[sequence.request_id] = sequence
-        limit = sequence.sampling.max_new_tokens
-        sequence.expected_output = expected_output(limit, self.output_means.means)
+        self.estimate_output(sequence)
         self.waiting.add(sequence)
         self._note_waiting(sequence)
+
+    def estimate_output(self, sequence: Sequence) -> None:
+        """Set how many tokens a sequence that is not in the queue will probably generate."""
+        limit = sequence.sampling.max_new_tokens
+        sequence.expected_output = expected_output(limit, self.output_means.means)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue that was never admitted."""

@@ -194,6 +194,10 @@ class Scheduler:
         self._live.add(sequence)
         self._short_steps.note_arrival(sequence.client)
 
+    def estimate_output(self, sequence: Sequence) -> None:
+        """See `LiveSequences.estimate_output`."""
+        self._live.estimate_output(sequence)
+
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in any state and free its blocks.
 

@@ -11,7 +11,6 @@ from kernels.gpu.absent_gpu import AbsentGPUError, absent_gpu
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype
 from model.decoder import DecoderLM
-from model.device.quantizations import loaded_format
 from model.errors import ModelError
 from model.executors.bound import deterministic_unsupported
 from server.engine.core.start_checks import StartupError
@@ -44,7 +43,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
     try:
         model_config = ModelConfig.from_folder(Path(config.model_path)).within(config.max_model_len)
         with absent_gpu(arch) as device:
-            quantization, _ = resolved_quantization(config, model_config, arch)
+            resolved = resolved_quantization(config, model_config, arch)
             dtype = resolve_dtype(config.dtype, model_config, device)
             limits = step_limits(config, model_config, arch)
             size = config.tensor_parallel
@@ -52,7 +51,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 model_config,
                 dtype,
                 device,
-                loaded_format(quantization, model_config.stored_format),
+                resolved.loaded(model_config),
                 AbsentRanks(size, fuses_norm=True) if size > 1 else None,
             )
             model.optimize()

@@ -93,7 +93,8 @@ def test_a_small_model_computes_more_tokens_of_prompts_alone(
     [
         ({"quantization": "auto"}, 1),
         ({"quantization": "auto", "dtype": "float32"}, 0),
-        ({"quantization": "auto", "kv_cache_dtype": "fp8"}, 0),
+        ({"quantization": "auto", "kv_cache_dtype": "fp8"}, 1),
+        ({"quantization": "auto", "tensor_parallel": 2}, 0),
         ({"quantization": "none"}, 0),
     ],
     ids=str,
@@ -106,7 +107,7 @@ def test_weights_that_are_not_in_int8_for_want_of_the_library_alone_are_warned_a
     model = changed(MODEL, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32)
     config = EngineConfig(model_path="", model_id="", **fields)
 
-    assert resolved_quantization(config, model, CPU) == (None, False)
+    assert resolved_quantization(config, model, CPU) == (None, False, False)
     assert [it.levelname for it in caplog.records] == ["WARNING"] * warnings
     assert caplog.text.count("int8, so steps take longer: the CPU library cannot be") == warnings
 

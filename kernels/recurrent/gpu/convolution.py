@@ -1,0 +1,179 @@
+"""The causal convolution of recurrent mixers in Triton.
+
+A state is often replaced in its slot, so nothing may write it before all programs have read it. Of a prompt, the
+program of the first tile is the only one that reads the state, since a tile has more tokens than the convolution has
+taps, and the only one that writes it. Of a decode row, a program reads and writes channels that no other one has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.functions import silu
+from kernels.recurrent.gpu.tiles import find_tile, sequences
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.recurrent.segments import Segments
+
+TOKENS: Final = 16
+"""Of a tile of a prompt."""
+CHANNELS: Final = 128
+"""Of a program for prompts."""
+
+
+@triton.jit
+def load_inputs(x, at, channel, mask, C: tl.constexpr, GATED: tl.constexpr):
+    """Load inputs of the convolution, float32: x, or the product of b and x of a row [b | c | x]."""
+    value = tl.load(x + at + channel, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        value *= tl.load(x + at + channel + 2 * C, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["rows", "num_prompts"])
+def convolve_prompts(
+    x, weight, bias, state, out, cu_seqlens, slots, rows, num_prompts, x_stride, out_stride,
+    state_stride,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Convolve some channels of a tile of a prompt; program (tile, channels).
+
+    Args:
+        x: [T, C], or [T, b | c | x] where GATED, of the tokens of prompts.
+        weight: [C, W].
+        bias: [C], where BIAS.
+        state: [S, W - 1, C] float32, slots at any distance.
+        out: [T, C] of the tokens of prompts.
+        cu_seqlens: as in `Segments`.
+        slots: likewise.
+        TAPS: a power of two, at least W - 1.
+    """
+    prompt, first, length, tile = find_tile(cu_seqlens, num_prompts, tl.program_id(0), TOKENS, SEQS)
+    if prompt < num_prompts:
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        exists = channel < C
+        read = tl.load(slots + 2 * (rows + prompt)).to(tl.int64)
+        write = tl.load(slots + 2 * (rows + prompt) + 1).to(tl.int64)
+        x += first.to(tl.int64) * x_stride
+        old = state + read * state_stride + channel
+        token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+        total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+        for i in tl.static_range(W):
+            place = token + (i - W + 1)
+            value = load_inputs(
+                x, place.to(tl.int64) * x_stride, channel, exists & (place >= 0) & (place < length), C, GATED
+            )  # fmt: skip
+            kept = exists & (place < 0) & (read >= 0)
+            value += tl.load(old + (place + W - 1) * C, mask=kept, other=0.0)
+            total += value * tl.load(weight + channel * W + i, mask=exists, other=0.0).to(
+                tl.float32
+            )
+        if BIAS:
+            total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+        if SILU:
+            total = silu(total)
+        is_token = exists & (token < length)
+        if GATED:
+            at = token.to(tl.int64) * x_stride + channel + C
+            total *= tl.load(x + at, mask=is_token, other=0.0).to(tl.float32)
+        at = (first + token).to(tl.int64) * out_stride + channel
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=is_token)
+        if (tile == 0) & (write >= 0):
+            tap = tl.arange(0, TAPS)[:, None]
+            source = length - (W - 1) + tap
+            is_tap = exists & (tap < W - 1)
+            newest = load_inputs(
+                x, source.to(tl.int64) * x_stride, channel, is_tap & (source >= 0), C, GATED
+            )
+            of_state = is_tap & (source < 0) & (read >= 0)
+            newest += tl.load(old + (source + W - 1) * C, mask=of_state, other=0.0)
+            # All threads have read the state.
+            tl.debug_barrier()
+            tl.store(state + write * state_stride + tap * C + channel, newest, mask=is_tap)
+
+
+@triton.jit
+def load_taps(
+    state, stride, slot, channel, exists, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr
+):
+    """Load the last W - 1 inputs of some channels, [TAPS, channels] float32; zeros past them and of slot -1."""
+    tap = tl.arange(0, TAPS)[:, None]
+    mask = exists[None, :] & (tap < W - 1) & (slot >= 0)
+    return tl.load(state + slot * stride + tap * C + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def convolve_token(
+    taps, new, weight, bias, channel, exists,
+    W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return the convolution of one token, [channels], from the inputs before it, as of `load_taps`, and its own."""
+    tap = tl.arange(0, TAPS)[:, None]
+    at = weight + channel[None, :] * W + tap
+    factors = tl.load(at, mask=exists[None, :] & (tap < W - 1), other=0.0).to(tl.float32)
+    last = tl.load(weight + channel * W + (W - 1), mask=exists, other=0.0).to(tl.float32)
+    total = tl.sum(taps * factors, 0) + new * last
+    if BIAS:
+        total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def store_taps(
+    state, stride, slot, taps, new, channel, exists,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Store the last W - 1 inputs after a token; call it when all have read those before, unless the slot is -1."""
+    tap = tl.arange(0, TAPS)[:, None]
+    at = state + slot * stride + channel
+    mask = exists & (slot >= 0)
+    shifted = mask[None, :] & (tap > 0) & (tap < W - 1)
+    tl.store(at[None, :] + (tap - 1) * C, taps, mask=shifted)
+    tl.store(at + (W - 2) * C, new, mask=mask)
+
+
+def taps(width: int) -> int:
+    """Return TAPS of a convolution of `width` tokens."""
+    return int(triton.next_power_of_2(width - 1))
+
+
+def causal_conv_of_prompts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    segments: Segments,
+    out: Tensor,
+    *,
+    silu: bool,
+    gated: bool = False,
+) -> None:
+    """Convolve the prompts of a step, and write the states after them; decode rows are left out.
+
+    Args:
+        x: [T, channels] of all tokens; [T, b | c | x] if gated; contiguous in channels.
+        weight: [channels, W] contiguous.
+        bias: [channels] or None.
+        state: [S, W - 1, channels] float32, contiguous in a slot.
+        segments: of the step.
+        out: [T - R, channels], of the tokens of prompts; contiguous in channels.
+        silu: whether SiLU follows.
+        gated: whether the input is b * x, and the result is multiplied by c.
+    """
+    channels, width = weight.shape
+    rows, tokens = segments.rows, len(out)
+    if tokens == 0 or segments.num_prompts == 0:
+        return
+    tiles = tokens // TOKENS + segments.num_prompts
+    convolve_prompts[tiles, triton.cdiv(channels, CHANNELS)](
+        x[rows:], weight, weight if bias is None else bias, state, out, segments.cu_seqlens, segments.slots, rows,
+        segments.num_prompts, x.stride(0), out.stride(0), state.stride(0),
+        C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, GATED=gated, SILU=silu, TOKENS=TOKENS,
+        CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
+    )  # fmt: skip

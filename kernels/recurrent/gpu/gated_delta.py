@@ -1,0 +1,184 @@
+"""The gated delta rule in Triton: one launch for decode rows, four for prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.arch import HOPPER, TENSOR_MEMORY, detect
+from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, convolve_heads, solve_blocks
+from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
+from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
+from kernels.recurrent.gpu.tiles import sequences
+from kernels.recurrent.problem import CHUNK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.recurrent.problem import GatedDeltaShape, RecurrentWeights
+    from kernels.recurrent.segments import Segments
+
+_MOST_ROWS: Final = 1024
+"""Of a launch for decode rows."""
+_TILE: Final = 16384
+"""Elements of the state that a program of a decode row holds in registers."""
+_ROWS: Final = 32
+"""Tokens that a program convolves."""
+_SLICE: Final = 32
+"""Values that a program carries through a prompt: fewer make more programs, each of which loads all keys."""
+_VECTORS: Final = 4096
+"""Elements that a program normalizes."""
+_MOST_KEYS: Final = 128
+"""Elements of a key from which on a program carries half as many values."""
+_MOST_STAGES: Final = 3
+_LEVELS: Final = CHUNK.bit_length() - 1
+
+
+class GatedDelta:
+    """See `kernels.recurrent.segments.RecurrentKernel`.
+
+    Bits of a token depend on its sequence alone: programs of decode rows share nothing, and a prompt's blocks and the
+    sizes of tiles do not depend on the other sequences.
+
+    Args:
+        shape: of the mixer.
+        weights: on the device.
+    """
+
+    def __init__(self, shape: GatedDeltaShape, weights: RecurrentWeights) -> None:
+        assert weights.a_log is not None
+        assert weights.dt_bias is not None
+        assert weights.norm is not None
+        self.shape = shape
+        conv = weights.conv.t().contiguous()
+        has_bias = weights.conv_bias is not None
+        bias = weights.conv_bias if has_bias else conv
+        self._weights = conv, bias, weights.a_log, weights.dt_bias
+        self._norm = weights.norm
+        self._arch = detect(conv.device)
+        # Not made at a call, which may be recorded: it must hold zeros before the first replay.
+        self._arrivals = torch.zeros(
+            _MOST_ROWS * shape.num_key_heads, dtype=torch.int32, device=conv.device
+        )
+        self._sizes = {
+            "H": shape.num_heads,
+            "G": shape.num_key_heads,
+            "DK": shape.key_dim,
+            "DV": shape.value_dim,
+            "W": shape.width,
+            "BK": max(16, triton.next_power_of_2(shape.key_dim)),
+        }
+        keys = self._sizes["BK"] * (2 if conv.dtype is torch.float32 else 1)
+        self._slice = _SLICE if keys <= _MOST_KEYS else _SLICE // 2
+        self._padded = {"BV": max(self._slice, triton.next_power_of_2(shape.value_dim))}
+        self._has_bias = {"BIAS": has_bias}
+
+    def __call__(
+        self,
+        projected: Tensor,
+        gates: Tensor | None,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+    ) -> Tensor:
+        """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
+        assert gates is not None
+        out = torch.empty(
+            (len(projected), self.shape.inner), dtype=projected.dtype, device=projected.device
+        )
+        rows = segments.rows
+        for first in range(0, rows, _MOST_ROWS):
+            some = slice(first, min(first + _MOST_ROWS, rows))
+            self._step(projected[some], gates[some], states, segments.slots[some], out[some])
+        if len(projected) > rows and segments.num_prompts:
+            self._prompts(projected[rows:], gates[rows:], states, segments, out[rows:])
+        return out
+
+    def _step(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        states: tuple[Tensor, ...],
+        slots: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Compute decode rows; the arguments are theirs."""
+        shape, (conv_state, state) = self.shape, states
+        keys = self._sizes["BK"]
+        values = min(triton.next_power_of_2(shape.value_dim), max(1, _TILE // keys))
+        gated_delta_step[shape.num_heads, len(projected)](
+            projected, gates, *self._weights, self._norm, conv_state, state, slots, out, self._arrivals,
+            projected.stride(0), gates.stride(0), conv_state.stride(0), state.stride(0), shape.eps,
+            shape.key_dim**-0.5,
+            **self._sizes, **self._has_bias, BV=values, PARTS=triton.cdiv(shape.value_dim, values),
+            TAPS=triton.next_power_of_2(shape.width),
+            num_warps=max(1, min(8, keys * values // 2048)),
+        )  # fmt: skip
+
+    def _prompts(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+        out: Tensor,
+    ) -> None:
+        """Compute prompts; the arguments are those of their tokens."""
+        shape, (conv_state, state) = self.shape, states
+        heads, groups = shape.num_heads, shape.num_key_heads
+        count = len(projected) // CHUNK + 2 * segments.num_prompts
+        keys, values = self._sizes["BK"], self._padded["BV"]
+        dtype, device = projected.dtype, projected.device
+        blocks = (
+            torch.empty((count, 2, groups, CHUNK, keys), dtype=dtype, device=device),
+            torch.empty((count, heads, CHUNK, values), dtype=dtype, device=device),
+            torch.empty((count, heads, 2, CHUNK, CHUNK), dtype=dtype, device=device),
+            torch.empty((count, heads, FACTORS.value, CHUNK), dtype=torch.float32, device=device),
+        )
+        where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots
+        counts = segments.rows, segments.num_prompts
+        keys_of, values_of, squares, factors = blocks
+        sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts)}
+        conv, bias, *decay = self._weights
+        convolve_heads[2 * groups + heads, count * (CHUNK // _ROWS)](
+            projected, conv, bias, conv_state, *where, keys_of, values_of, *counts, projected.stride(0),
+            conv_state.stride(0), shape.key_dim**-0.5,
+            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS,
+            num_warps=8,
+        )  # fmt: skip
+        solve_blocks[groups, count](
+            gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
+            H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
+            OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
+            num_warps=8 if dtype is torch.float32 else 4,
+        )  # fmt: skip
+        slices = triton.cdiv(shape.value_dim, self._slice)
+        carry_states[slices, heads, segments.num_prompts](
+            projected, conv_state, state, *where, *blocks, out, *counts, projected.stride(0), conv_state.stride(0),
+            state.stride(0),
+            **self._sizes, **self._padded, **sizes, SLICE=self._slice,
+            CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
+        )  # fmt: skip
+        vectors = max(1, _VECTORS // values)
+        gated_norm[triton.cdiv(len(projected) * heads, vectors),](
+            out, projected[:, shape.channels :], self._norm, len(projected) * heads, projected.stride(0), shape.eps,
+            H=heads, DV=shape.value_dim, BV=values, VECTORS=vectors, num_warps=4,
+        )  # fmt: skip
+
+    def _carry_launch(self, dtype: torch.dtype) -> dict[str, int]:
+        """Return the launch options of `carry_states`: a loop with as many stages as the shared memory holds blocks.
+
+        Where products read their operands from registers, Triton keeps one block less, and twice the warps are needed
+        to hold them.
+        """
+        keys, size = self._sizes["BK"], self._slice
+        from_shared = not self._arch.unsupported(HOPPER | TENSOR_MEMORY)
+        warps = 4 if from_shared else 8
+        if dtype is torch.float32:
+            return {"STAGES": 1, "num_warps": warps}
+        a_block = CHUNK * (2 * keys + 2 * CHUNK + size) * dtype.itemsize
+        held = (self._arch.shared_memory_bytes - keys * size * dtype.itemsize) // a_block
+        stages = max(1, min(_MOST_STAGES, held + (not from_shared)))
+        return {"STAGES": stages, "num_warps": warps}

@@ -1,0 +1,155 @@
+"""The gated delta rule for prompts: what carries the state from block to block, and the gated norm after it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.functions import silu
+from kernels.recurrent.gpu.gated_delta_blocks import FACTORS
+from kernels.recurrent.gpu.tiles import list_blocks
+
+
+@triton.jit
+def replace_last_inputs(
+    x, x_stride, length, before, after, has_state, channel, exists, C: tl.constexpr, W: tl.constexpr
+):
+    """Write the last W - 1 inputs of some channels after a prompt; all programs have read those before.
+
+    Args:
+        x: [length, C], of the prompt.
+        before: [W - 1, C] float32.
+        after: likewise, maybe the same.
+        has_state: whether `before` is read.
+        channel: which.
+        exists: which of them exist.
+    """
+    for tap in tl.static_range(W - 1):
+        at = length - (W - 1) + tap
+        value = tl.load(
+            x + at.to(tl.int64) * x_stride + channel, mask=exists & (at >= 0), other=0.0
+        )
+        kept = tl.load(
+            before + (at + W - 1) * C + channel, mask=exists & (at < 0) & has_state, other=0.0
+        )
+        # All threads have loaded what is replaced here: the inputs kept move forward.
+        tl.debug_barrier()
+        tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows", "num_prompts"])
+def carry_states(
+    projected, conv_state, state, cu_seqlens, positions, slots, keys, values, squares, factors, out, rows, num_prompts,
+    projected_stride, conv_stride, state_stride,
+    H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute SLICE values of one head of a prompt, block after block; program (slice, head, prompt).
+
+    Each program writes CHANNELS channels of the convolution's state too, which `convolve_heads` has read.
+
+    Args:
+        projected: [T, q | k | v | z], of the tokens of prompts.
+        conv_state, state, slots, cu_seqlens, positions, keys, values, squares, factors: as of `convolve_heads` and
+            `solve_blocks`.
+        out: [T, H, DV], of the tokens of prompts, before the norm.
+        rows, num_prompts: R and Q of the step.
+    """
+    C: tl.constexpr = 2 * G * DK + H * DV
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    prompt = tl.program_id(2)
+    it, starts, lengths, begins, counts = list_blocks(
+        cu_seqlens, positions, num_prompts, CHUNK, SEQS
+    )
+    mine = it == prompt
+    first = tl.sum(tl.where(mine, starts, 0), 0)
+    length = tl.sum(tl.where(mine, lengths, 0), 0)
+    begin = tl.sum(tl.where(mine, begins, 0), 0)
+    count = tl.sum(tl.where(mine, counts, 0), 0)
+    number = tl.sum(tl.where(it < prompt, counts, 0), 0)
+    read = tl.load(slots + 2 * (rows + prompt)).to(tl.int64)
+    write = tl.load(slots + 2 * (rows + prompt) + 1).to(tl.int64)
+    dtype: tl.constexpr = keys.dtype.element_ty
+    token = tl.arange(0, CHUNK)
+    key = tl.arange(0, BK)
+    value = part * SLICE + tl.arange(0, SLICE)
+    at_state = head * (DK * DV) + key[:, None] * DV + value[None, :]
+    exists = (key < DK)[:, None] & (value < DV)[None, :]
+    carried = tl.load(state + read * state_stride + at_state, mask=exists & (read >= 0), other=0.0)
+    at_key = token[:, None] * BK + key[None, :]
+    at_square = token[:, None] * CHUNK + token[None, :]
+    at_value = token[:, None] * BV + value[None, :]
+    group = head // (H // G)
+    pair = keys + (number * (2 * G) + group).to(tl.int64) * (CHUNK * BK)
+    square = squares + (number * H + head).to(tl.int64) * (2 * CHUNK * CHUNK)
+    v = values + (number * H + head).to(tl.int64) * (CHUNK * BV)
+    factor = factors + (number * H + head).to(tl.int64) * (FACTORS * CHUNK)
+    for block in tl.range(0, count, num_stages=STAGES):
+        k = tl.load(pair + G * (CHUNK * BK) + at_key)
+        inverse = tl.load(square + CHUNK * CHUNK + at_square)
+        q = tl.load(pair + at_key)
+        scores = tl.load(square + at_square)
+        wanted = tl.load(v + at_value)
+        beta = tl.load(factor + token)
+        decay = tl.load(factor + CHUNK + token)
+        remaining = tl.load(factor + 2 * CHUNK + token)
+        whole = tl.load(factor + 2 * CHUNK - 1)
+        rounded = carried.to(dtype)
+        known = tl.dot(k, rounded, input_precision="tf32x3")
+        wanted = beta[:, None] * (wanted.to(tl.float32) - decay[:, None] * known)
+        new = tl.dot(inverse, wanted.to(dtype), input_precision="tf32x3")
+        o = tl.dot(q, rounded, input_precision="tf32x3") * decay[:, None]
+        o = tl.dot(scores, new.to(dtype), o, input_precision="tf32x3")
+        new = (new * remaining[:, None]).to(dtype)
+        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision="tf32x3")
+        place = tl.maximum(block * CHUNK - begin, 0) + token
+        is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
+        at_out = ((first + place).to(tl.int64)[:, None] * H + head) * DV + value[None, :]
+        tl.store(
+            out + at_out, o.to(out.dtype.element_ty), mask=is_token[:, None] & (value < DV)[None, :]
+        )
+        pair += G * (2 * CHUNK * BK)
+        square += H * (2 * CHUNK * CHUNK)
+        v += H * (CHUNK * BV)
+        factor += H * (FACTORS * CHUNK)
+    if (count > 0) & (write >= 0):
+        tl.store(state + write * state_stride + at_state, carried, mask=exists)
+        share = head * tl.num_programs(0) + part
+        channel = share * CHANNELS + tl.arange(0, CHANNELS)
+        replace_last_inputs(
+            projected + first.to(tl.int64) * projected_stride, projected_stride, length,
+            conv_state + read * conv_stride, conv_state + write * conv_stride, read >= 0, channel, channel < C, C, W,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_vectors"])
+def gated_norm(
+    out, z, norm, num_vectors, z_stride, eps,
+    H: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Normalize vectors in place and multiply them by the SiLU of their gates; program (vectors).
+
+    Args:
+        out: [num_vectors, DV], the H heads of tokens.
+        z: [T, H * DV].
+        norm: [DV].
+        num_vectors: T * H.
+        eps: of the norm.
+        BV: a power of two, at least DV.
+    """
+    vector = (tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)).to(tl.int64)[:, None]
+    value = tl.arange(0, BV)[None, :]
+    exists = (vector < num_vectors) & (value < DV)
+    o = tl.load(out + vector * DV + value, mask=exists, other=0.0).to(tl.float32)
+    gate = tl.load(z + vector // H * z_stride + vector % H * DV + value, mask=exists, other=0.0).to(
+        tl.float32
+    )
+    weight = tl.load(norm + value, mask=value < DV, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(o * o, 1)[:, None] / DV + eps)
+    tl.store(
+        out + vector * DV + value,
+        (o * scale * weight * silu(gate)).to(out.dtype.element_ty),
+        mask=exists,
+    )

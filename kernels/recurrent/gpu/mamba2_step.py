@@ -1,0 +1,204 @@
+"""Mamba-2 of decode rows in Triton: convolution, state, gate and norm in one launch.
+
+Each program has some rows of the state of one head. The inputs b and c of the convolution are those of all heads of a
+group, so all their programs convolve them, and the last one of the group to arrive writes their taps: by then all have
+read those before. It normalizes the group too. Which one is the last changes no bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.functions import silu
+from kernels.recurrent.gpu.convolution import (
+    convolve_token,
+    load_inputs,
+    load_taps,
+    store_taps,
+    taps,
+)
+from kernels.recurrent.gpu.tiles import is_last, softplus
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.recurrent.problem import Mamba2Shape, RecurrentWeights
+
+_ELEMENTS: Final = 4096
+"""Of a state, of one program."""
+_NORMALIZED: Final = 4096
+"""Elements of a group that are loaded at once."""
+_ROWS: Final = 1024
+"""Decode rows for which counters are kept."""
+NO_NORM: Final = tl.constexpr(0)
+NORM_AFTER_GATE: Final = tl.constexpr(1)
+NORM_BEFORE_GATE: Final = tl.constexpr(2)
+
+
+@triton.jit
+def step_mamba2(
+    projected, conv_state, state, conv, conv_bias, a_log, dt_bias, d, norm, scratch, counters, out, slots,
+    stride, conv_stride, state_stride, eps, least_dt, largest_dt,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute some elements of a head of one decode row; program (part of all heads, row).
+
+    Args:
+        projected: [R, z | x | b | c | dt].
+        conv_state: [S, W - 1, channels] float32, slots at any distance.
+        state: [S, H, P, N] float32, likewise.
+        conv: [channels, W].
+        conv_bias: [channels], where BIAS.
+        a_log, dt_bias, d: [H] float32.
+        norm: [H * P], where there is a NORM.
+        scratch: [R, H * P] float32, likewise.
+        counters: [R, G] int32, 0.
+        out: [R, H * P].
+        slots: [R, 2].
+        ROWS, COLUMNS: of the tile of a state.
+        GROUP: elements of a group that are normalized at once.
+    """
+    PARTS: tl.constexpr = (P + ROWS - 1) // ROWS
+    INNER: tl.constexpr = H * P
+    C: tl.constexpr = INNER + 2 * G * N
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) // PARTS
+    group = head // (H // G)
+    p = (tl.program_id(0) % PARTS) * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, COLUMNS)
+    is_p, is_n = p < P, n < N
+    read = tl.load(slots + 2 * row).to(tl.int64)
+    write = tl.load(slots + 2 * row + 1).to(tl.int64)
+    tile = (head * P + p)[:, None] * N + n[None, :]
+    is_tile = is_p[:, None] & is_n[None, :]
+    h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
+    z = projected + row * stride
+    mixed = z + INNER
+    of_x = head * P + p
+    of_b = INNER + group * N + n
+    of_c = of_b + G * N
+    taps_x = load_taps(conv_state, conv_stride, read, of_x, is_p, C, W, TAPS)
+    taps_b = load_taps(conv_state, conv_stride, read, of_b, is_n, C, W, TAPS)
+    taps_c = load_taps(conv_state, conv_stride, read, of_c, is_n, C, W, TAPS)
+    new_x = load_inputs(mixed, 0, of_x, is_p, C, False)
+    new_b = load_inputs(mixed, 0, of_b, is_n, C, False)
+    new_c = load_inputs(mixed, 0, of_c, is_n, C, False)
+    x = silu(convolve_token(taps_x, new_x, conv, conv_bias, of_x, is_p, W, TAPS, BIAS))
+    b = silu(convolve_token(taps_b, new_b, conv, conv_bias, of_b, is_n, W, TAPS, BIAS))
+    c = silu(convolve_token(taps_c, new_c, conv, conv_bias, of_c, is_n, W, TAPS, BIAS))
+    dt = softplus(tl.load(mixed + C + head).to(tl.float32) + tl.load(dt_bias + head))
+    dt = tl.minimum(tl.maximum(dt, least_dt), largest_dt)
+    decay = tl.exp(-tl.exp(tl.load(a_log + head)) * dt)
+    h = h * decay + (x * dt)[:, None] * b[None, :]
+    tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
+    y = tl.sum(h * c[None, :], 1) + tl.load(d + head) * x
+    if NORM != NORM_BEFORE_GATE:
+        y *= silu(tl.load(z + of_x, mask=is_p, other=0.0).to(tl.float32))
+    line = row * INNER
+    if NORM == NO_NORM:
+        tl.store(out + line + of_x, y.to(out.dtype.element_ty), mask=is_p)
+    else:
+        tl.store(scratch + line + of_x, y, mask=is_p)
+    last = is_last(counters + row * G + group, H // G * PARTS)
+    # No other program has read these.
+    store_taps(conv_state, conv_stride, write, taps_x, new_x, of_x, is_p, C, W, TAPS)
+    if last:
+        store_taps(conv_state, conv_stride, write, taps_b, new_b, of_b, is_n, C, W, TAPS)
+        store_taps(conv_state, conv_stride, write, taps_c, new_c, of_c, is_n, C, W, TAPS)
+        if NORM != NO_NORM:
+            first = group * (INNER // G)
+            normalize(
+                scratch + line + first, z + first, norm + first, out + line + first, eps, INNER // G, GROUP, NORM
+            )  # fmt: skip
+
+
+@triton.jit
+def normalize(y, z, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Normalize SIZE elements, BLOCK at a time, and multiply them by their weights; and by silu(z) if it comes after.
+
+    Other programs may have stored `y`, so the loads bypass the L1 cache.
+    """
+    element = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(0, SIZE, BLOCK):
+        exists = i + element < SIZE
+        value = tl.load(y + i + element, mask=exists, other=0.0, cache_modifier=".cg").to(
+            tl.float32
+        )
+        squares += value * value
+    scale = 1.0 / tl.sqrt(tl.sum(squares) / SIZE + eps)
+    for i in tl.static_range(0, SIZE, BLOCK):
+        exists = i + element < SIZE
+        value = tl.load(y + i + element, mask=exists, other=0.0, cache_modifier=".cg").to(
+            tl.float32
+        )
+        factor = tl.load(weight + i + element, mask=exists, other=0.0).to(tl.float32)
+        result = value * scale * factor
+        if NORM == NORM_BEFORE_GATE:
+            result *= silu(tl.load(z + i + element, mask=exists, other=0.0).to(tl.float32))
+        tl.store(out + i + element, result.to(out.dtype.element_ty), mask=exists)
+
+
+def norm_kind(shape: Mamba2Shape) -> int:
+    """Return NORM of a mixer."""
+    if shape.eps is None:
+        return 0
+    return 2 if shape.norm_before_gate else 1
+
+
+def group_block(shape: Mamba2Shape) -> int:
+    """Return the elements of a group that are normalized at once."""
+    return min(_NORMALIZED, int(triton.next_power_of_2(shape.inner // shape.num_groups)))
+
+
+class Step:
+    """Computes decode rows; owns the counters of arrived programs, which every launch leaves at 0.
+
+    Launches of one object must not run at the same time.
+    """
+
+    def __init__(self, shape: Mamba2Shape, weights: RecurrentWeights) -> None:
+        self.shape, self.weights = shape, weights
+        self._counters = self._zeros(_ROWS)
+
+    def _zeros(self, rows: int) -> Tensor:
+        size, device = rows * self.shape.num_groups, self.weights.conv.device
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        projected: Tensor,
+        states: tuple[Tensor, ...],
+        slots: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Compute the first rows of a step.
+
+        Args:
+            projected: [R, z | x | b | c | dt], contiguous in its rows.
+            states: as the shape lists them.
+            slots: [R, 2].
+            out: [R, inner] contiguous.
+        """
+        shape, weights = self.shape, self.weights
+        rows = len(out)
+        columns = triton.next_power_of_2(shape.state_dim)
+        tile_rows = min(max(1, _ELEMENTS // columns), triton.next_power_of_2(shape.head_dim))
+        has_norm = norm_kind(shape) != NO_NORM.value
+        scratch = (
+            torch.empty(out.shape, dtype=torch.float32, device=out.device) if has_norm else out
+        )
+        counters = self._counters if rows <= _ROWS else self._zeros(rows)
+        step_mamba2[shape.num_heads * triton.cdiv(shape.head_dim, tile_rows), rows](
+            projected, *states, weights.conv, weights.conv if weights.conv_bias is None else weights.conv_bias,
+            weights.a_log, weights.dt_bias, weights.d, weights.norm if has_norm else weights.conv, scratch, counters,
+            out, slots, projected.stride(0), *(it.stride(0) for it in states), shape.eps or 0.0, *shape.dt_limits,
+            H=shape.num_heads, P=shape.head_dim, N=shape.state_dim, G=shape.num_groups, W=shape.width,
+            TAPS=taps(shape.width), BIAS=weights.conv_bias is not None, NORM=norm_kind(shape), ROWS=tile_rows,
+            COLUMNS=columns, GROUP=group_block(shape), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,163 @@
+"""Short convolution and Mamba-2 in Triton's interpreter against their formulas.
+
+The interpreter rounds products of bfloat16 wrongly, so 16-bit numbers are float16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.recurrent.gpu.mamba2 import Mamba2
+from kernels.recurrent.gpu.short_conv import ShortConv
+from kernels.recurrent.problem import ShortConvShape
+from kernels.recurrent.pytorch import mamba2 as pytorch
+from tests.kernels import triton_interpreter
+from tests.kernels.recurrent.mamba2_cases import (
+    MAMBA2,
+    NEW,
+    RAGGED,
+    ROWS,
+    SHORT_CONV,
+    UNUSED,
+    Sequence,
+    Step,
+    divided,
+    in_slots,
+    variants,
+)
+from tests.kernels.references.mamba2 import mamba2_blocks
+
+pytestmark = triton_interpreter.interpreted
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    torch.manual_seed(0)
+    with triton_interpreter.poisoned_memory():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHORT_CONV, ShortConvShape(20, 4, bias=True), ShortConvShape(300, 2)], ids=str
+)
+def test_the_sequences_of_a_short_convolution_agree_with_the_formula(shape, dtype):
+    Step(shape, ROWS, RAGGED, dtype).check(ShortConv)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 15, 16, 17])
+def test_a_prompt_may_be_shorter_than_the_convolution(length):
+    shape = ShortConvShape(16, 6)
+    Step(shape, prompts=[Sequence(length, 0, NEW, 2), Sequence(length, 9, 3, 3)]).check(ShortConv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sequences_of_a_step_agree_with_the_formula(dtype):
+    Step(MAMBA2, ROWS, RAGGED, dtype).check(Mamba2, rounded=mamba2_blocks)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129])
+def test_a_prompt_agrees_with_the_formula(length):
+    prompts = [Sequence(length, 0, NEW, 2), Sequence(length, 63, 3, 3)]
+    Step(MAMBA2, prompts=prompts).check(Mamba2)
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_a_prompt_in_16_bits_is_as_exact_as_products_of_rounded_factors(norm_before_gate):
+    shape = dataclasses.replace(MAMBA2, norm_before_gate=norm_before_gate, state_dim=64)
+    prompts = [Sequence(200, 0, NEW, 2), Sequence(70, 0, 3, 3)]
+
+    Step(shape, prompts=prompts, dtype=torch.float16).check(Mamba2, rounded=mamba2_blocks)
+
+
+@pytest.mark.parametrize("shape", variants().values(), ids=variants())
+def test_variants(shape):
+    Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4), Sequence(1, 0, NEW, 5)]).check(Mamba2)
+
+
+@pytest.mark.parametrize("spread", [0.1, 10.0])
+@pytest.mark.parametrize("decay", [-12.0, 3.0, 80.0])
+def test_weak_and_strong_decays_beside_each_other_are_exact(decay, spread):
+    rows, prompts = [(0, 0), (1, 2)], [Sequence(150, 10, 3, 4)]
+    step = Step(MAMBA2, rows, prompts, spread=spread, decay=decay)
+    step.weights.a_log[0] = -3.0
+
+    step.check(Mamba2)
+
+
+def test_groups_larger_than_a_program_are_normalized():
+    wide = dataclasses.replace(MAMBA2, num_heads=129, num_groups=1)
+
+    Step(wide, [(0, 1)], [Sequence(2, 0, NEW, 5)]).check(Mamba2)
+
+
+@pytest.mark.parametrize("kernel", [Mamba2, ShortConv])
+def test_unused_rows_and_steps_of_nothing_write_nothing(kernel):
+    shape = MAMBA2 if kernel is Mamba2 else SHORT_CONV
+    for step in (
+        Step(shape, [UNUSED] * 3),
+        Step(shape, prompts=[Sequence(0, 0, 1, 1)]),
+        Step(shape),
+    ):
+        for state in step.states:
+            state[:] = torch.nan
+
+        _, states = step.run(kernel)
+
+        assert all(bool(state.isnan().all()) for state in states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ends", [(64, 128, 192, 250), (128, 250), (64, 192, 250)], ids=str)
+def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends, dtype):
+    whole = Step(MAMBA2, prompts=[Sequence(250, 0, NEW, 0)], dtype=dtype)
+    out, states = whole.run(Mamba2)
+
+    found, now = divided(whole, Mamba2, ends)
+
+    assert torch.equal(found, out)
+    for state, other in zip(now, states, strict=True):
+        assert torch.equal(state, other[0])
+
+
+def test_the_bits_of_a_short_convolution_do_not_depend_on_where_a_prompt_is_divided():
+    whole = Step(ShortConvShape(40, 4), prompts=[Sequence(40, 0, NEW, 0)])
+    out, (state,) = whole.run(ShortConv)
+
+    for ends in ((1, 2, 40), (17, 18, 20, 39, 40)):
+        found, (now,) = divided(whole, ShortConv, ends)
+
+        assert torch.equal(found, out)
+        assert torch.equal(now, state[0])
+
+
+def test_the_bits_of_a_row_do_not_depend_on_the_others():
+    many = Step(MAMBA2, [(i, i) for i in range(7)], [Sequence(9, 0, NEW, 7)])
+    out, states = many.run(Mamba2)
+    kernel = Mamba2(MAMBA2, many.weights)
+
+    for i in range(7):
+        now = in_slots(many.states)
+        found = kernel(many.projected[i : i + 1], None, now, Step(MAMBA2, [(i, i)]).segments)
+
+        assert torch.equal(found[0], out[i])
+        for state, other in zip(now, states, strict=True):
+            assert torch.equal(state[i], other[i])
+
+
+def test_an_object_computes_step_after_step():
+    step = Step(MAMBA2, [(i, i) for i in range(3)])
+    kernel, plain = Mamba2(MAMBA2, step.weights), pytorch.Mamba2(MAMBA2, step.weights)
+    ours, theirs = (in_slots(step.states) for _ in range(2))
+
+    for _ in range(4):
+        projected = torch.randn_like(step.projected)
+        found = kernel(projected, None, ours, step.segments)
+        torch.testing.assert_close(
+            found, plain(projected, None, theirs, step.segments), rtol=1e-4, atol=1e-4
+        )
