@@ -14,9 +14,10 @@ from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, save_checkpoint
-from model.executors import cpu_library, layers, single_launch
+from model.executors import cpu_library, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
+from model.executors.layers import executor, tables
 from server.cli.main import main
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason
@@ -371,15 +372,15 @@ def test_executors_that_do_not_read_the_part_refuse_it_by_name(folder):
 def test_steps_that_a_state_does_not_allow_are_refused_by_name(folder, changes, reason):
     bucket = Bucket(**({"rows": 1, "columns": 1, "num_logits": 1} | changes))
 
-    assert layers.LAYERS.unsupported(problem(folder, CATALOGUE["h100"]), bucket) == (reason,)
+    assert executor.LAYERS.unsupported(problem(folder, CATALOGUE["h100"]), bucket) == (reason,)
 
 
 def test_a_layer_without_a_row_of_the_table_is_refused_by_name(folder, monkeypatch):
     it = problem(folder, detect("cpu"))
-    monkeypatch.delitem(layers.MIXERS, toy_mixer.Toy)
+    monkeypatch.delitem(tables.MIXERS, toy_mixer.Toy)
 
     bucket = Bucket(rows=1, columns=1, num_logits=1)
-    assert layers.LAYERS.unsupported(it, bucket) == ("no Toy",)
+    assert executor.LAYERS.unsupported(it, bucket) == ("no Toy",)
 
 
 def test_several_ranks_are_refused_by_name(folder, start):

@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
-from model.executors import layers
 from model.executors.columns import Bucket
+from model.executors.layers import forward as layers
 from model.executors.step import StepInput, wanted_rows
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig

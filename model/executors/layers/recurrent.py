@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kernels.recurrent.registry import RecurrentSpec
     from kernels.selection import Choice
     from model.device.kv_cache import KVCache
-    from model.executors.binder import Binder
+    from model.executors.layers.binder import Binder
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
     from model.network.spec import Network
