@@ -675,6 +675,14 @@ CASES = {
         | {"mamba_d_ssm": None, "mamba_conv_bias": False},
     ),
     "lfm2": Case("Lfm2", _LFM2, in_half=True),
+    "lfm2 vl": Case(
+        "Lfm2Vl",
+        {"model_type": "lfm2", **_LFM2},
+        model="ForConditionalGeneration",
+        others={
+            "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}
+        },
+    ),
     "lfm2 untied biases": Case(
         "Lfm2",
         _LFM2
